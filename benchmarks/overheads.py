@@ -15,8 +15,8 @@ from unittest.mock import patch
 from benchmarks.frame import ROOT, Benchmark, Report
 from torchround.commands import train_model
 from torchround.data.loader import Loader
+from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.activation_transfers import ActivationTransfers

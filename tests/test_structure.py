@@ -50,8 +50,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hf": BELOW_ENGINE | {"checkpoint"},
     "observe": BELOW_ENGINE,
     "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe", "machines"},
+    "generation": BELOW_ENGINE | {"engine"},
     "run": BELOW_RUN,
-    "trainer": BELOW_RUN | {"run"},
+    "trainer": BELOW_RUN | {"run", "generation"},
     "library": BELOW_RUN | {"run"},  # ordinary modules as layers, for programs without a config
 }
 # Who may know the model families: what a user starts, and the names that the package offers. Every other room knows

@@ -202,7 +202,7 @@ class LayeredModel:
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
     layer's gradient is added to it. Each device has its own copy of the buffers, which no layer may change. Raises
-    `ValueError` for names that repeat and for buffers on `meta`.
+    `ValueError` for names that repeat or are unknown, and for buffers on `meta`.
 
     - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
     - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor rounded up
@@ -229,6 +229,8 @@ class LayeredModel:
             lost = [key for key, buffer in layer.named_buffers() if buffer.is_meta]
             if lost:
                 raise ValueError(f"layer {name} holds buffers without values {lost}; make them on the CPU")
+        if unknown := sorted((self.decayed or frozenset()) - self.stored_shapes().keys()):
+            raise ValueError(f"decayed names parameters that the model does not store: {unknown[:5]}")
 
     def constants(self) -> list[Tensor]:
         """Return the buffers of all layers, each once."""

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs
+from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs, second
 from tests.support.toy import toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.pipeline.partition import Partition
@@ -106,3 +107,47 @@ def test_each_device_has_constants_of_its_own_and_gives_them_back():
         tables = [layer.table for worker in engine._watchdog._workers for layer in worker._skeletons]
         assert len({table.data_ptr() for table in tables}) == len(tables)
     assert all(torch.equal(layer.table, table) for layer, table in zip(model.layers, before, strict=True))
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_only_tensors_that_need_gradients_get_them(layerwise):
+    """A mask of floating-point numbers stays without a gradient if the model says so."""
+    seen = []
+
+    def looking(layer, hidden, batch):
+        seen.append((hidden["value"].requires_grad, hidden["scale"].requires_grad, torch.is_grad_enabled()))
+        return second(layer, hidden, batch)
+
+    model = any_model(receives_gradients={1: [True, True, False, False, False]})
+    model.layers[1].compute = looking
+    with toy_engine(
+        model, toy_store(model), PARTITIONS["one layer a stage"], 1, layerwise_recompute=layerwise
+    ) as engine:
+        engine.forward_backward(any_batches(1)).loss()
+        engine.step(0.0)
+    assert (True, False, True) in seen
+    assert not any(scale for _, scale, _ in seen)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partition):
+    def half(layer, hidden, batch):
+        assert layer.weight.dtype == torch.bfloat16
+        value, transposed, expanded, skip = hidden
+        return F.linear(value.bfloat16(), layer.weight).float(), transposed, expanded, skip
+
+    name = "layer.4.weight"
+    model, batches = any_model(own_dtypes={name: torch.bfloat16}), any_batches(1)
+    model.layers[4].compute = half
+    store = toy_store(model)
+    plain = PlainAny(model, store)
+    plain.layers[4].weight = torch.nn.Parameter(plain.layers[4].weight.detach().bfloat16())
+    loss, expected = plain.gradients(batches)
+    with toy_engine(model, store, PARTITIONS[partition], num_devices, max_norm=0.0) as engine:
+        assert engine.forward_backward(batches).loss_sums() == [loss]
+        engine.step(0.0)
+        engine.drain()
+    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
+    assert torch.equal(found[name], expected[4].float())
+    assert torch.equal(found["layer.0.weight"], expected[0])

@@ -1,5 +1,7 @@
 """Weight decay by what a parameter is, not by its number of dimensions, in every family and with adapters."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchround.engine.store.host_store import HostStore
@@ -42,3 +44,19 @@ def test_adapters_decay() -> None:
     add_adapters(model, family.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "down_proj")))
     adapters = {name for name in model.stored_shapes() if "lora_" in name}
     assert len(adapters) == 4 and adapters < decayed_names(model)
+
+
+def test_a_model_may_say_by_name_what_decays() -> None:
+    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", num_layers=1))
+    chosen = frozenset(name for name in model.stored_shapes() if "norm" in name)
+    store = HostStore(replace(model, decayed=chosen))
+    decaying = {
+        parameter.name
+        for bundle in store.bundles
+        for parameter in bundle.parameters
+        if parameter.start < bundle.decayed
+    }
+    assert decaying == chosen and chosen
+    assert not any(bundle.decayed for bundle in HostStore(replace(model, decayed=frozenset())).bundles)
+    with pytest.raises(ValueError, match="does not store.*block.0.nothing"):
+        replace(model, decayed=chosen | {"block.0.nothing"})

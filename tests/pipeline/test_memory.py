@@ -44,6 +44,11 @@ def test_a_device_holds_the_slots_of_two_consecutive_stages_and_the_peak_of_one(
     assert memory.total_bytes == 130 + 220 + 48 + 28 + 120
 
 
+def test_constant_buffers_of_the_layers_are_counted_once() -> None:
+    without, beside = (device_memory(PARTITION, LAYERS, 2, 4, MemoryLimits(constant_bytes=n)) for n in (0, 9))
+    assert beside.total_bytes == without.total_bytes + 9 and beside.constant_bytes == 9
+
+
 def test_more_devices_than_stages_may_run_the_largest_stage_twice_in_a_row() -> None:
     memory = device_memory(PARTITION, LAYERS, 4, 4, MemoryLimits())
     assert memory.weights_bytes == 2 * 70 and memory.gradients_bytes == 2 * 120

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.support.toy import toy_model, toy_store
-from torchround.engine import passes
+from torchround.engine import buffer_reservation
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker import file_reader
 from torchround.hf.tensor_folder import map_file, read_header, view_of
@@ -17,7 +17,7 @@ FROZEN = (0, 1, 2, 4)
 
 def shrink_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each upload go through the ring several times, in buffers that end inside parameters."""
-    for module in (file_reader, passes):
+    for module in (file_reader, buffer_reservation):
         monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
         monkeypatch.setattr(module, "READER_BUFFERS", 3)
 

@@ -298,6 +298,8 @@ def _device_line(report: PlanReport) -> str:
     )
     if memory.kept_bytes:
         parts += f", kept activations {size_text(memory.kept_bytes)}"
+    if memory.constant_bytes:
+        parts += f", constant buffers {size_text(memory.constant_bytes)}"
     of = "" if limit is None else f" of {size_text(limit)} usable"
     return f"each device needs {size_text(memory.total_bytes)}{of}: {parts}"
 

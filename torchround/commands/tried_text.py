@@ -1,7 +1,7 @@
 """The text that `try_model` is asked about: prompts as token ids, and files to score as micro-batches."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,6 @@ from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.special_tokens import encode_spans
-from torchround.engine.engine import Engine
 from torchround.layer import MicroBatch
 from torchround.untrusted.progress import Progress
 
@@ -27,29 +26,6 @@ class Prompt:
 
     text: str
     tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Score:
-    """The sum of the losses of `num_labels` tokens, in nats."""
-
-    loss_sum: float
-    num_labels: int
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of a token, in nats."""
-        return self.loss_sum / max(self.num_labels, 1)
-
-
-def score(engine: Engine, batches: Iterable[list[MicroBatch]]) -> Score:
-    """Add up the token losses of the micro-batches of passes."""
-    loss_sum, num_labels = 0.0, 0
-    for batch in batches:
-        result = engine.evaluate(batch)
-        loss_sum = sum(result.loss_sums(), start=loss_sum)
-        num_labels += result.num_labels
-    return Score(loss_sum, num_labels)
 
 
 class ScoredText:

@@ -27,12 +27,13 @@ from pydantic import ValidationError
 from torchround.accelerators import kind_of
 from torchround.checkpoint import CheckpointError
 from torchround.commands.tried_model import TriedModel, model_of_folder, model_of_run
-from torchround.commands.tried_text import Score, ScoredText, prompts_of, score
+from torchround.commands.tried_text import ScoredText, prompts_of
 from torchround.config import ConfigError, OptimizerTable, SourceTable, show
 from torchround.data import DataError
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.engine.store.host_store import HostStore
+from torchround.generation import Score, score
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.observe.record import perplexity

@@ -10,24 +10,29 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_workers import make_optimizer_worker
+from torchround.engine.optimizer_workers import (
+    allocate_gradients,
+    make_optimizer_worker,
+    post_hyperparameters,
+)
 from torchround.engine.ordering import SETTLED, Ordering
 from torchround.engine.pass_maker import PassMaker
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
     TRAINING_PASS,
-    BufferReservation,
     Pass,
     StageJob,
     part_numbers,
@@ -41,15 +46,17 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.update_report import LEARNING_RATE, NEXT_CALL, UPDATED
+from torchround.engine.update_report import NEXT_CALL, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
+from torchround.optim import HostOptimizer
+from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
+from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -69,7 +76,7 @@ class Engine:
         devices: Sequence[Device],
         partition: Partition,
         *,
-        optimizer: OptimizerTable,
+        optimizer: OptimizerTable | HostOptimizer,
         settings: EngineSettings | None = None,
         observer: Observer | None = None,
         machines: MachineGroup | None = None,
@@ -77,7 +84,7 @@ class Engine:
         self.settings = settings or EngineSettings()
         self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
-        self.store = store
+        self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
         self._board = Board(observer)
@@ -89,30 +96,30 @@ class Engine:
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
-        # The rounds decide which gradients add up on the host, and so which pool buffers they need.
-        store.allocate_gradients(self.settings.rounds, self.settings.accumulates)
+        allocate_gradients(store, optimizer, self.settings)
+        self._optimizer = optimizer
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
         self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
+        # Before anything is allocated on devices: it may refuse the optimizer.
+        optimizer_worker = make_optimizer_worker(
+            *parts, optimizer, self.settings, len(devices), self._exchange
+        )
         under_way = (store, self._board, self._ordering, self._exchange)
         self._passes = PassesUnderWay(*under_way, self._wait, self._wait_for_event)
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        for_gradients = self._exchange.landings.needed()
-        self._reservation = BufferReservation(
-            model, store, self.pool, self.devices, kept, for_gradients, self.settings.accumulates
-        )
+        for_gradients, sizes = self._exchange.landings.needed(), BoundarySizes(model, store.dtype.itemsize)
+        buffers = (sizes, len(model.layers), store, self.pool, self.devices, kept, for_gradients)
+        self._reservation = BufferReservation(*buffers, self.settings.accumulates)
         of_passes = (self._board, self.pool, self._reservation, self._synchronize)
         self._maker = PassMaker(store, partition, *of_passes)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
-        workers = self._make_workers(model, kept)
+        workers = self._make_workers(model, sizes, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        optimizer_worker = make_optimizer_worker(
-            *parts, optimizer, self.settings, len(devices), self._exchange
-        )
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
         others += self._exchange.threads
@@ -160,12 +167,16 @@ class Engine:
             self._calls, self._rounds = self._calls + 1, share.total_rounds
             return self._track(pass_, tasks)
 
-    def step(self, lr: float) -> None:
-        """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
+    def step(self, lr: float | None = None) -> None:
+        """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
+
+        A `HostOptimizer` steps with its groups' hyperparameters as they are now; an `lr` replaces their learning rate
+        in this step.
+        """
         with self._life.call():
             if not self._calls:
                 raise EngineUsageError("step() needs a forward_backward() before it")
-            self._board.post(LEARNING_RATE(self._step), lr)
+            post_hyperparameters(self._board, self._optimizer, self._step, lr)
             if self.settings.accumulates:
                 self._board.post(NEXT_CALL(self._step, self._calls), None)
             self._step += 1
@@ -174,6 +185,11 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
         return self._run_forward(micro_batches, gives_outputs=False)
+
+    @cached_property
+    def forward_stages(self) -> tuple[Stage, ...]:
+        """The stages of `forward`: each layer meets the same device in every pass, if there are enough layers."""
+        return forward_stages(self.partition, len(self.devices), self.store.stage_bytes)
 
     def forward(self, batches: Sequence[Batch]) -> StepResult:
         """Dispatch a pass as `evaluate` whose last layer may return any value: `StepResult.outputs`."""
@@ -185,8 +201,9 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)
-            count = max(len(batches), 1)
-            tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
+            stages = self.forward_stages if gives_outputs else None
+            where = (len(self.devices), self._next_slot)
+            tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
@@ -274,7 +291,7 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._maker.make(batches, tasks, self._step, self._passes.last_shape, **facts)
+        return self._maker.make(batches, tasks, self._step, self._passes, **facts)
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
@@ -300,14 +317,17 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel, kept: KeptLayers) -> list[DeviceWorker]:
+    def _make_workers(
+        self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers
+    ) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
             ordering=self._ordering,
             pool=self.pool,
             landings=self._exchange.landings,
-            layer_names=model.names,
+            model=model,
+            sizes=sizes,
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
@@ -315,7 +335,7 @@ class Engine:
             kept=kept,
             on_failure=self._life.fail,
         )
-        workers = make_workers(model.layers, self.devices, setup)
+        workers = make_workers(self.devices, setup)
         self._life.allocate(workers)
         return workers
 

@@ -42,7 +42,8 @@ from torchround.optim.kernel import UpdateDtypes, get_kernels
 class OptimizerWorker:
     """The thread that updates the host store, step by step: gradients of `TRAINING_PASS`, then `LEARNING_RATE`.
 
-    If it `accumulates`, the passes of `NEXT_CALL` belong to the step too. `moves` grows with each bundle that an update comes to. A stop leaves a consistent store as it is.
+    If it `accumulates`, the passes of `NEXT_CALL` belong to the step too. `moves` grows with each bundle that an update
+    comes to. A stop leaves a consistent store as it is.
     """
 
     _why_mixed = "a second try failed too"

@@ -1,4 +1,4 @@
-"""The choice of an engine's optimizer worker, and of its threads."""
+"""The choice of an engine's optimizer worker, what it demands of the store, and its threads."""
 
 import os
 from collections.abc import Callable
@@ -8,14 +8,45 @@ import torch
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board
 from torchround.engine.bounded_updates import BoundedOptimizerWorker
-from torchround.engine.errors import PipelineError
+from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.exchange.step_exchange import StepExchange
+from torchround.engine.host_updates import HYPERPARAMETERS, HostOptimizerWorker
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update_report import LEARNING_RATE
+from torchround.optim import HostOptimizer, HostOptimizerError
+
+
+def allocate_gradients(
+    store: HostStore, optimizer: OptimizerTable | HostOptimizer, settings: EngineSettings
+) -> None:
+    """Give the store the gradient buffers that the optimizer reads. Raises `EngineUsageError` if the two do not fit.
+
+    The rounds decide which gradients add up on the host, and so which pool buffers they need. PyTorch's optimizers
+    take gradients in the dtype of their weights, which is fp32.
+    """
+    is_foreign = isinstance(optimizer, HostOptimizer)
+    if is_foreign:
+        if store.policy is BOUNDED:
+            raise EngineUsageError(
+                "bounded updates update layer by layer; a HostOptimizer needs sync or async"
+            )
+        if store.policy.predicts:
+            raise EngineUsageError(
+                "predicted device weights need AdamW's moments; with a HostOptimizer use async without prediction"
+            )
+        if store.ownership.num_machines > 1:
+            raise EngineUsageError("a HostOptimizer works on one machine; on several use AdamW")
+    elif not store.keeps_moments and store.trained:
+        raise EngineUsageError(
+            "the host store keeps no moments, which AdamW needs; make it with keeps_moments=True"
+        )
+    needs_sum = is_foreign and store.gradient_dtype != torch.float32
+    store.allocate_gradients(settings.rounds, settings.accumulates or needs_sum)
 
 
 def make_optimizer_worker(
@@ -24,27 +55,51 @@ def make_optimizer_worker(
     ordering: Ordering,
     pool: HostPool,
     on_failure: Callable[[PipelineError], None],
-    optimizer: OptimizerTable,
+    optimizer: OptimizerTable | HostOptimizer,
     settings: EngineSettings,
     num_devices: int,
     exchange: StepExchange,
 ) -> OptimizerWorker:
     """Return the optimizer worker of the store's policy, for an engine with these settings."""
-    worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
-    return worker_class(
+    is_foreign = isinstance(optimizer, HostOptimizer)
+    usual = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
+    worker = (HostOptimizerWorker if is_foreign else usual)(
         store,
         board,
         ordering,
         pool,
-        optimizer,
+        OptimizerTable() if isinstance(optimizer, HostOptimizer) else optimizer,
         settings.max_norm,
         settings.clip,
         on_failure,
         num_threads=update_threads(num_devices),
-        compiles=settings.compile_update,
+        compiles=settings.compile_update and not is_foreign,
         accumulates=settings.accumulates,
         exchange=exchange,
     )
+    if isinstance(worker, HostOptimizerWorker) and isinstance(optimizer, HostOptimizer):
+        try:
+            worker.optimize_with(optimizer)
+        except HostOptimizerError as error:
+            raise EngineUsageError(str(error)) from error
+    return worker
+
+
+def post_hyperparameters(
+    board: Board, optimizer: OptimizerTable | HostOptimizer, step: int, lr: float | None
+) -> None:
+    """Hand the step's learning rate, or all hyperparameters as they are now, to the optimizer worker.
+
+    Raises `EngineUsageError` for AdamW without a learning rate, and if the optimizer's groups have changed.
+    """
+    if isinstance(optimizer, HostOptimizer):
+        try:
+            board.post(HYPERPARAMETERS(step), optimizer.hyperparameters(lr))
+        except HostOptimizerError as error:
+            raise EngineUsageError(str(error)) from error
+    elif lr is None:
+        raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
+    board.post(LEARNING_RATE(step), 0.0 if lr is None else lr)
 
 
 def update_threads(num_devices: int) -> int:

@@ -35,6 +35,7 @@ weights that changed.)
 | `FILE_BUFFER_UPLOADED` | `worker/file_reader.py` | buffer, device | `Event` of its upload | D | R |
 | `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
 | `LEARNING_RATE` | `update_report.py` | step | `float` | C | O |
+| `HYPERPARAMETERS` | `host_updates.py` | step | those of each group of a `HostOptimizer` | C | O |
 | `UPDATED` | `update_report.py` | step | `UpdateReport` | O | C |
 | `SAVE` | `saver.py` | save | step and function that writes | C | S |
 | `MAY_PUBLISH` | `saver.py` | save | nothing | C | S |

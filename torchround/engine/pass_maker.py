@@ -3,17 +3,18 @@
 from collections.abc import Callable, Sequence
 
 from torchround.engine.board import Board
+from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Event
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.pass_data import check_micro_batches, host_micro_batches
 from torchround.engine.passes import (
     FIRST_SIZES,
-    BufferReservation,
     Pass,
     PassShape,
     backward_inputs,
     forward_inputs,
 )
+from torchround.engine.passes_under_way import PassesUnderWay
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Batch
@@ -46,7 +47,7 @@ class PassMaker:
         batches: Sequence[Batch],
         tasks: list[StageTask],
         step: int,
-        before: PassShape | None,
+        under_way: PassesUnderWay,
         *,
         share: StepShare | None = None,
         num_labels: int | None = None,
@@ -54,8 +55,9 @@ class PassMaker:
     ) -> Pass:
         """Return a pass over `batches` after `step` training steps. A training step has a `share`.
 
-        `before` is the shape of the previous pass, if that may still be under way. Raises `EngineUsageError`.
+        Raises `EngineUsageError`.
         """
+        before = under_way.last_shape
         problem = check_micro_batches(batches) if tasks else None
         if problem is not None:
             raise EngineUsageError(problem)
@@ -64,7 +66,10 @@ class PassMaker:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
         version = store.policy.version_read(step) if training else step
         oldest = store.oldest_version_read(step, training)
-        shape = PassShape.of(tasks, batches, training, step, oldest)
+        shape = PassShape.of(tasks, batches, training, step, oldest, gives_outputs)
+        if before is not None and not self._reservation.knows_all(before):
+            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
+            under_way.wait()
         sizes = self._reservation.reserve_for(shape, before)
         loss_scale = store.loss_scaling.scale_of(step) if training else 1.0
         restarts = backward_inputs(self._partition, store.stale_layers) if training else frozenset()
@@ -78,7 +83,7 @@ class PassMaker:
             micro_batches=host_micro_batches(
                 batches, tasks, self._pool, self._board.observer, self._synchronize
             ),
-            forward_inputs=forward_inputs(self._partition),
+            forward_inputs=forward_inputs(shape.stages),
             backward_inputs=restarts,
             shape=shape,
             sizes=sizes,

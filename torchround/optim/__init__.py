@@ -1,6 +1,7 @@
 """The update of flat host memory: AdamW, gradient clipping, loss scaling, and the learning rate of each step."""
 
 from torchround.optim.adamw import UpdateProgress, adamw_update_
+from torchround.optim.host_optimizer import HostOptimizer, HostOptimizerError, SlowerOptimizerWarning
 from torchround.optim.lr_schedule import LRSchedule
 from torchround.optim.stability import (
     LossScaling,
@@ -12,8 +13,11 @@ from torchround.optim.stability import (
 )
 
 __all__ = [
+    "HostOptimizer",
+    "HostOptimizerError",
     "LRSchedule",
     "LossScaling",
+    "SlowerOptimizerWarning",
     "Spike",
     "SpikeBounds",
     "UpdateProgress",

@@ -46,6 +46,7 @@ class MemoryLimits:
     - `devices_on_host`: the number of devices whose memory is host memory.
     - `rounds_bytes`: host memory that several rounds take and one does not.
     - `integer_bytes`: tokens, labels, positions and document ids of one micro-batch.
+    - `constant_bytes`: buffers of the layers, which stay on each device.
     - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
     - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that
       they are accumulated in, up to this size.
@@ -60,6 +61,7 @@ class MemoryLimits:
     batch: HostBatch | None = None
     devices_on_host: int = 0
     rounds_bytes: int = 0
+    constant_bytes: int = 0
 
     def micro_batches_at_once(self, num_micro_batches: int, rounds: int) -> int:
         """Return how many micro-batches a device holds the integers of: of a round, in a validation of all."""
@@ -92,6 +94,7 @@ class DeviceMemory:
     integers_bytes: int
     compute_bytes: int
     kept_bytes: int = 0
+    constant_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +105,7 @@ class DeviceMemory:
             + self.integers_bytes
             + self.compute_bytes
             + self.kept_bytes
+            + self.constant_bytes
         )
 
 
@@ -126,6 +130,7 @@ def device_memory(
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
         kept_bytes=kept_space(partition, costs),
+        constant_bytes=limits.constant_bytes,
     )
 
 

@@ -132,16 +132,25 @@ def step_tasks(
     ]
 
 
-def evaluation_tasks(
-    partition: Partition, num_micro_batches: int, num_devices: int, first_slot: int = 0
-) -> list[StageTask]:
-    """List the stage tasks of a pass without gradients: the forward stages, then the fused range as a forward stage."""
+def evaluation_stages(partition: Partition) -> tuple[Stage, ...]:
+    """Return the stages of a pass without gradients: the forward stages, then the fused range as a forward stage."""
     # The ranges of the training stages, so that evaluation needs no larger slots on a device.
-    stages = [
+    return tuple(
         Stage(StageKind.FORWARD, stage.start, stage.stop)
         for stage in partition.stages()
         if stage.kind is not StageKind.BACKWARD
-    ]
+    )
+
+
+def evaluation_tasks(
+    partition: Partition,
+    num_micro_batches: int,
+    num_devices: int,
+    first_slot: int = 0,
+    stages: Sequence[Stage] | None = None,
+) -> list[StageTask]:
+    """List the stage tasks of a pass without gradients, which has these `stages`, otherwise `evaluation_stages`."""
+    stages = evaluation_stages(partition) if stages is None else stages
     return [
         StageTask(slot, slot % num_devices, 0, index, stage, range(num_micro_batches))
         for slot, (index, stage) in enumerate(enumerate(stages), start=first_slot)

@@ -36,6 +36,7 @@ DEVICE_KEYS = {
     "integers_bytes": ("engine.rounds",),
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
     "kept_bytes": ("engine.keep_activations",),
+    "constant_bytes": ("engine.device_memory_gib",),
 }
 # Config keys that need less of the host; `DEVICE_KEYS` has
 # those that need less of a device, by kind of its memory.
@@ -251,6 +252,8 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
     }
     if needed.kept_bytes:
         parts["kept_bytes"] = f"{needed.kept_bytes / GIB:.3g} for kept activations on their way"
+    if needed.constant_bytes:
+        parts["constant_bytes"] = f"{needed.constant_bytes / GIB:.3g} for constant buffers of the model"
     by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
     keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
     if needed.kept_bytes:

@@ -46,6 +46,7 @@ class RunQuestion:
     - `reader_bytes`: host memory through which weights in files go up to the devices.
     - `loader_bytes_for(tokens, batch)`: host memory of the data loader, for batches of so many sequences of so many
       tokens.
+    - `constant_bytes`: buffers of the layers, on each device.
     - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
     - `validates`: whether validations come between steps.
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
@@ -72,6 +73,7 @@ class RunQuestion:
     float16_gradients: bool = False
     reader_bytes: int = 0
     loader_bytes_for: Callable[[int, int], int] = field(default=lambda tokens, batch: 0, compare=False)
+    constant_bytes: int = 0
     devices_on_host: bool = False
     validates: bool = False
     given: tuple[Partition, int] | None = None
@@ -171,5 +173,6 @@ class RunQuestion:
             batch=self.host_batch(),
             devices_on_host=self.num_devices if self.devices_on_host else 0,
             rounds_bytes=rounds_bytes,
+            constant_bytes=self.constant_bytes,
             **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
         )

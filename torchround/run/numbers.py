@@ -105,6 +105,7 @@ def run_question(
         float16_gradients=numbers.gradient_dtype is torch.float16,
         reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
         loader_bytes_for=loader_bytes_for,
+        constant_bytes=model.constant_bytes(),
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,

@@ -28,6 +28,7 @@ from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction, derive_newest
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
+from torchround.pipeline.partition import Stage
 
 # Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
 # The word is from an early release: these are not the float32 weights. It stays, so that
@@ -54,6 +55,8 @@ class HostStore:
 
     `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
     the parameter one after the other. They are neither among `weights` nor in checkpoints.
+
+    A store that `keeps_moments` has room for AdamW's; a `HostOptimizer` brings its own state.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class HostStore:
         spikes: SpikeBounds | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
+        keeps_moments: bool = True,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
         self.policy = policy
         self.gradient_dtype = gradient_dtype or dtype
+        self.keeps_moments = keeps_moments
         self.step = 0
         self.applied_updates = 0
         self.is_consistent = True
@@ -338,6 +343,15 @@ class HostStore:
         """Return the bundles that a layer uses, in the order of a weight slot."""
         return list(dict.fromkeys(location.bundle for location in self.locations[layer]))
 
+    def stage_bytes(self, stage: Stage) -> int:
+        """Return the bytes of one upload of a stage's weights."""
+        numel = sum(
+            self.bundles[bundle].numel
+            for layer in range(stage.start, stage.stop)
+            for bundle in self.layer_bundles(layer)
+        )
+        return numel * self.dtype.itemsize
+
     def num_parameters(self) -> int:
         """Return the number of parameters, shared ones counted once."""
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
@@ -359,9 +373,10 @@ class HostStore:
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
-        # Devices never touch these three, so page-locking them would gain nothing.
+        # Devices never touch what follows, so page-locking them would gain nothing.
         if bundle.trainable and bundle.is_owned:
             bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
+        if bundle.weight is not None and self.keeps_moments:
             bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, for_devices=False)
 

@@ -15,7 +15,7 @@ from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, fill
-from torchround.engine.worker.structure import Structure, flatten, unflatten
+from torchround.engine.worker.structure import flatten, unflatten
 from torchround.layer import Batch, Hidden
 from torchround.pipeline.host_buffers import LOSS_BYTES
 
@@ -47,7 +47,7 @@ class HostTensors:
     @property
     def memory(self) -> Tensor:
         """The bytes of the packing; empty after the end of the engine."""
-        return self._buffer.memory
+        return self._buffer.memory[: self.packing.nbytes]
 
     def reader_ends(self, event: Event, pool: HostPool) -> None:
         """Note that one reader's read ends at `event`."""
@@ -70,7 +70,7 @@ class StagingSizes:
 
     `kept_out_bytes` is the most that a layer keeps of a micro-batch, `kept_in_bytes` the most that the layers of a
     backward stage keep together. `restarts` is the most layers inside one backward stage that take an input of
-    their own from the host.
+    their own from the host. `output_bytes` is the largest output of a pass that gives outputs.
     """
 
     boundary_bytes: int
@@ -80,6 +80,7 @@ class StagingSizes:
     kept_out_bytes: int = 0
     kept_in_bytes: int = 0
     restarts: int = 0
+    output_bytes: int = 0
 
 
 class Outbox:
@@ -101,7 +102,7 @@ class Outbox:
     def send(
         self,
         tensors: tuple[Tensor, ...],
-        structure: Structure,
+        packing: Packing,
         readers: int,
         inputs: Sequence[DeviceSlot],
         buffer_bytes: int = 0,
@@ -110,7 +111,7 @@ class Outbox:
 
         `inputs` are slots of which the tensors may be parts. The host buffer has `buffer_bytes` if they need fewer.
         """
-        device, packing = self._device, Packing.laid_out(tensors, structure)
+        device = self._device
         slot = self._slots.next(packing.nbytes)
         if slot.released is not None:
             device.wait(Stream.COMPUTE, slot.released)
@@ -170,7 +171,7 @@ class ActivationTransfers:
             self._hidden_in.reserve(sizes.boundary_bytes)
             if sizes.training:
                 self._gradients_in.reserve(sizes.boundary_bytes)
-        self._out.reserve(max(sizes.boundary_bytes, aligned(LOSS_BYTES)))
+        self._out.reserve(max(sizes.boundary_bytes, sizes.output_bytes, aligned(LOSS_BYTES)))
 
     def clear(self) -> None:
         """Drop the memory of all slots."""
@@ -220,11 +221,23 @@ class ActivationTransfers:
                 slot.released = read
             self.inputs.clear()
 
-    def send(self, key: HandOverKey[HostTensors], hidden: Hidden, readers: int) -> None:
-        """Copy tensors to the host and post them under `key` for `readers` readers."""
+    def send(
+        self,
+        key: HandOverKey[HostTensors],
+        hidden: Hidden,
+        readers: int,
+        buffer_for: Callable[[int], int] = lambda nbytes: 0,
+    ) -> None:
+        """Copy tensors to the host and post them under `key` for `readers` readers.
+
+        `buffer_for` gives, for their bytes, the bytes of the host buffer if these are more.
+        """
+        tensors, structure = flatten(hidden)
+        packing = Packing.laid_out(tensors, structure)
+        sent = self._out.send(tensors, packing, readers, self.inputs, buffer_for(packing.nbytes))
         # Posted when enqueued, not when landed: the reader's stream waits for
         # `landed`, its thread for nothing.
-        self._board.post(key, self._out.send(*flatten(hidden), readers, self.inputs))
+        self._board.post(key, sent)
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
         device, nbytes = self._device, boundary.packing.nbytes

@@ -57,10 +57,12 @@ class WeightUpload:
         self._slot_number = slot_number
         self._next_range = 0
         self._done_elements = 0  # of the next range
+        if slot.frozen_weights is layout:
+            self._next_range = len(layout.weights)  # they are there since the stage before last
         self._reader = reader
         # By position among the stage's ranges: the pieces that the reader brings.
         self._pieces: dict[int, deque[MappedRange]] = {}
-        if reader is not None:
+        if reader is not None and not self.complete:
             self._request(reader)
         # The stage before last may still compute with what the slot holds.
         if slot.released is not None:
@@ -78,6 +80,7 @@ class WeightUpload:
         """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
         while not self.complete:
             self._enqueue(self.layout.weight_numel)
+        self.slot.frozen_weights = None if self._store.trained else self.layout
         return self._device.record(Stream.WEIGHT_UPLOAD)
 
     @property

@@ -1,6 +1,6 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,23 @@ def bind(
     layout: StageLayout,
     weights: DeviceSlot,
     gradients: DeviceSlot | None,
+    own_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[nn.Module]:
     """Return the stage's layers with their parameters as views of the slots.
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
-    accumulates into it in the slot's dtype.
+    accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream.
     """
+    own_dtypes = own_dtypes or {}
     weight_start = {(used.layer, used.bundle): used.start for used in layout.weights}
     gradient_start = {(used.layer, used.bundle): used.start for used in layout.gradients}
     for layer in layout.layers:
         for location in store.locations[layer]:
             use = (layer, location.bundle)
             parameter = location.parameter
-            leaf = nn.Parameter(parameter.view(weights.memory[weight_start[use] :]), requires_grad=False)
+            value = parameter.view(weights.memory[weight_start[use] :])
+            dtype = own_dtypes.get(parameter.name, value.dtype)
+            leaf = nn.Parameter(value.to(dtype), requires_grad=False)
             if gradients is not None and use in gradient_start:
                 leaf.requires_grad_(True)
                 # Before `.grad` is set: PyTorch refuses a gradient of another dtype than the leaf expects.
@@ -44,7 +48,7 @@ def bind(
     return [skeletons[layer] for layer in layout.layers]
 
 
-def unbind(skeletons: Sequence[nn.Module]) -> None:
+def unbind(skeletons: Iterable[nn.Module]) -> None:
     """Take the memory of the slots from all parameters that `bind` gave to these layers."""
     for layer in skeletons:
         for parameter in layer.parameters():
@@ -73,9 +77,8 @@ class StageForward:
             for layer in self._layers[self._next : stop]:
                 # Nothing but the layer holds its input meanwhile, so the memory of a boundary is free again
                 # as soon as the next layer has read it.
-                self._hidden = layer(self._hidden, self._micro_batch)
+                self._hidden = _some(layer(self._hidden, self._micro_batch))
         self._next = stop
-        assert self._hidden is not None, "a stage has at least one layer"
         return self._hidden
 
 
@@ -93,6 +96,9 @@ class ForwardWithGraph:
 
     `restarts` gives, by the stage's layer number, inputs that take the place of what the layer below returns. Only
     values are replaced: the layer below still receives the gradient of its output.
+
+    `receives` says, by the stage's layer number, which tensors of a layer's input receive gradients
+    (`LayeredModel.receives_gradients`).
     """
 
     def __init__(
@@ -102,9 +108,11 @@ class ForwardWithGraph:
         micro_batch: Batch,
         layerwise: bool,
         restarts: Mapping[int, Hidden] | None = None,
+        receives: Mapping[int, Sequence[bool]] | None = None,
     ) -> None:
         self._layers = layers
         self._restarts = restarts or {}
+        self._receives = receives or {}
         self._micro_batch = micro_batch
         self._hidden = hidden  # input of the next layer to run
         # All layers but the last run without gradients if layerwise: their activations are made anew in the backward.
@@ -121,14 +129,14 @@ class ForwardWithGraph:
             if self._next < self._num_run_again:
                 self._inputs.append(hidden)
                 with torch.no_grad():
-                    self._hidden = layer(hidden, self._micro_batch)
+                    self._hidden = _some(layer(hidden, self._micro_batch))
             else:
                 # Below the first trained layer of a model no gradient is needed, and the output of a layer that
                 # was run with gradients knows that. The stage's input, made without, does not.
                 wanted = (
                     [tensor.requires_grad for tensor in as_tuple(below)]
                     if self._graphs and below is not None
-                    else None
+                    else self._receives.get(self._next)
                 )
                 self._graphs.append(self._run(layer, hidden, wanted))
                 self._hidden = self._graphs[-1][1]
@@ -158,7 +166,7 @@ class ForwardWithGraph:
                 leaf, output = self._graphs.pop()
             else:
                 layer = self._layers[self._next]
-                leaf, output = self._run(layer, self._inputs.pop())
+                leaf, output = self._run(layer, self._inputs.pop(), self._receives.get(self._next))
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -168,7 +176,7 @@ class ForwardWithGraph:
         return tuple(gradients)
 
     def _run(
-        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None = None
+        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
 
@@ -176,7 +184,7 @@ class ForwardWithGraph:
         """
         leaf = None if hidden is None else _as_leaf(hidden, wanted)
         with torch.enable_grad():
-            return leaf, layer(leaf, self._micro_batch)
+            return leaf, _some(layer(leaf, self._micro_batch))
 
 
 class FusedStage:
@@ -194,10 +202,11 @@ class FusedStage:
         micro_batch: Batch,
         layerwise: bool,
         loss_factor: float,
+        receives: Mapping[int, Sequence[bool]] | None = None,
     ) -> None:
         # The backward follows the forward, so the loss may make its gradients in the forward.
         micro_batch = micro_batch.for_training(loss_factor)
-        self._graph = ForwardWithGraph(layers, hidden, micro_batch, layerwise)
+        self._graph = ForwardWithGraph(layers, hidden, micro_batch, layerwise, receives=receives)
         self._num_layers = len(layers)
         self._loss_factor = loss_factor
         self._is_forward = True
@@ -210,10 +219,26 @@ class FusedStage:
         """Finish the forward if this is the first call, then `ForwardWithGraph.backward`. The first call ignores `gradients`."""
         if self._is_forward:
             self._is_forward = False
-            [loss] = as_tuple(self._graph.run_to(self._num_layers).output)
+            loss = checked_loss(self._graph.run_to(self._num_layers).output)
             self.loss = loss.detach()
             gradients = [torch.full_like(loss, self._loss_factor)]
         return self._graph.backward(gradients, stop)
+
+
+def _some(output: Hidden | None) -> Hidden:
+    if output is None:  # the layer above would take itself for the first one, whose input has no gradient
+        raise TypeError("a layer returned None; it must return its output")
+    return output
+
+
+def checked_loss(output: Hidden) -> Tensor:
+    """Return what the last layer returned, which must be one number. Raises `TypeError` otherwise."""
+    if isinstance(output, Tensor) and output.numel() == 1 and has_gradient(output):
+        return output
+    found = f"{output.dtype} {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise TypeError(
+        f"the last layer must return its loss, a floating-point tensor of shape []; it returned {found}"
+    )
 
 
 def _as_leaf(hidden: Hidden, wanted: Sequence[bool] | None) -> Hidden:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from torchround.engine.board import Board, HandOverKey
+from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.landings import Landings
@@ -36,6 +37,7 @@ from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
+from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition, StageKind
 
 T = TypeVar("T")
@@ -52,7 +54,8 @@ class WorkerSetup:
     ordering: Ordering
     pool: HostPool
     landings: Landings
-    layer_names: tuple[str, ...]
+    model: LayeredModel
+    sizes: BoundarySizes
     partition: Partition
     num_devices: int
     turns: LinkTurns
@@ -145,7 +148,7 @@ class DeviceWorker:
         has_gradients = job.task.stage.kind is not StageKind.FORWARD
         gradients = self._clear_gradients(upload.layout) if has_gradients else None
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
-        modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
+        modules = self._bind(upload, gradients)
         layers = self._layer_calls(upload.layout.layers, modules)
         stage_run = StageRun(
             job,
@@ -153,7 +156,8 @@ class DeviceWorker:
             upload.layout,
             upload.slot,
             gradients,
-            num_layers=len(self._skeletons),
+            model=self._setup.model,
+            sizes=self._setup.sizes,
             layerwise_recompute=self._setup.settings.layerwise_recompute,
             times_layers=self._setup.settings.times_layers,
             device=self._device,
@@ -172,6 +176,15 @@ class DeviceWorker:
         self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
 
+    def _bind(self, upload: WeightUpload, gradients: DeviceSlot | None) -> list[nn.Module]:
+        own_dtypes = self._setup.model.own_dtypes
+        binding = partial(
+            bind, self._store, self._skeletons, upload.layout, upload.slot, gradients, own_dtypes
+        )
+        if not own_dtypes:
+            return binding()
+        return self._device.run(Stream.COMPUTE, binding, reads=[upload.slot.memory])
+
     def _prepare(self, sizes: StagingSizes) -> None:
         self._activations.prepare(sizes)
         self._kept.prepare(sizes)
@@ -183,6 +196,10 @@ class DeviceWorker:
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
+        if self._setup.model.own_dtypes:
+            unbind(
+                self._skeletons[layer] for layer in upload.layout.layers
+            )  # copies take memory beside the slot
         self._activations.end_stage()
         if gradients is None:
             self._flush()
@@ -341,15 +358,13 @@ class DeviceWorker:
         if job is None:
             return FaultLocation(f"device {self._device.name}")
         stage = job.task.stage
-        names = self._setup.layer_names[stage.start : stage.stop]
+        names = self._setup.model.names[stage.start : stage.stop]
         return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
 
 
-def make_workers(
-    layers: Sequence[nn.Module], devices: Sequence[Device], setup: WorkerSetup
-) -> list[DeviceWorker]:
+def make_workers(devices: Sequence[Device], setup: WorkerSetup) -> list[DeviceWorker]:
     """Return a worker for each device, each with its own copy of the layers."""
     return [
-        DeviceWorker(index, device, list(copy.deepcopy(nn.ModuleList(layers))), setup)
+        DeviceWorker(index, device, list(copy.deepcopy(nn.ModuleList(setup.model.layers))), setup)
         for index, device in enumerate(devices)
     ]

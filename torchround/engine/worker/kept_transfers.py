@@ -87,12 +87,13 @@ class KeptTransfers:
         """
         tensors = tuple(self._recorded.pop(layer))
         counted_bytes = self._kept.nbytes(layer, shape)
-        nbytes = Packing.laid_out(tensors, FLAT).nbytes
+        packing = Packing.laid_out(tensors, FLAT)
+        nbytes = packing.nbytes
         kept: HostTensors | None = None
         if counted_bytes is not None and (nbytes > counted_bytes or (counted_bytes and not tensors)):
             self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
-            kept = self._out.send(tensors, FLAT, 1, reads, buffer_bytes=counted_bytes or 0)
+            kept = self._out.send(tensors, packing, 1, reads, buffer_bytes=counted_bytes or 0)
         self._board.post(KEPT(pass_index, layer, m), kept)
 
     # The backward stage.

@@ -107,6 +107,8 @@ class TwoSlots:
         if before is not None:
             assert before.released is not None, "a slot is taken before the last one at its end is released"
             slot.released = before.released
+            if before.taken == taken:
+                slot.frozen_weights = before.frozen_weights
         self._ends[self._newest] = slot
         return slot
 
@@ -122,12 +124,14 @@ class TwoSlots:
 class DeviceSlot:
     """A flat device buffer, and the event after which its next writer may overwrite it.
 
-    `taken` are the elements of the larger buffer that it takes, if it is a part of one.
+    `taken` are the elements of the larger buffer that it takes, if it is a part of one. `frozen_weights` is the stage
+    whose weights are in it, if no weight of the model ever changes: they need not come again.
     """
 
     def __init__(self, memory: Tensor, taken: int = 0) -> None:
         self.memory = memory
         self.taken = taken
+        self.frozen_weights: StageLayout | None = None
         self.released: Event | None = None
         self._packing: Packing | None = None
         self._views: tuple[Tensor, ...] = ()

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from torchround.engine.board import WaitForHandOver
+from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.passes import StageJob, restarted_layers
 from torchround.engine.results import DeviceSpan
@@ -18,11 +19,17 @@ from torchround.engine.worker.activation_transfers import (
     OUTPUT,
     ActivationTransfers,
 )
-from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, LayerCall, StageForward
+from torchround.engine.worker.compute import (
+    ForwardWithGraph,
+    FusedStage,
+    LayerCall,
+    StageForward,
+    checked_loss,
+)
 from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.keeping import marking
-from torchround.layer import Batch, Hidden
+from torchround.layer import Batch, Hidden, LayeredModel
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
 
@@ -35,7 +42,7 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `num_layers` is the number of the model's layers. With `times_layers`, each layer's computations are spans of their
+    `sizes` are those of the values between layers. With `times_layers`, each layer's computations are spans of their
     own, of every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another
     device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
     once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
@@ -49,7 +56,8 @@ class StageRun:
         weights: DeviceSlot,
         gradients: DeviceSlot | None,
         *,
-        num_layers: int,
+        model: LayeredModel,
+        sizes: BoundarySizes,
         layerwise_recompute: bool,
         times_layers: bool,
         device: Device,
@@ -64,14 +72,21 @@ class StageRun:
         self._weights = weights
         self._layout = layout
         self._gradients = gradients
-        self._num_layers = num_layers
+        self._num_layers = len(model.layers)
+        self._sizes = sizes
+        stage = job.task.stage
+        self._receives = {
+            layer - stage.start: model.receives_gradients[layer]
+            for layer in range(stage.start, stage.stop)
+            if layer in model.receives_gradients
+        }
         self._layerwise = layerwise_recompute
         self._times_layers = times_layers
         self._device = device
         self._activations = activations
         self._kept = kept
         self._wait = wait
-        self._keeping = kept.keeping(range(job.task.stage.start, job.task.stage.stop))
+        self._keeping = kept.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
@@ -100,14 +115,13 @@ class StageRun:
             first = layer
             if layer not in sent:
                 pass
-            elif (
-                layer == self._num_layers
-            ):  # the last stage of a pass without gradients gives the loss or the output
-                key = (OUTPUT if pass_.gives_outputs else LOSS)(pass_.index, m)
-                self._activations.send(key, output, readers=1)
+            elif layer == self._num_layers:
+                self._send_result(m, output)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-                self._activations.send(BOUNDARY(pass_.index, layer, m), output, readers)
+                self._activations.send(
+                    BOUNDARY(pass_.index, layer, m), output, readers, self._buffer_for(layer, m)
+                )
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in keeping:
@@ -118,7 +132,9 @@ class StageRun:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
-        fused = FusedStage(self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor)
+        fused = FusedStage(
+            self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor, self._receives
+        )
         for layer in range(stage.start, stage.stop - 1) if self._times_layers else ():
             run = partial(fused.run_to, layer + 1 - stage.start)
             self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(layer, layer + 1))
@@ -143,7 +159,7 @@ class StageRun:
             inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise, restarts)
+        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise, restarts, self._receives)
         first = stage.start
         for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
             run = partial(recomputed.run_to, layer - stage.start)
@@ -251,10 +267,26 @@ class StageRun:
             memory.append(slot.memory)
         return brought, memory
 
+    def _send_result(self, m: int, output: Hidden) -> None:
+        """Send what the last layer returned in a pass without gradients: a loss, or anything."""
+        pass_ = self._job.pass_
+        if pass_.gives_outputs:
+            buffer_for = self._buffer_for(self._num_layers, m)
+            self._activations.send(OUTPUT(pass_.index, m), output, 1, buffer_for)
+        else:
+            self._activations.send(LOSS(pass_.index, m), checked_loss(output), 1)
+
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
-            key = BOUNDARY_GRADIENT(self._job.pass_.index, self._job.task.stage.start, m)
-            self._activations.send(key, tuple(gradients), readers=1)
+            pass_, start = self._job.pass_, self._job.task.stage.start
+            # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
+            self._activations.send(
+                BOUNDARY_GRADIENT(pass_.index, start, m), tuple(gradients), 1, self._buffer_for(start, m)
+            )
+
+    def _buffer_for(self, cut: int, m: int) -> Callable[[int], int]:
+        """Return what notes the bytes of the input of layer `cut`, and gives those of its host buffer."""
+        return partial(self._sizes.met, cut, self._job.pass_.shape.shapes[m])
 
 
 _KINDS = {

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch
+from torchround.models.common.keys_and_values import past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Once, attend_by_offsets
 from torchround.models.common.primitives import RMSNorm, init_linear_
@@ -64,6 +65,9 @@ class Attention(nn.Module):
             for flat in keep("qkv", project_all, x, (self.query, self.key, self.value))
         )
         query, key = self._rotate(query, key, micro_batch)
+        if micro_batch.cache is not None:
+            mixed = attend_to_past(query, key, value, micro_batch, self.window, self.sinks)
+            return self.output(mixed.flatten(2))
         documents = (micro_batch.document_ids, micro_batch.max_documents)
         mixed = keep(
             "attention", attend, query, key, value, *documents, self.window, self.sinks, micro_batch.once
@@ -223,6 +227,34 @@ def attend(
         )
         return attend_by_offsets(query, key, value, document_ids, max_documents, window, sinks, once)
     mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(document_ids, window, query.dtype)
+    return _attend_under_mask(query, key, value, mask, sinks)
+
+
+def attend_to_past(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    micro_batch: MicroBatch,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute `attend` for new tokens, which also see the tokens of earlier calls, and keep their keys and values.
+
+    The first call, which begins the sequences, takes the kernel that `attend` chooses. Later ones take the mask.
+    """
+    begins = micro_batch.cache.length == 0
+    keys, values = micro_batch.cache.append(key, value)
+    if begins:
+        documents = (micro_batch.document_ids, micro_batch.max_documents)
+        return attend(query, key, value, *documents, window, sinks, micro_batch.once)
+    mask = past_mask(micro_batch.positions, keys.shape[1], window, query.dtype, micro_batch.once)
+    return _attend_under_mask(query, keys, values, mask, sinks)
+
+
+def _attend_under_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend under an additive mask, to the whole past without one; shapes as in `attend`, keys may be more."""
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:
         return attend_with_sinks(query, key, value, sinks, mask).transpose(1, 2)

@@ -29,6 +29,7 @@ from torchround.layer import (
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
+from torchround.models.common.keys_and_values import KeysAndValues
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
 from torchround.models.common.primitives import (
@@ -149,6 +150,14 @@ class Block(nn.Module):
         stream = stream + self.mlp(x)
         return (stream, *loads) if loads else stream
 
+    def new_cache(self, capacity: int) -> KeysAndValues:
+        """Return room for the keys and values of up to `capacity` tokens of each sequence."""
+        return KeysAndValues(capacity)
+
+    def cache_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Return the memory that keys and values of `batch` sequences of `tokens` tokens take."""
+        return 2 * batch * tokens * self.attention.num_kv_heads * self.attention.head_dim * element_bytes
+
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill all parts in order; projections into the residual stream are scaled by `1 / sqrt(2 L)`."""
         self.attention_norm.init_weights()
@@ -189,6 +198,8 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Last layer: norm, projection to the vocabulary, and the fp32 sum of token losses.
 
+    If the micro-batch wants logits, it returns those of each sequence's last token instead.
+
     While training it adds the balance penalty of `num_loads` blocks, weighted by each sequence's number of labels.
     Divided by the step's labels like the rest of the loss, that is `balance_coefficient` times the mean penalty.
     """
@@ -211,6 +222,8 @@ class Head(nn.Module):
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Tensor:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
+        if micro_batch.wants == "logits":
+            return self.logits(stream[:, -1:].contiguous())[:, 0].float()  # [B, T, D] -> [B, V]
         flat = self.norm(stream).flatten(0, 1)  # [B, T, D] -> [B T, D]
         loss = token_loss_sum(flat, self.weight, micro_batch.labels.flatten(), micro_batch.loss_factor)
         if not loads or not torch.is_grad_enabled():  # an evaluation measures the model alone

@@ -69,8 +69,8 @@ class MemoryTable:
     def device_bytes(self, rows: PartitionBatch, num_devices: int, micro_batches_per_round: int) -> Integers:
         """Compute what each device allocates [K], as `memory.device_memory`."""
         starts, stops = rows.ranges(self.num_layers)
-        integer_bytes = self.limits.integer_bytes * micro_batches_per_round
-        return self._device_bytes(rows, starts, stops, num_devices) + integer_bytes
+        beside = self.limits.integer_bytes * micro_batches_per_round + self.limits.constant_bytes
+        return self._device_bytes(rows, starts, stops, num_devices) + beside
 
     def stage_limits(self, even: bool) -> StageLimits:
         """Compute how far stages may reach: if `even`, next to stages as large; otherwise next to the smallest layer.

@@ -1,0 +1,116 @@
+"""Buffers for values between layers: sizes that nothing tells are measured in the first pass of a shape, then reserved."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs
+from tests.support.toy import toy_engine, toy_store
+from torchround.engine.errors import PipelineError
+from torchround.engine.worker.slots import aligned
+from torchround.pipeline.partition import Partition
+
+PARTITION = Partition((2, 2), 2, (3, 1))
+
+
+def bytes_between(model, store, batch) -> list[int]:
+    """Return the bytes of each layer's output, each tensor counted once."""
+    plain, hidden, sizes = PlainAny(model, store), None, []
+    for layer in plain.layers:
+        hidden = layer(hidden, batch)
+        tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(hidden) if isinstance(leaf, Tensor)}
+        sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
+    return sizes
+
+
+def free_buffers(pool) -> Counter:
+    return Counter({size: len(buffers) for size, buffers in pool._free.items() if buffers})
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_no_pass_after_the_first_of_a_shape_takes_memory_in_its_middle(tells):
+    model = any_model()
+    store = toy_store(model)
+    if tells:
+        sizes = {rows: bytes_between(model, store, any_batches(1, rows=rows)[0]) for rows in (300, 900)}
+        model = any_model(boundary_bytes=lambda index, shape: sizes[shape[0]][index])
+    with toy_engine(model, store, PARTITION, 2) as engine:
+
+        def taken_after(rows: int, steps: int) -> int:
+            """Return the bytes that the pool had to take while passes ran."""
+            for step in range(steps):
+                engine.forward_backward(any_batches(3, step, rows))
+                engine.step(1e-3)
+            engine.drain()
+            return engine.pool.allocated_bytes - engine.pool.reserved_bytes
+
+        for rows in (300, 900):
+            after_first = taken_after(rows, steps=1)
+            assert bool(after_first) is not tells
+            assert taken_after(rows, steps=6) == after_first
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_outputs_leave_nothing_taken_and_take_no_new_memory(num_devices, tells):
+    model = any_model(outputs)
+    store = toy_store(model)
+    if tells:
+        sizes = bytes_between(model, store, any_batches(1)[0])
+        model = any_model(outputs, boundary_bytes=lambda index, shape: sizes[index])
+    with toy_engine(model, store, PARTITION, num_devices) as engine:
+        engine.forward(any_batches(4)).outputs()
+        engine.forward(any_batches(4)).outputs()
+        allocations = engine.pool.num_allocations
+        for seed in range(3):
+            result = engine.forward(any_batches(4, seed))
+            if seed != 1:  # a caller may also drop a result
+                result.outputs()
+        engine.drain()
+        assert engine.pool.num_allocations == allocations
+        # All buffers of the size are free again.
+        assert sum(size * count for size, count in free_buffers(engine.pool).items()) == sum(
+            size * count for size, count in engine.pool._owned.items()
+        )
+        if tells:
+            assert engine.pool.allocated_bytes == engine.pool.reserved_bytes
+
+
+def test_values_of_one_shape_may_differ_in_size():
+    def growing(layer, hidden, batch):
+        return {**first(layer, hidden, batch), "more": torch.ones(int(batch.targets[0]) * 2000)}
+
+    model = any_model()
+    model.layers[0].compute = growing
+    store = toy_store(model)
+    batches = any_batches(6)
+    for number, batch in enumerate(batches):
+        batch.targets[0] = (3, 1, 5, 0, 7, 2)[number]
+    with toy_engine(model, store, Partition((1,) * 5, 1, (1,) * 5), 2) as engine:
+        expected = [PlainAny(model, store).run(batch).item() for batch in batches]
+        for _ in range(3):
+            assert engine.evaluate(batches).loss_sums() == expected
+        taken = engine.pool.num_allocations
+        for _ in range(3):
+            engine.evaluate(batches[::-1]).loss()
+        assert engine.pool.num_allocations == taken
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "evaluate"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda value: (value, value), "must return its loss.*tuple"),
+        (lambda value: value.expand(3), r"must return its loss.*float32 \[3\]"),
+        (lambda value: value.long(), "must return its loss.*int64"),
+        (lambda value: None, "returned None"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_named(wrong, says, call):
+    model = any_model(lambda layer, hidden, batch: wrong(hidden[0].sum()))
+    engine = toy_engine(model, toy_store(model), PARTITION, 2)
+    with pytest.raises(PipelineError, match=rf"layer\.5.*{says}"):
+        getattr(engine, call)(any_batches(2)).loss()

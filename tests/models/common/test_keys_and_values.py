@@ -1,0 +1,116 @@
+"""Keys and values that blocks keep: text that grows by one token a call has the logits of the whole text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
+from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.models import FAMILIES
+from torchround.models.common.keys_and_values import KeysAndValues, past_mask
+
+LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
+NEW_TOKENS = 6
+CASES = [
+    (name, flavor)
+    for name in FAMILIES
+    for flavor in ("debug", "debug_moe")
+    if flavor in FAMILIES[name].flavors
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def model(request, tools):
+    family, flavor = FAMILIES[request.param[0]], request.param[1]
+    built = tools.materialise(family.build(family.config_from_flavor(flavor, num_layers=2, vocab_size=50)))
+    with torch.no_grad():
+        for parameter in tools.stored_parameters(built).values():
+            if parameter.ndim > 1:
+                parameter *= 5  # attention far from uniform
+            elif parameter.count_nonzero() == 0:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))  # biases and sinks
+    return built
+
+
+def padded(texts: list[torch.Tensor], width: int) -> MicroBatch:
+    """Return a group that is padded on the left: padding is a document of its own."""
+    tokens = torch.full((len(texts), width), 7)
+    positions = torch.arange(width).repeat(len(texts), 1)
+    document_ids = torch.full_like(tokens, -1)
+    for row, text in enumerate(texts):
+        start = width - len(text)
+        tokens[row, start:], positions[row, start:], document_ids[row, start:] = (
+            text,
+            torch.arange(len(text)),
+            0,
+        )
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    return MicroBatch(tokens, labels, positions, document_ids, max_documents=2, wants="logits")
+
+
+def logits(model, batch: MicroBatch) -> torch.Tensor:
+    hidden = None
+    with torch.no_grad():
+        for index, layer in enumerate(model.layers):
+            hidden = layer(hidden, batch.for_layer(index))
+    return hidden
+
+
+def test_a_group_with_a_cache_has_the_logits_of_each_text_alone(model):
+    draws = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, 50, (length + NEW_TOKENS,), generator=draws) for length in LENGTHS]
+    width = max(LENGTHS) + 2
+    cache = DecodingCache(model.layers, width + NEW_TOKENS)
+    batch = padded([text[:length] for text, length in zip(texts, LENGTHS, strict=True)], width)
+    batch = replace(batch, cache=cache)
+    for grown in range(NEW_TOKENS + 1):
+        if grown:
+            columns = [
+                torch.tensor(
+                    [[text[length + grown - 1]] for text, length in zip(texts, LENGTHS, strict=True)]
+                ),
+                torch.full((len(texts), 1), IGNORED_LABEL),
+                torch.tensor([[length + grown - 1] for length in LENGTHS]),
+                torch.zeros(len(texts), 1, dtype=torch.int64),
+            ]
+            batch = MicroBatch(*columns, max_documents=2, wants="logits", cache=cache)
+        found = logits(model, batch)
+        assert found.dtype == torch.float32
+        for row, (text, length) in enumerate(zip(texts, LENGTHS, strict=True)):
+            expected = logits(model, padded([text[: length + grown]], length + grown))
+            torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_the_last_position_are_those_of_all_positions(model, tools):
+    batch = tools.micro_batch([[11]], 50)
+    with torch.no_grad():
+        expected = tools.all_logits(model, batch)[:, -1]
+    # A product of one row may take another kernel.
+    torch.testing.assert_close(logits(model, replace(batch, wants="logits")), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_memory_is_what_was_counted_and_goes_with_clear(model):
+    cache = DecodingCache(model.layers, 40)
+    assert can_decode(model.layers)
+    assert cache.nbytes == 0
+    logits(model, replace(padded([torch.arange(5), torch.arange(9)], 9), cache=cache))
+    assert cache.nbytes == 2 * sum(sequence_bytes(model.layers, 40, 4)) > 0
+    cache.clear()
+    assert cache.nbytes == 0
+
+
+def test_more_tokens_than_the_capacity_are_refused():
+    kept = KeysAndValues(capacity=3)
+    kept.append(*torch.zeros(2, 1, 3, 1, 4))
+    with pytest.raises(AssertionError, match="4 tokens, and room for 3"):
+        kept.append(*torch.zeros(2, 1, 1, 1, 4))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_mask_of_the_past_ends_at_padding_and_window(window):
+    positions = torch.tensor([[4], [1]])  # five tokens, and two behind three of padding
+    mask = past_mask(positions, 5, window, torch.float32, lambda key, make: make())
+    seen = [[(entry == 0).item() for entry in row] for row in mask[:, 0, 0]]
+    first = [True] * 5 if window is None else [False, False, True, True, True]
+    assert seen == [first, [False, False, False, True, True]]

@@ -1,0 +1,160 @@
+"""The optimizer that works, and the one that its user sees: one state, hyperparameters of their own."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torchround.optim import HostOptimizer, HostOptimizerError, SlowerOptimizerWarning
+
+
+def weights():
+    return [("a.weight", torch.ones(2, 3)), ("a.bias", torch.zeros(3))]
+
+
+def bound(make, on=None):
+    optimizer = HostOptimizer(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowerOptimizerWarning)
+        optimizer.bind(weights() if on is None else on)
+    return optimizer
+
+
+def sgd(named):
+    return torch.optim.SGD(named, lr=0.5, momentum=0.9)
+
+
+def gradients(value=1.0):
+    return {"a.weight": torch.full((2, 3), value), "a.bias": torch.full((3,), value)}
+
+
+def test_it_writes_the_given_memory_and_lets_go_of_the_gradients():
+    on = weights()
+    optimizer = bound(sgd, on)
+    optimizer.step(optimizer.hyperparameters(), gradients())
+    assert torch.equal(on[0][1], torch.full((2, 3), 0.5))
+    assert torch.equal(on[1][1], torch.full((3,), -0.5))
+    assert all(p.grad is None for group in optimizer.optimizer.param_groups for p in group["params"])
+    assert optimizer.optimizer.param_groups[0]["param_names"] == ["a.weight", "a.bias"]
+
+
+def test_a_step_uses_the_hyperparameters_that_were_taken():
+    on = weights()
+    optimizer = bound(sgd, on)
+    taken = optimizer.hyperparameters()
+    optimizer.optimizer.param_groups[0]["lr"] = 100.0
+    optimizer.step(taken, gradients())
+    assert float(on[1][1][0]) == -0.5
+    assert optimizer.optimizer.param_groups[0]["lr"] == 100.0
+
+
+def test_a_learning_rate_in_a_tensor_is_taken_by_value():
+    on = weights()
+    optimizer = bound(lambda named: torch.optim.SGD(named, lr=torch.tensor(0.5)), on)
+    taken = optimizer.hyperparameters()
+    optimizer.optimizer.param_groups[0]["lr"].fill_(100.0)  # as schedulers do
+    optimizer.step(taken, gradients())
+    assert float(on[1][1][0]) == -0.5
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps counters of its own beside the hyperparameters, and on itself."""
+
+    total = 0
+
+    def step(self, closure=None):
+        self.total += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["mean"] = group.get("mean", torch.zeros(())) + 1.0
+        return super().step(closure)
+
+
+def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
+    optimizer = bound(lambda named: Counting(named, lr=0.5))
+    first, second = (
+        optimizer.hyperparameters(),
+        optimizer.hyperparameters(),
+    )  # both before the first step ends
+    optimizer.step(first, gradients())
+    optimizer.step(second, gradients())
+    optimizer.step(optimizer.hyperparameters(), gradients())
+    [group] = optimizer.optimizer.param_groups
+    assert (group["count"], float(group["mean"]), group["lr"]) == (3, 3.0, 0.5)
+
+
+def test_a_saved_state_is_loaded_with_its_hyperparameters():
+    on, other = weights(), weights()
+    optimizer, loaded = (
+        bound(sgd, on),
+        bound(lambda named: torch.optim.SGD(named, lr=9.0, momentum=0.1), other),
+    )
+    optimizer.step(optimizer.hyperparameters(), gradients())
+    saved = copy.deepcopy(optimizer.state_dict())
+    for (_, target), (_, source) in zip(other, on, strict=True):
+        target.copy_(source)
+    loaded.load_state_dict(saved)
+    for each in (optimizer, loaded):
+        each.step(each.hyperparameters(), gradients(2.0))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(on, other, strict=True))
+    assert str(optimizer.state_dict()) == str(loaded.state_dict())
+
+
+def test_it_stays_with_its_weights():
+    on = weights()
+    optimizer = bound(sgd, on)
+    made = optimizer.optimizer
+    optimizer.bind(on)
+    assert optimizer.optimizer is made
+    with pytest.raises(HostOptimizerError, match="another host store"):
+        optimizer.bind(weights())
+
+
+def test_it_says_once_that_it_is_slower():
+    on, optimizer = weights(), HostOptimizer(sgd)
+    with pytest.warns(SlowerOptimizerWarning, match="SGD.*faster"):
+        optimizer.bind(on)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.bind(on)
+        optimizer.step(optimizer.hyperparameters(), gradients())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda named: torch.optim.LBFGS(p for _, p in named), "LBFGS.*closure"),
+        (lambda named: torch.optim.SparseAdam([p for _, p in named]), "SparseAdam.*sparse"),
+        (lambda named: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), "not the given ones"),
+        (lambda named: torch.optim.SGD([p.detach().clone() for _, p in named], lr=1.0), "not the given ones"),
+        (lambda named: torch.optim.AdamW(named, capturable=True), "capturable"),
+        (lambda named: torch.optim.AdamW(named, differentiable=True), "differentiable"),
+        (lambda named: None, "got NoneType"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(make, words):
+    with pytest.raises(HostOptimizerError, match=words):
+        bound(make)
+
+
+def test_groups_that_change_are_refused():
+    optimizer = bound(lambda named: torch.optim.SGD(named[:1], lr=1.0))
+    optimizer.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(1)))]})
+    with pytest.raises(HostOptimizerError, match="groups changed"):
+        optimizer.hyperparameters()
+
+
+def test_a_parameter_that_the_optimizer_leaves_out_stays_as_it_is():
+    on = weights()
+    optimizer = bound(lambda named: torch.optim.SGD(named[:1], lr=1.0), on)
+    optimizer.step(optimizer.hyperparameters(), gradients())
+    assert not on[1][1].any() and not torch.equal(on[0][1], torch.ones(2, 3))
+
+
+def test_without_trained_weights_there_is_no_optimizer():
+    optimizer = bound(sgd, [])
+    assert optimizer.hyperparameters() == []
+    with pytest.raises(HostOptimizerError, match="none yet"):
+        optimizer.optimizer  # noqa: B018

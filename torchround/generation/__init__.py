@@ -1,0 +1,11 @@
+"""Text from a model that an engine holds: continuations of prompts, and losses of documents.
+
+Read `continuations.py` first. It sees a list of layers and an engine, as training does; no family is known here.
+"""
+
+from torchround.generation.continuations import generate
+from torchround.generation.inference import TextEngine, inference_store, samples
+from torchround.generation.sampling import Sampling
+from torchround.generation.scoring import Score, score
+
+__all__ = ["Sampling", "Score", "TextEngine", "generate", "inference_store", "samples", "score"]

@@ -1,0 +1,209 @@
+"""Continuations of prompts: forward passes through the engine, each of which gives every sequence its next token.
+
+Sequences travel in groups, one micro-batch each, so that devices work at once. A group's sequences are padded on the
+left. The first pass reads the prompts. In later passes each sequence brings its last token only, because the layers keep
+keys and values of the tokens before it on their devices. If they cannot, each pass reads the whole text again.
+
+Which sequences share a group depends on the prompts and on `batch_size` alone, never on the devices.
+
+Shapes: B sequences of a group, T tokens, V vocabulary.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchround.engine.engine import Engine
+from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
+from torchround.generation.sampling import Sampling, choose_token
+from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.pipeline.memory import size_text
+
+logger = logging.getLogger(__name__)
+
+# Micro-batches of a pass: enough for devices to work at once, and few, because each has a cost of its own.
+GROUPS = 4
+# Prompts are padded to multiples of this, so that passes of many lengths have few shapes, each with buffers of its own.
+PADDED_TOKENS = 32
+# Real tokens, and padding in front of them.
+PADDED_DOCUMENTS = 2
+# More sequences than anything has room for.
+NO_LIMIT = 2**31
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop_tokens: Collection[int] = (),
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    cache_bytes: int | None = None,
+) -> list[list[int]]:
+    """Return the continuation of each prompt: up to `max_tokens` tokens, the stop token that ended it included.
+
+    `batch_size` sequences are under way at a time. `cache_bytes` is the memory that each device has for keys and values:
+    None is no limit, 0 reads the whole text again for each token. Fewer sequences are under way if it is too small for
+    all of them. The model's last layer must give logits (`MicroBatch.wants`). Raises `ValueError` for an empty prompt,
+    and for logits that are not numbers.
+    """
+    _check(prompts, max_tokens, batch_size)
+    sampling = sampling or Sampling()
+    seen: Counter[tuple[int, ...]] = Counter()
+    sequences = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        sequences.append(_Sequence(list(prompt), sampling.draws_for(key, seen[key])))
+        seen[key] += 1
+    # Sequences of about a length share a group, so that little of it is padding.
+    waiting = sorted(sequences, key=lambda sequence: len(sequence.tokens), reverse=True)
+    warned = False
+    while waiting and max_tokens > 0:
+        rows, reason = _rows_that_fit(engine, _padded(len(waiting[0].tokens)) + max_tokens, cache_bytes)
+        if reason and not warned:
+            logger.warning("%s: each token reads the whole text again, which is slower", reason)
+            warned = True
+        count = min(rows or batch_size, batch_size)
+        _continue(engine, waiting[:count], max_tokens, frozenset(stop_tokens), sampling, keeps=rows > 0)
+        waiting = waiting[count:]
+    return [sequence.continuation for sequence in sequences]
+
+
+@dataclass
+class _Sequence:
+    """A prompt and its continuation so far."""
+
+    tokens: list[int]
+    draws: torch.Generator | None
+    continuation: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def add(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
+        """Choose the next token from logits `[V]`."""
+        token = choose_token(logits, sampling, self.draws)
+        self.tokens.append(token)
+        self.continuation.append(token)
+        self.ended = token in stop_tokens or len(self.continuation) == max_tokens
+
+
+class _Group:
+    """Sequences that travel as one micro-batch. With `cache`, passes after the first one bring the last tokens only."""
+
+    def __init__(self, sequences: Sequence[_Sequence], cache: DecodingCache | None) -> None:
+        self.sequences = list(sequences)
+        self.cache = cache
+        self._is_begun = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all sequences have ended. Until then those that have ended get tokens that nothing reads."""
+        return all(sequence.ended for sequence in self.sequences)
+
+    def micro_batch(self) -> MicroBatch:
+        """Return the micro-batch of the next pass."""
+        texts = [sequence.tokens for sequence in self.sequences]
+        if self.cache is not None and self._is_begun:
+            last = torch.tensor([[text[-1]] for text in texts])
+            positions = torch.tensor([[len(text) - 1] for text in texts])
+            return _asks_for_logits(last, positions, torch.zeros_like(last), self.cache)
+        self._is_begun = True
+        width = _padded(max(map(len, texts)))
+        tokens = torch.zeros(len(texts), width, dtype=torch.int64)
+        # Padding is a document of its own in front, so that nothing sees it, and positions count from each document.
+        positions = torch.arange(width).expand(len(texts), -1).clone()
+        document_ids = torch.full_like(tokens, -1)
+        for row, text in enumerate(texts):
+            start = width - len(text)
+            tokens[row, start:] = torch.tensor(text)
+            positions[row, start:] = torch.arange(len(text))
+            document_ids[row, start:] = 0
+        return _asks_for_logits(tokens, positions, document_ids, self.cache)
+
+    def take(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
+        """Give each sequence that has not ended its next token, from logits `[B, V]`."""
+        for sequence, row in zip(self.sequences, logits, strict=True):
+            if not sequence.ended:
+                sequence.add(row, sampling, max_tokens, stop_tokens)
+
+
+def _continue(
+    engine: Engine,
+    sequences: Sequence[_Sequence],
+    max_tokens: int,
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+    keeps: bool,
+) -> None:
+    """Continue sequences until all have ended. With `keeps`, keys and values stay on the devices meanwhile."""
+    size = -(-len(sequences) // GROUPS)
+    groups = []
+    for start in range(0, len(sequences), size):
+        part = sequences[start : start + size]
+        capacity = _padded(max(len(sequence.tokens) for sequence in part)) + max_tokens
+        groups.append(_Group(part, DecodingCache(engine.model.layers, capacity) if keeps else None))
+    caches = [group.cache for group in groups if group.cache is not None]
+    try:
+        while groups:
+            logits = engine.forward([group.micro_batch() for group in groups]).outputs()
+            for group, of_group in zip(groups, logits, strict=True):
+                group.take(of_group, sampling, max_tokens, stop_tokens)
+                if group.ended and group.cache is not None:
+                    group.cache.clear()
+            groups = [group for group in groups if not group.ended]
+    finally:
+        for cache in caches:
+            cache.clear()
+
+
+def _rows_that_fit(engine: Engine, tokens: int, cache_bytes: int | None) -> tuple[int, str]:
+    """Return how many sequences of `tokens` tokens have room for keys and values, and the reason if none has."""
+    layers, stages, count = engine.model.layers, engine.forward_stages, len(engine.devices)
+    if cache_bytes == 0:
+        return 0, ""
+    if not can_decode(layers):
+        return 0, "this model's layers cannot keep keys and values"
+    if len(stages) % count:
+        return 0, f"layers change devices from pass to pass ({len(stages)} stages on {count} devices)"
+    if cache_bytes is None:
+        return NO_LIMIT, ""
+    of_layers = sequence_bytes(layers, tokens, engine.store.dtype.itemsize)
+    of_devices = [0] * count
+    for index, stage in enumerate(stages):
+        of_devices[index % count] += sum(of_layers[stage.start : stage.stop])
+    rows = cache_bytes // max(*of_devices, 1)
+    needed = f"{size_text(max(of_devices))} on a device, which has {size_text(cache_bytes)} for them"
+    return rows, "" if rows else f"keys and values of one sequence of {tokens} tokens take {needed}"
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // PADDED_TOKENS) * PADDED_TOKENS
+
+
+def _asks_for_logits(
+    tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: DecodingCache | None
+) -> MicroBatch:
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    return MicroBatch(
+        tokens,
+        labels,
+        positions,
+        document_ids,
+        max_documents=PADDED_DOCUMENTS,
+        wants="logits",
+        cache=cache,
+    )
+
+
+def _check(prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {index} has no tokens; a continuation needs at least one before it")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens = {max_tokens}; legal: 0 or more")
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}; legal: 1 or more")

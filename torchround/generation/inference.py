@@ -1,0 +1,234 @@
+"""An engine without training: frozen weights on the host, and device memory for keys and values.
+
+All layers are frozen, so that the host store holds device weights only. If all weights fit the devices, each device has
+two stages in a pass, and both stay in their slots. Otherwise there are more stages, and each pass uploads them again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+
+import torch
+
+from torchround.config import OptimizerTable
+from torchround.engine.device import Device
+from torchround.engine.engine import Engine
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.host_store import HostStore
+from torchround.generation.continuations import GROUPS, generate
+from torchround.generation.decoding_cache import sequence_bytes
+from torchround.generation.sampling import Sampling
+from torchround.generation.scoring import Score, score
+from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
+from torchround.pipeline.memory import MIB, size_text, weight_space
+from torchround.pipeline.partition import Partition, Stage, StageKind
+
+# One in each half of a device's space for weights: with two stages a pass, both are still there in the next pass.
+STAGES_THAT_STAY = 2
+# Activations between stages: two buffers of a device for incoming ones, two for outgoing ones.
+STAGING_BUFFERS = 4
+# Keys and values that `samples` may keep on each device beside what a training run has planned.
+SAMPLE_CACHE_BYTES = 256 * MIB
+
+
+def inference_store(
+    model: LayeredModel,
+    dtype: torch.dtype,
+    devices: Sequence[Device],
+    mapped: Mapping[str, Sequence[FileTensor]] | None = None,
+) -> HostStore:
+    """Freeze the model, and return a store of its device weights alone, to be filled by `HostStore.weights`.
+
+    `mapped` are the weights that stay in files, as in `HostStore`.
+    """
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    pinned = any(device.pins_host_memory for device in devices)
+    return HostStore(model, dtype, pinned=pinned, mapped=mapped)
+
+
+class TextEngine:
+    """An engine for continuations and scores of a frozen model, which has been filled.
+
+    It is made for `batch_size` sequences at a time of up to `tokens` tokens, continuation included. `device_bytes` is
+    the memory of each device; None is no limit. Devices that would get no layer stay unused. Raises `EngineUsageError`
+    if the weights of two layers and the activations of one do not fit. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        store: HostStore,
+        devices: Sequence[Device],
+        *,
+        batch_size: int,
+        tokens: int,
+        device_bytes: int | None = None,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        devices = devices[: len(model.layers)]
+        kind = devices[0].torch_device.type
+        self.batch_size = batch_size
+        partition, self.cache_bytes = plan_inference(
+            model, store, len(devices), kind, batch_size, tokens, device_bytes
+        )
+        self.engine = Engine(model, store, devices, partition, optimizer=OptimizerTable(), settings=settings)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        stop_tokens: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> list[list[int]]:
+        """Return the continuation of each prompt, as `generate`."""
+        return generate(
+            self.engine,
+            prompts,
+            max_tokens=max_tokens,
+            stop_tokens=stop_tokens,
+            sampling=sampling,
+            batch_size=self.batch_size,
+            cache_bytes=self.cache_bytes,
+        )
+
+    def score(self, batches: Iterable[Sequence[MicroBatch]]) -> Score:
+        """Add up the token losses of batches, as `score`."""
+        return score(self.engine, batches)
+
+    def close(self) -> None:
+        """End the engine's threads and give up its memory."""
+        self.engine.close()
+
+    def __enter__(self) -> "TextEngine":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.engine.__exit__(kind, error, trace)
+
+
+def samples(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop_tokens: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    cache_bytes: int | None = SAMPLE_CACHE_BYTES,
+) -> list[list[int]]:
+    """Return the continuation of each prompt in the middle of a training run, with the weights that a checkpoint holds.
+
+    Waits for all steps. The text does not depend on the partition or the devices, except for the rounding of logits.
+    """
+    with engine.true_device_weights():
+        return generate(
+            engine,
+            prompts,
+            max_tokens=max_tokens,
+            stop_tokens=stop_tokens,
+            sampling=sampling,
+            cache_bytes=cache_bytes,
+        )
+
+
+def plan_inference(
+    model: LayeredModel,
+    store: HostStore,
+    num_devices: int,
+    kind: str,
+    batch_size: int,
+    tokens: int,
+    device_bytes: int | None,
+) -> tuple[Partition, int | None]:
+    """Return the stages of a pass, and the memory of each device for keys and values; None is no limit.
+
+    The fewest stages whose weights leave room for the keys and values of `batch_size` sequences of `tokens` tokens; if
+    none do, the ones that leave the most. Raises `EngineUsageError` if no stages fit.
+    """
+    sizes = [
+        store.stage_bytes(Stage(StageKind.FORWARD, layer, layer + 1)) for layer in range(len(model.layers))
+    ]
+    rows = -(-batch_size // GROUPS)
+    works = [_work(layer, rows, tokens, store.dtype.itemsize, kind) for layer in model.layers]
+    # What a backward would need is counted too: an estimate from above.
+    compute = max(work.activation_bytes + work.workspace_bytes for work in works)
+    staging = STAGING_BUFFERS * max(work.boundary_bytes for work in works)
+    besides = compute + staging + model.constant_bytes()
+    wanted = [batch_size * size for size in sequence_bytes(model.layers, tokens, store.dtype.itemsize)]
+    best: tuple[int, Partition] | None = None
+    for count in _stage_counts(len(sizes), num_devices):
+        partition = _partition(cut_evenly(sizes, count))
+        if device_bytes is None:
+            return partition, None
+        left = device_bytes - besides - weight_space(partition, num_devices, store.stage_bytes)
+        stages = partition.stages()[:count]
+        on_devices = [
+            sum(sum(wanted[stage.start : stage.stop]) for stage in stages[first::num_devices])
+            for first in range(num_devices)
+        ]
+        if left >= max(on_devices):
+            return partition, left
+        if best is None or left > best[0]:
+            best = left, partition
+    assert best is not None, "a model has at least one layer for each device"
+    if best[0] < 0:
+        assert device_bytes is not None, "without a limit everything fits"
+        raise EngineUsageError(
+            f"the weights of two stages and the activations of one layer need {size_text(device_bytes - best[0])} "
+            f"on a device, which has {size_text(device_bytes)}; use fewer or shorter sequences at a time, or devices "
+            "with more memory"
+        )
+    return best[1], best[0]
+
+
+def cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
+    """Cut a list into `count` runs so that the largest sum of a run is as small as possible; returns their lengths."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(sizes, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    starts = _runs(sizes, low)
+    # Fewer runs may be enough for that; more of them hurt nothing.
+    for cut in range(1, len(sizes)):
+        if len(starts) < count and cut not in starts:
+            starts.append(cut)
+    starts = [*sorted(starts), len(sizes)]
+    return [stop - start for start, stop in pairwise(starts)]
+
+
+def _runs(sizes: Sequence[int], most: int) -> list[int]:
+    """Return where the runs begin if each takes as much as it can, up to `most`."""
+    starts, taken = [0], 0
+    for index, size in enumerate(sizes):
+        if taken and taken + size > most:
+            starts.append(index)
+            taken = 0
+        taken += size
+    return starts
+
+
+def _stage_counts(num_layers: int, num_devices: int) -> list[int]:
+    """Return the numbers of stages to try: multiples of the devices, so that a layer stays with its device."""
+    most = num_layers // num_devices
+    return [num_devices * each for each in range(min(STAGES_THAT_STAY, most), most + 1)]
+
+
+def _partition(lengths: Sequence[int]) -> Partition:
+    # Frozen layers have no backward, but a partition names one.
+    forward = tuple(lengths[:-1])
+    return Partition(forward, lengths[-1], forward[::-1])
+
+
+def _work(layer: torch.nn.Module, rows: int, tokens: int, element_bytes: int, kind: str) -> LayerWork:
+    count = getattr(layer, "work", None)
+    return LayerWork() if count is None else count(rows, tokens, element_bytes, kind)

@@ -1,0 +1,75 @@
+"""Keys and values of the tokens so far, kept by a block on the device that runs it: text grows by one token a pass.
+
+A group of sequences is padded on the left, so that all of them end at the same place. Padding has positions too, but
+they are those of documents of their own: the first real token of a sequence is at position 0.
+
+Shapes: B sequences, T new tokens, S tokens so far, T included, H heads, K kv heads, C channels of a head.
+"""
+
+import torch
+from torch import Tensor
+
+from torchround.models.common.packed_attention import Once
+
+
+class KeysAndValues:
+    """The keys and values `[B, S, K, C]` of one block, in memory for `capacity` tokens that the first call takes.
+
+    One thread at a time may use it. The memory belongs to the device of the first call, and later calls must come from
+    there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that it holds."""
+        return sum(0 if held is None else held.nbytes for held in (self._keys, self._values))
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `[B, T, K, C]` each, and return all keys and values so far, `[B, S, K, C]`."""
+        start, self.length = self.length, self.length + key.shape[1]
+        assert self.length <= self.capacity, f"{self.length} tokens, and room for {self.capacity}"
+        self._keys, self._values = (
+            self._extended(held, new, start) for held, new in ((self._keys, key), (self._values, value))
+        )
+        return self._keys[:, : self.length], self._values[:, : self.length]
+
+    def clear(self) -> None:
+        """Drop the memory."""
+        self._keys = self._values = None
+
+    def _extended(self, held: Tensor | None, new: Tensor, start: int) -> Tensor:
+        if held is None:
+            held = new.new_empty((new.shape[0], self.capacity, *new.shape[2:]))
+        assert held.device == new.device, (
+            f"keys and values are on {held.device}, the block runs on {new.device}"
+        )
+        held[:, start : self.length] = new
+        return held
+
+
+def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
+    """Return `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
+
+    `positions [B, T]` say how many tokens of its document come before each of them; nothing but padding lies before
+    those. With a `window` a token sees itself and the `window - 1` before it. Rows are padded in memory to 16
+    elements, as CUDA kernels want them. All blocks of the same window share one mask by `once`.
+    """
+
+    def make() -> Tensor:
+        tokens = positions.shape[1]
+        every = torch.arange(length, device=positions.device)  # [S]
+        own = every[length - tokens :]  # [T]: where the new tokens are
+        seen = positions if window is None else positions.clamp(max=window - 1)
+        first = (own - seen)[:, None, :, None]  # [B, 1, T, 1]: the first token that each one sees
+        allowed = (every >= first) & (every <= own[:, None])  # [B, 1, T, S]
+        shape = (len(positions), 1, tokens, length + -length % 16)
+        mask = torch.zeros(shape, dtype=dtype, device=positions.device)[..., :length]
+        return mask.masked_fill_(~allowed, -torch.inf)
+
+    return once(("mask of the past", window, length), make)
