@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BELOW_ENGINE,
     "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe", "machines"},
     "generation": BELOW_ENGINE | {"engine"},
-    "run": BELOW_RUN,
+    "run": BELOW_RUN | {"generation"},
     "trainer": BELOW_RUN | {"run", "generation"},
     "library": BELOW_RUN | {"run"},  # ordinary modules as layers, for programs without a config
 }

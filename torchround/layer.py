@@ -161,7 +161,7 @@ class Layer(Protocol):
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
 
-    A layer with an attribute `fused_on_accelerators` that is true is not compiled there.
+    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere.
 
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
     them in `LayerWork.keepable`.
@@ -191,8 +191,11 @@ class Layer(Protocol):
 def runs_fused(layer: nn.Module, device: str) -> bool:
     """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
 
-    The head and blocks of experts are: they add to their weights' gradients by themselves, which compiled code cannot.
+    The head and blocks of experts are: they add to their weights' gradients by themselves, which compiled code cannot. A
+    layer whose code a compiler cannot look into runs uncompiled everywhere.
     """
+    if getattr(layer, "never_compiled", False):
+        return True
     return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
 
 

@@ -27,7 +27,7 @@ from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.several_machines import AgreedStop
 from torchround.run.start_checks import disk_need
 from torchround.run.step_reports import Dispatched, ReportTargets, StepReports
-from torchround.run.validation import RunValidation
+from torchround.run.validation import RunValidation, Validated
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
 
@@ -277,9 +277,10 @@ class Trainer:
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded(), engine.true_device_weights():
             loss = self._validation.loss(engine)
+            samples = self._parts.samples.made_by(engine, self._machines)
         if loss is not None:
             self._checkpoints.add_validation(loss)
-        self._reports.report(leave=0, validation_loss=loss)
+        self._reports.report(leave=0, validated=Validated(loss, samples))
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self._position.step % interval_steps == 0

@@ -13,6 +13,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -38,6 +40,7 @@ RELEASES = {
     "llama3": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig, EXPERTS),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),  # no family of our own reads it
 }
 BYTES = build_tokenizer(TokenizerTable(name="bytes"))
 TEXTS = ["a line of text, and more of it\n" * 7, "short", "", "of 35 letters, or so: exactly thirty"]
@@ -94,3 +97,51 @@ def test_the_perplexity_of_a_file_is_that_of_transformers(kind, folders, capsys)
     # Both add up thousands of products in fp32, in another order.
     assert found["nats_per_token"] == pytest.approx(expected, abs=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]))
+
+
+PROMPTS = ["a line of", "short", "one that is longer than the others are", "x"]
+
+
+def their_texts(folder: Path, prompts: list[str], max_tokens: int) -> list[str]:
+    """Return greedy continuations by `transformers`, of each prompt alone, without the token that ends them."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([[BYTES.bos_id, *BYTES.encode(prompt)]])
+        with torch.no_grad():
+            found = model.generate(ids, max_new_tokens=max_tokens, do_sample=False)[
+                0, ids.shape[1] :
+            ].tolist()
+        texts.append(BYTES.decode_known([token for token in found if token != BYTES.eos_id]))
+    return texts
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_greedy_continuations_are_those_of_transformers(kind, folders, capsys):
+    found = results(
+        capsys, "--model", str(folders[kind]), "--prompt", *PROMPTS, "--max-tokens=12", "--batch-size=3"
+    )
+    assert [line["prompt"] for line in found] == PROMPTS
+    assert [line["text"] for line in found] == their_texts(folders[kind], PROMPTS, 12)
+    assert all(line["tokens"] == 12 or line["ended"] for line in found)
+
+
+def test_drawn_continuations_follow_the_seed_and_not_the_devices_or_the_other_prompts(folders, capsys):
+    drawn = (
+        "--model",
+        str(folders["llama3"]),
+        "--temperature=1.5",
+        "--top-k=50",
+        "--top-p=0.9",
+        "--max-tokens=9",
+    )
+    first = results(capsys, *drawn, "--prompt", *PROMPTS)
+    assert first == results(capsys, *drawn, "--prompt", *PROMPTS, "--engine.num_devices=3")
+    assert first[:2] == results(capsys, *drawn, "--prompt", *PROMPTS[:2], "--batch-size=1")
+    assert first != results(capsys, *drawn, "--prompt", *PROMPTS, "--seed=1")
+
+
+def test_equal_prompts_are_drawn_apart(folders, capsys):
+    drawn = ("--model", str(folders["llama3"]), "--temperature=1.5", "--max-tokens=9")
+    one, other = results(capsys, *drawn, "--prompt", "twice", "twice")
+    assert one["text"] != other["text"]

@@ -161,7 +161,9 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used(
 # Races.
 
 
-def races(policy, partition="backward coarser", accumulates=False, evaluates=True, tied=True, steps=3):
+def races(
+    policy, partition="backward coarser", accumulates=False, evaluates=True, tied=True, steps=3, saves=False
+):
     log, model = AccessLog(), toy_model(tied)
     store = moment_free(model, policy=policy)
     settings = {"observer": log, "wrap": lambda device: watched(linked(device), log)}
@@ -173,16 +175,24 @@ def races(policy, partition="backward coarser", accumulates=False, evaluates=Tru
             for part in (micro_batches[:2], micro_batches[2:]) if accumulates else (micro_batches,):
                 result = engine.forward_backward(part)
             engine.step()
+            if saves:
+                engine.save(read_all)
             if evaluates and step == 1:
                 result.update()  # first: asking for the evaluation's loss would order the two
         engine.drain()
     return find_races(log.entries)
 
 
+def read_all(source):
+    for name, tensor in source.tensors.items():
+        source.reading(tensor)
+        source.finished_reading(name)
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 def test_there_is_no_race(policy, accumulates):
-    assert races(policy, accumulates=accumulates) == []
+    assert races(policy, accumulates=accumulates, saves=True) == []
 
 
 RULES = {
@@ -196,11 +206,12 @@ RULES = {
         "evaluates": False,
         "steps": 4,
     },
+    "before_overwriting_saved": {"policy": SYNC, "evaluates": False, "saves": True},
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_1_to_4_are_needed(monkeypatch, rule):
+def test_the_rules_are_needed(monkeypatch, rule):
     assert races(**RULES[rule]) == []
     if rule == "before_gradient_read":
         monkeypatch.setattr(Ordering, "retire", lambda *_: None)  # the optimizer runs past hand-overs

@@ -24,7 +24,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.engine.update_report import CALL_ADDED
+from torchround.engine.update_report import CALL_ADDED, UPDATED
 from torchround.optim import LossScaling
 
 LR = 1e-2
@@ -278,6 +278,21 @@ def test_a_pass_is_forgotten_only_once_its_gradients_are_added(monkeypatch):
     loop = CallLoop(model, toy_store(model).weights(), tied=False)
     loop.train_calls([calls])
     assert_same_state(store.named_views(), loop.state())
+
+
+def test_the_next_step_does_not_wait_for_the_update_before_its_second_call(monkeypatch):
+    """Otherwise no step of several calls could begin beside the update before it."""
+    model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
+    with toy_engine(model, toy_store(model, policy=ASYNC), PARTITION, 2, accumulates=True) as engine:
+        wait, waited = engine._watchdog.wait, []
+        monkeypatch.setattr(engine._watchdog, "wait", lambda key: waited.append(key) or wait(key))
+        counts = []
+        for calls in batches:
+            for micro_batches in calls:
+                engine.forward_backward(micro_batches)
+                counts.append(waited.count(UPDATED(0)))
+            engine.step(LR)
+    assert counts == [0, 0, 0, 1]
 
 
 def test_without_accumulation_a_second_call_is_refused():

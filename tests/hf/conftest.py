@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -52,6 +58,9 @@ RELEASES = {
     "qwen3": ("qwen3", Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3 moe": ("qwen3", Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
     "gpt_oss": ("gpt_oss", GptOssForCausalLM, GptOssConfig, GPT_OSS),
+    "borrowed qwen2": ("transformers", Qwen2ForCausalLM, Qwen2Config, {}),
+    "borrowed gemma2": ("transformers", Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 9}),
+    "borrowed phi3": ("transformers", Phi3ForCausalLM, Phi3Config, {"pad_token_id": None}),
 }
 
 

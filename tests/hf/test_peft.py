@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
+from torchround.commands.released_folder import open_weights
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import PretrainedWeights, read_adapters
+from torchround.hf import read_adapters
 from torchround.models import LoraShape, adapter_names, add_adapters
 
 RANK, ALPHA = 3, 12.0
@@ -30,15 +31,18 @@ CASES = [
     ("qwen3 moe", ATTENTION + MLP),
     ("gpt_oss", ATTENTION + STACKED),
     ("gpt_oss", STACKED[1:]),
+    ("borrowed qwen2", ATTENTION + MLP),
+    ("borrowed gemma2", ("v_proj", "up_proj")),
+    ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
 ]
 
 
 def adapted(release, targets, read=None):
     """Build our model with the release's weights, and adapters: random, or from `read(names, shapes)` if it is given."""
-    model, names = release.family.build(release.config), release.family.hf_names(release.config)
+    model, names = release.family.build(release.config), release.family.module_names(release.config)
     add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
     shapes = model.stored_shapes()
-    weights = PretrainedWeights(release.folder, names, shapes, release.family.hf_redundant(release.config))
+    weights = open_weights(release.folder, release.family, release.config, shapes)
     if read is not None:
         weights.adapters = read(adapter_names(model, names), shapes)
     store = HostStore(model)
@@ -86,7 +90,7 @@ def case(request, releases):
     """Make a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
     kind, targets = request.param
     release = releases(kind)
-    theirs = type(release.theirs).from_pretrained(release.folder).float().eval()
+    theirs = type(release.theirs).from_pretrained(release.folder, dtype=torch.float32).eval()
     return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind}), targets
 
 

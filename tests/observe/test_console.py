@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 
 from tests.support.step_records import record
+from torchround.observe.record import PromptSample
 from torchround.observe.reporters import ConsoleReport, duration
 
 
@@ -139,3 +140,15 @@ def test_the_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step(
 )
 def test_durations_show_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_continuations_follow_their_line_and_cannot_command_the_terminal() -> None:
+    stream = io.StringIO()
+    report = ConsoleReport(1000, stream=stream, **AT_NOON)
+    report.log(record(12, samples=(PromptSample("one\nprompt", " and\x1b[31m\nmore"), PromptSample("b", ""))))
+    assert stream.getvalue().splitlines()[1:] == [
+        "one",
+        "          prompt» and\\x1b[31m",
+        "          more",
+        "b»",
+    ]

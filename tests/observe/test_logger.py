@@ -15,7 +15,8 @@ import pytest
 from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
-from torchround.observe.reporters import ConsoleReport, _connect
+from torchround.observe.reporters import ConsoleReport
+from torchround.observe.wandb_logger import _connect
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,6 +18,7 @@ from selenium.webdriver.support.select import Select
 
 from tests.support.browser import headless_browser
 from tests.support.step_records import ENGINE, write_run
+from torchround.observe.record import PromptSample
 from torchround.observe.run_page import write_page
 
 WIDTH, HEIGHT = 1300, 1400
@@ -233,6 +234,21 @@ def test_a_hostile_name_is_shown_as_text(browser: WebDriver, tmp_path: Path, nam
     assert browser.find_element(By.CSS_SELECTOR, "#runs label").text == name
     assert not browser.find_elements(By.TAG_NAME, "img")
     assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
+
+
+def test_continuations_are_shown_as_text_below_the_panels(browser: WebDriver, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=document.title=1> and\nanother line"
+    for name in ("first", "second"):
+        write_run(tmp_path / name, range(1, 3), samples=(PromptSample(f"of {name}", hostile),))
+    write_run(tmp_path / "third", range(1, 3))
+    write_page([tmp_path / name for name in ("first", "second", "third")], tmp_path / "page.html")
+    show(browser, tmp_path / "page.html")
+    headings = browser.find_elements(By.CSS_SELECTOR, "#samples h2")
+    assert [heading.text for heading in headings] == ["first, step 2", "second, step 2"]
+    shown = browser.find_element(By.CSS_SELECTOR, "#samples p")
+    assert shown.text == f"of first{hostile}" and not browser.find_elements(By.TAG_NAME, "img")
+    browser.set_window_size(NARROW, HEIGHT)
+    assert shown.rect["width"] <= browser.execute_script("return document.documentElement.clientWidth")
 
 
 def test_colours_follow_the_choice(browser: WebDriver, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.support.step_records import ENGINE, write_run
 from torchround.commands.draw_page import main
 from torchround.observe import loss_curve, run_page
+from torchround.observe.record import PromptSample
 from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
 
 HOSTILE_NAMES = [
@@ -258,3 +259,14 @@ def test_a_mistake_is_one_message_and_writes_nothing(
     printed = capsys.readouterr().err
     assert printed.startswith("page: ") and message in printed and printed.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_page_has_the_newest_continuations_of_each_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", range(1, 3), samples=(PromptSample("a", " b"),))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(
+            json.dumps({"step": 3, "loss": 1.0, "samples": [{"prompt": "a", "text": "\x1b"}, {}, 5]}) + "\n"
+        )
+        file.write(json.dumps({"step": 4, "loss": 1.0, "samples": 7}) + "\n")
+    (run,) = figures(page_of(folder))["runs"]
+    assert run["samples"] == [3, [["a", "\\x1b"]]], "what is no continuation is left out"

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
-EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 # By name: the `model_type`, and the settings that are not in `SIZES`.
 TOYS: dict[str, tuple[str, dict[str, Any]]] = {

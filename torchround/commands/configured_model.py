@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from torchround.commands.released_folder import advise_faster_family, open_weights, released_config
+from torchround.commands.released_folder import BORROWED, advise_on_borrowed, open_weights, released_config
 from torchround.config import Config, LoraTable, Options, show
 from torchround.hf import PretrainedWeights, read_adapters
 from torchround.layer import FileTensor, LayeredModel
@@ -38,11 +38,21 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions(options, config)
-        advise_faster_family(options)
-    model, lora = family.build(config), options.config.lora
+        advise_on_borrowed(options)
+    model, lora = _built(options, family, config), options.config.lora
     if lora.rank:
         add_adapters(model, family.module_names(config), lora_shape(lora))
     return model
+
+
+def _built(options: Options, family: ModelFamily, config: KnownShape) -> LayeredModel:
+    """Build the layers. Raises `ConfigError` for a borrowed model that cannot be cut into layers."""
+    if family.name != BORROWED:
+        return family.build(config)
+    try:
+        return family.build(config)
+    except ModelConfigError as error:
+        raise options.error("model.hf_path", f"{options.config.model.hf_path}: {error}") from error
 
 
 def flavors_of(family: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchround.config import TokenizerTable
+from torchround.config import Config, TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
 from torchround.data.opening import CONVERSATIONS
@@ -110,9 +110,28 @@ def _as_list(ids: Any) -> list[int]:
     return [] if ids is None else list(ids) if isinstance(ids, Sequence) else [ids]
 
 
+def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
+    ends = [tokenizer.eos_id]
+    if tokenizer.templates.default is not None and (end := turn_end_id(tokenizer)) is not None:
+        ends.append(end)
+    table, path = config.tokenizer, config.model.hf_path
+    # A tokenizer from elsewhere has other ids.
+    if path is not None and table.path in (None, path) and table.name is None:
+        folder = Path(path).expanduser()
+        # The settings of generation come before the model's.
+        settings = [_read(folder / name).get("eos_token_id") for name in (GENERATION_FILE, "config.json")]
+        named = next((found for found in settings if found is not None), None)
+        ends += [end for end in _as_list(named) if type(end) is int]
+    return tuple(dict.fromkeys(ends))
+
+
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    return read_object(path) if path.is_file() else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises `HFError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -152,13 +152,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
 
 def text_of(ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the text of `ids`. An id of the model that the tokenizer does not know is shown as a number."""
-    try:
-        return tokenizer.decode(ids)
-    except KeyError:
-        # A vocabulary may have gaps, too.
-        if len(ids) == 1:
-            return f"<id {ids[0]}>"
-        return "".join(text_of([number], tokenizer) for number in ids)
+    return tokenizer.decode_known(ids)
 
 
 def shortened(text: str, most_characters: int | None) -> str:

@@ -43,10 +43,16 @@ def open_weights(
     return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
 
 
-def advise_faster_family(options: Options) -> None:
-    """Say if a family of torchround's own reads the folder of a borrowed model: it computes the same in less time."""
+def advise_on_borrowed(options: Options) -> None:
+    """Warn of what makes a borrowed model slower than it needs to be, or than was asked for."""
     if options.config.model.family != BORROWED:
         return
+    if options.config.engine.compile is True:
+        logger.warning(
+            "engine.compile = true compiles the optimizer's update alone: the layers of model.family = %s run as "
+            "transformers wrote them",
+            show(BORROWED),
+        )
     path, content = _read_config_json(options)
     for family in OWN_FAMILIES.values():
         if content.get("model_type") not in family.hf_model_types:

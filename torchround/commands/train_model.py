@@ -29,6 +29,7 @@ from torchround.commands.configured_model import (
     model_config,
 )
 from torchround.commands.export_hf import Export, export
+from torchround.commands.generation_files import stop_tokens
 from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
@@ -65,6 +66,7 @@ from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.resume import resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.run_parts import RunParts
+from torchround.run.samples import RunSamples
 from torchround.run.several_machines import RunMachines
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
@@ -190,8 +192,17 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         pretrained=pretrained,
         mapped=mapped,
         epoch_steps=epoch_steps,
+        samples=run_samples(config, tokenizer),
         machines=machines,
     )
+
+
+def run_samples(config: Config, tokenizer: Tokenizer) -> RunSamples:
+    """Return what continues the prompts of validations; without prompts, nothing."""
+    table = config.validation
+    if not table.prompts:
+        return RunSamples()
+    return RunSamples(table.prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:

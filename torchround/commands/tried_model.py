@@ -4,7 +4,6 @@ All its parameters are frozen, so that host memory holds one copy of each in the
 folder's files hold in that type stays in the files.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.commands.configured_model import Mapped, build_model, find_weights, model_config
 from torchround.commands.export_hf import checkpoint_weights
-from torchround.commands.generation_files import GENERATION_FILE, turn_end_id
+from torchround.commands.generation_files import read_object
 from torchround.commands.released_folder import open_weights
 from torchround.config import ConfigError, Options, parse_command_line, show
 from torchround.config.load import apply_override, parse_overrides
@@ -83,7 +82,7 @@ class TriedModel:
 
 
 def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> TriedModel:
-    """Open the checkpoint of `step`, otherwise the newest complete one, of the run in `folder`.
+    """Open the checkpoint of `step`, otherwise the newest one, of the run in `folder`.
 
     `overrides` are keys as on the command line of a run. Every byte of the checkpoint is compared with its checksums.
     Raises `ConfigError`, `CheckpointError`, `TokenizerError`, `ModelConfigError` or `HFError`.
@@ -93,7 +92,10 @@ def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> Tr
         raise ConfigError([f"--run: there is no {file}; legal: the folder of a run, such as outputs/NAME"])
     options = parse_command_line(["--config", str(file), *overrides])
     path = _checkpoint(folder, step)
-    number = verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+    try:
+        number = verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+    except CheckpointError as error:
+        raise CheckpointError(error, "--step N tries another checkpoint of the run") from error
     tokenizer = _tokenizer(options)
     model = build_model(options, tokenizer.vocab_size, warns=False)
     family, shape = model_config(options, tokenizer.vocab_size)
@@ -139,8 +141,7 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
     if not there:
         raise ConfigError([f"--run: there is no checkpoint in {found.folder}; the run has not saved yet"])
     if step is None:
-        # If none is complete, reading the newest says why.
-        step = max(found.complete_steps() or there)
+        step = max(there)  # also one that is damaged: an older one in its place would be a surprise
     if step not in there:
         steps = ", ".join(map(str, there))
         raise ConfigError(
@@ -176,7 +177,7 @@ def _folder_options(folder: Path, overrides: Sequence[str]) -> Options:
     raw = RawConfig(main_source=str(folder), tables=tables)
     given = dict(parse_overrides(overrides))
     if (folder / ADAPTER_CONFIG_FILE).is_file():
-        tables["lora"] = _adapter_table(folder, _read_object(folder / ADAPTER_CONFIG_FILE), tables["model"])
+        tables["lora"] = _adapter_table(folder, read_object(folder / ADAPTER_CONFIG_FILE), tables["model"])
         if any((folder / name).is_file() for name in FILES):
             tables["tokenizer"] = {"path": str(folder)}
     base = Path(given.get(("model", "hf_path"), tables["model"]["hf_path"])).expanduser()
@@ -186,7 +187,7 @@ def _folder_options(folder: Path, overrides: Sequence[str]) -> Options:
                 f"{folder}: there is no folder {base} with its base model; --model.hf_path FOLDER says where it is"
             ]
         )
-    content = _read_object(base / "config.json")
+    content = read_object(base / "config.json")
     tables["model"]["family"] = _family_of(content.get("model_type"))
     dtype = content.get("dtype", content.get("torch_dtype"))
     tables["training"] = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
@@ -221,33 +222,3 @@ def _adapter_table(folder: Path, content: Mapping[str, Any], model: dict[str, An
         "targets": sorted(set(targets)),
         "path": str(folder),
     }
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `HFError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HFError(f"{path} cannot be read: {error}; legal: a folder in Hugging Face format") from error
-    if not isinstance(content, dict):
-        raise HFError(f"{path} does not hold a JSON object")
-    return content
-
-
-# The end of a text.
-
-
-def stop_tokens(options: Options, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
-    ends = [tokenizer.eos_id]
-    if tokenizer.templates.default is not None and (end := turn_end_id(tokenizer)) is not None:
-        ends.append(end)
-    table, path = options.config.tokenizer, options.config.model.hf_path
-    is_folders = path is not None and (table.path in (None, path)) and table.name is None
-    for name in (GENERATION_FILE, "config.json") if is_folders else ():
-        file = Path(str(path)).expanduser() / name
-        found = _read_object(file).get("eos_token_id") if file.is_file() else None
-        if found is not None:
-            ends += [end for end in (found if isinstance(found, list) else [found]) if type(end) is int]
-            break  # the settings of generation come before the model's
-    return tuple(dict.fromkeys(ends))

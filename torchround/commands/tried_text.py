@@ -13,11 +13,12 @@ from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.special_tokens import encode_spans
+from torchround.generation.continuations import GROUPS
 from torchround.layer import MicroBatch
 from torchround.untrusted.progress import Progress
 
-# Micro-batches of one pass. Each pass uploads all weights once.
-PASS_BATCHES = 8
+# Batches in one pass. Each pass uploads all weights once.
+PASS_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class ScoredText:
     def _batches(self, windows: list[ScoredWindow]) -> list[MicroBatch]:
         """Cut windows into micro-batches. Windows of like lengths are together, which needs little padding."""
         longest_first = sorted(windows, key=lambda window: -len(window.tokens))
-        starts = range(0, len(longest_first), self._batch_size)
-        pad_id = self._tokenizer.pad_id
-        return [scored_batch(longest_first[start : start + self._batch_size], pad_id) for start in starts]
+        size = -(-self._batch_size // GROUPS)  # as many as a group of prompts, which the engine was made for
+        starts = range(0, len(longest_first), size)
+        return [scored_batch(longest_first[start : start + size], self._tokenizer.pad_id) for start in starts]
 
 
 def prompts_of(
@@ -110,8 +111,7 @@ def _prompt(where: str, content: Any, tokenizer: Tokenizer, template: ChatTempla
     if template is None:
         if not isinstance(content, str):
             raise ConfigError([f"{where}: a list of messages; --chat writes it with the chat template"])
-        before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        return Prompt(content, [*before, *tokenizer.encode(content)])
+        return Prompt(content, tokenizer.prompt_ids(content))
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise ConfigError([f"{where}: legal messages: objects with role and content"])

@@ -17,31 +17,33 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
-from torchround.accelerators import kind_of
 from torchround.checkpoint import CheckpointError
+from torchround.commands.generation_files import stop_tokens
 from torchround.commands.tried_model import TriedModel, model_of_folder, model_of_run
-from torchround.commands.tried_text import ScoredText, prompts_of
-from torchround.config import ConfigError, OptimizerTable, SourceTable, show
-from torchround.data import DataError
-from torchround.engine.engine import Engine
+from torchround.commands.tried_text import Prompt, ScoredText, prompts_of
+from torchround.config import ConfigError, SourceTable, show
+from torchround.data import DataError, Tokenizer
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
-from torchround.engine.store.host_store import HostStore
-from torchround.generation import Score, score
+from torchround.generation import Sampling, Score, TextEngine, inference_store
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.observe.record import perplexity
-from torchround.pipeline.partition import Partition, PlanError, split_evenly
+from torchround.pipeline.memory import size_text
+from torchround.pipeline.partition import PlanError
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import RunError
+from torchround.run.samples import without_end
 from torchround.untrusted.terminal import escape_unprintable, say
+
+logger = logging.getLogger(__name__)
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, DataError, HFError, CheckpointError, EngineUsageError, PlanError),
@@ -76,7 +78,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="FOLDER", help="folder of a run")
-    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    add("--step", type=_count, metavar="N", help="step of the checkpoint (default: the newest)")
     add("--model", type=Path, metavar="FOLDER", help="folder in Hugging Face format")
     add("--dtype", choices=DTYPES, help="type to compute in (default: the run's, or the folder's)")
     add("--perplexity", metavar="FILE", help="text to score: a file or a glob, read as a data source is")
@@ -100,7 +102,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default=0,
         help="draw from so many of the likeliest tokens; 0: from all (default)",
     )
-    add("--seed", type=int, default=0, help="seed of drawn tokens (default 0)")
+    add("--seed", type=_count, default=0, help="seed of drawn tokens (default 0)")
     add(
         "--batch-size", type=_at_least_one, default=8, help="sequences that a device runs at once (default 8)"
     )
@@ -118,6 +120,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 0")
     return int(text)
 
 
@@ -151,17 +159,66 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     else:
         tried = model_of_folder(options.model, overrides)
     prompts = prompts_of(options.prompt, options.prompts, tried.tokenizer, options.chat)
-    if prompts:
-        raise ConfigError(["--prompt, --prompts: continuations are not there yet; legal: --perplexity FILE"])
     text = scored_text(options, tried)
-    hardware = find_hardware(tried.options.config.engine)
+    longest = max((len(prompt.tokens) for prompt in prompts), default=0) + options.max_tokens
+    tokens = max(longest if prompts else 0, text.seq_len if text else 0)
+    warn_of_positions(tokens, tried)
+    table = tried.options.config.engine
+    if table.cpu_threads is not None:
+        torch.set_num_threads(table.cpu_threads)
+    hardware = find_hardware(table)
     if not options.json:
         total, _ = num_parameters(tried.model)
         say(f"model    {tried.name}: {total:,} parameters, {tried.options.config.training.dtype}")
         say(f"devices  {hardware.num_devices} x {hardware.kind}{hardware.note}")
-    with running_engine(tried, hardware) as engine:
+    with text_engine(tried, hardware, options.batch_size, tokens) as engine:
         if text is not None:
-            print_score(options, text, score(engine, text))
+            print_score(options, text, engine.score(text))
+        if prompts:
+            sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
+            stops = stop_tokens(tried.options.config, tried.tokenizer)
+            found = engine.generate(
+                [prompt.tokens for prompt in prompts],
+                max_tokens=options.max_tokens,
+                stop_tokens=stops,
+                sampling=sampling,
+            )
+            for prompt, ids in zip(prompts, found, strict=True):
+                print_continuation(options, prompt, ids, stops, tried.tokenizer)
+
+
+def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: int) -> TextEngine:
+    """Read the model's weights, and start an engine for `batch_size` sequences of up to `tokens` tokens."""
+    own = sum(
+        shape.numel() * tried.dtype.itemsize
+        for name, shape in tried.model.stored_shapes().items()
+        if name not in tried.mapped
+    )
+    if hardware.host_bytes is not None and own > hardware.host_bytes:
+        raise EngineUsageError(
+            f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used; weights "
+            "that files hold in the type of --dtype stay in the files and take none"
+        )
+    devices = hardware.make_devices()
+    store = inference_store(tried.model, tried.dtype, devices, tried.mapped)
+    store.initialize(tried.model, 0, tried.weights.load)
+    return TextEngine(
+        *(tried.model, store, devices),
+        batch_size=batch_size,
+        tokens=tokens,
+        device_bytes=hardware.device_bytes,
+    )
+
+
+def warn_of_positions(tokens: int, tried: TriedModel) -> None:
+    """Warn if a sequence may be longer than the model knows. RoPE has no limit of its own, so it is legal."""
+    known = tried.shape.known_positions
+    if tokens > known:
+        logger.warning(
+            "sequences of up to %d tokens, but the model knows only %d positions (max_position_embeddings, RoPE's scaling "
+            "counted): later tokens are at positions that it was not made for",
+            *(tokens, known),
+        )
 
 
 def scored_text(options: argparse.Namespace, tried: TriedModel) -> ScoredText | None:
@@ -212,16 +269,17 @@ def print_json(values: dict[str, Any]) -> None:
     print(json.dumps(finite), flush=True)
 
 
-@contextmanager
-def running_engine(tried: TriedModel, hardware: Hardware) -> Iterator[Engine]:
-    """Fill a store with the model's weights, and run an engine on it for the block."""
-    store = HostStore(
-        tried.model, tried.dtype, pinned=kind_of(hardware.kind).locks_pages, mapped=tried.mapped
-    )
-    store.initialize(tried.model, 0, tried.weights.load)
-    count = len(tried.model.layers)
-    stages = min(2 * hardware.num_devices, count)
-    *forward, fused = [len(part) for part in split_evenly(count, stages)]
-    partition = Partition(tuple(forward), fused, tuple(reversed(forward)))
-    with Engine(tried.model, store, hardware.make_devices(), partition, optimizer=OptimizerTable()) as engine:
-        yield engine
+def print_continuation(
+    options: argparse.Namespace,
+    prompt: Prompt,
+    ids: Sequence[int],
+    stops: Sequence[int],
+    tokenizer: Tokenizer,
+) -> None:
+    """Print a prompt and its continuation, without the token that ended it."""
+    kept = without_end(ids, stops)
+    text = tokenizer.decode_known(kept)
+    if options.json:
+        print_json({"prompt": prompt.text, "text": text, "tokens": len(kept), "ended": len(kept) < len(ids)})
+    else:
+        say(f"\n{prompt.text}»{text}")

@@ -253,6 +253,14 @@ class ValidationTable(Table):
     never ends it early. The count is part of checkpoints, so a resumed run ends at the same step. Needs
     `interval_steps` above 0."""
 
+    prompts: Many[Name] = ()
+    """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. The continuations are
+    on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass through all stages. Losses
+    do not depend on it. Needs `interval_steps` above 0. Default: none."""
+
+    prompt_tokens: PositiveInt = 64
+    """Most tokens of a continuation, at least 1. A token that ends a document or a turn ends it earlier."""
+
 
 class LoraTable(Table):
     """Low-rank adapters (LoRA) on frozen weights. Frozen weights have no gradient and no optimizer state."""

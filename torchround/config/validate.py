@@ -273,12 +273,20 @@ def _validation(config: Config) -> Iterator[Conflict]:
         )
         yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
     table = config.validation
-    for key, value in (("keep_best", table.keep_best), ("patience", table.patience)):
+    needing = {"keep_best": table.keep_best, "patience": table.patience, "prompts": list(table.prompts)}
+    for key, value in needing.items():
         if value and not is_on:
             yield (
                 (f"validation.{key}", "validation.interval_steps"),
                 f"given {show(value)} and 0; legal: an interval above 0, which switches validation on",
             )
+    sources = [f"{name}.sources" for name in ("data", "validation")]
+    of_ids = any(source.content == "tokens" for source in (*config.data.sources, *table.sources))
+    if table.prompts and of_ids and config.tokenizer.name == "bytes":
+        yield (
+            ("validation.prompts", *sources, "tokenizer.name"),
+            'given prompts, token ids and "bytes"; legal: the tokenizer that made the ids, because prompts are text',
+        )
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:

@@ -33,6 +33,7 @@ class PassesUnderWay:
         self._wait = wait
         self._wait_for_event = wait_for_event
         self._results: list[StepResult] = []
+        self._earlier_calls: list[StepResult] = []  # of a step whose last call is still among the results
 
     def add(self, result: StepResult) -> None:
         """Take a pass that is dispatched."""
@@ -50,8 +51,17 @@ class PassesUnderWay:
             self._results[0].forget_before(self._board, self._ordering)
 
     def _end(self, result: StepResult, step: int) -> None:
-        is_open = result.step == step
+        # Earlier calls of a step do not wait for its update either: the next step could not begin beside it.
+        has_later_calls = bool(self._results) and self._results[0].step == result.step
+        is_open = result.pass_.training and (result.step == step or has_later_calls)
         result.collect(is_open)
+        if is_open:
+            self._earlier_calls.append(result)
+        elif result.pass_.training:
+            # The report is about to be forgotten, and a caller may ask any call of the step for it.
+            for call in self._earlier_calls:
+                call.ends_with(result.update())
+            self._earlier_calls.clear()
         self._exchange.collected(result.pass_, self._wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long. The same
         # holds for a step of many calls.

@@ -191,6 +191,10 @@ class StepResult:
             self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
+    def ends_with(self, report: UpdateReport) -> None:
+        """Take the report of the step's update from another call of the step."""
+        self._update = report
+
     def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
         # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.
@@ -237,7 +241,7 @@ class StepResult:
     def collect(self, is_open: bool = False) -> None:
         """Wait for everything, so that the engine may forget the hand-overs of this pass.
 
-        If the step `is_open`, there is no update yet: the pass ends once its gradient is in the step's sum.
+        If the step `is_open`, its update is not waited for: the pass ends once its gradient is in the step's sum.
         """
         self.wait()
         if self.pass_.training:

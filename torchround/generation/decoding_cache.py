@@ -10,7 +10,7 @@ class DecodingCache:
     """Each layer's memory of a group's tokens so far, on the device that runs the layer.
 
     A layer makes its own by `new_cache(capacity)`; `capacity` counts the tokens of a sequence. Layers without that
-    method see each token alone. A layer's thread uses its part alone, so the parts need no lock.
+    method, or whose `remembers` is false, see each token alone. A layer's thread uses its part alone, so the parts need no lock.
     """
 
     def __init__(self, layers: Sequence[nn.Module], capacity: int) -> None:
@@ -52,4 +52,4 @@ def sequence_bytes(layers: Sequence[nn.Module], tokens: int, element_bytes: int)
 
 
 def _remembers(layer: nn.Module) -> bool:
-    return hasattr(layer, "new_cache")
+    return bool(getattr(layer, "remembers", hasattr(layer, "new_cache")))

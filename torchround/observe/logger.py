@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchround.observe.record import StepRecord
-from torchround.observe.reporters import ConsoleReport, MetricsFile, Reporter, WandbLogger
+from torchround.observe.reporters import ConsoleReport, MetricsFile, Reporter
+from torchround.observe.wandb_logger import WandbLogger
 
 if TYPE_CHECKING:
     from torchround.config import MetricsTable

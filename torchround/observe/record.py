@@ -45,6 +45,14 @@ class MachineTimes:
 
 
 @dataclass(frozen=True)
+class PromptSample:
+    """A prompt of `validation.prompts` and its continuation."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One logged step. Rates, times and bytes are means per step over the steps since the last record.
 
@@ -99,6 +107,9 @@ class StepRecord:
     machines: tuple[MachineTimes, ...] = ()
     """One entry for each machine of the run, by rank; empty for a run on one machine."""
 
+    samples: tuple[PromptSample, ...] = ()
+    """The continuations of a validated step."""
+
     @property
     def slowest(self) -> int | None:
         """Rank of the machine whose own work takes longest, the first of equals. None on one machine."""
@@ -126,7 +137,7 @@ class StepRecord:
         return max(self.device_peaks_gib, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the keys and values to store. A validated step has two more keys.
+        """Return the keys and values to store. A validated step has two more keys, and a third with `samples`.
 
         A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN
         in it.
@@ -155,6 +166,8 @@ class StepRecord:
             values["engine"] = self._engine()
         if self.machines:
             values["machines"] = self._machines()
+        if self.samples:
+            values["samples"] = [asdict(sample) for sample in self.samples]
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()

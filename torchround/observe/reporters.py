@@ -7,20 +7,19 @@ catches that.
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from typing import NamedTuple, TextIO
 
-from torchround.observe.record import StepRecord, perplexity
+from torchround.observe.record import PromptSample, StepRecord, perplexity
+from torchround.observe.wandb_logger import WandbLogger
 from torchround.pipeline.memory import GIB, size_text
+from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,6 @@ _ETA_LINES = 20
 SEPARATOR = "  "
 # The time of day and the separator after it, and the width of a console that does not tell its own.
 TIME_WIDTH, DEFAULT_WIDTH = 10, 80
-
-# Seconds to wait for the server of Weights & Biases to answer a connection, and for the library to start a run there.
-_CONNECT_S, _WANDB_START_S = 5.0, 30.0
 
 # A machine is named on the console if its own work takes so many times as long as that of the fastest one.
 SLOW_MACHINE = 1.1
@@ -72,6 +68,8 @@ class ConsoleReport:
         # Asked for each line, because the window of a terminal may have another size by then.
         parts = fitting(parts, line_width(self._stream) - TIME_WIDTH)
         self._print([f"{self._now():%H:%M:%S}", *(part.text for part in parts)])
+        for sample in record.samples:
+            self._print(sample_lines(sample))
         self._stream.flush()
 
     def close(self) -> None:
@@ -123,6 +121,12 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[Line
         parts.append(LinePart(2, slowest))
     parts.append(LinePart(3, f"ETA {short_duration(left_s)}"))
     return parts
+
+
+def sample_lines(sample: PromptSample) -> list[str]:
+    """Return the prompt with its continuation behind a mark, safe to print, each line indented below the step's."""
+    text = escape_unprintable(f"{sample.prompt}»{sample.text}")
+    return [text.replace("\n", "\n" + " " * TIME_WIDTH)]
 
 
 def slowest_text(record: StepRecord) -> str | None:
@@ -263,89 +267,6 @@ class MetricsFile:
             os.ftruncate(self._descriptor, self._end_bytes)
 
 
-class WandbLogger:
-    """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
-
-    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a
-    folder of its own there with the same id, and `wandb sync --append` joins them. `online` falls back to
-    `offline`, with one warning, if the service cannot be reached or does not take the run. Every method
-    raises whatever the library raises.
-    """
-
-    def __init__(
-        self,
-        mode: Literal["online", "offline"],
-        project: str,
-        name: str,
-        folder: Path,
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-    ) -> None:
-        import wandb  # here, so that a run without it never pays for the import
-
-        folder.mkdir(parents=True, exist_ok=True)
-
-        def start(mode: Literal["online", "offline"]) -> Any:
-            return wandb.init(
-                mode=mode,
-                project=project,
-                name=name,
-                dir=str(folder),
-                config=dict(config),
-                id=run_id,
-                # Offline there is no server to look the id up on, and the library would warn.
-                resume="allow" if run_id is not None and mode == "online" else None,
-                # Otherwise the library would put itself between our console lines and standard output.
-                settings=wandb.Settings(console="off", init_timeout=_WANDB_START_S),
-            )
-
-        if mode == "online":
-            try:
-                # The library itself tries for a minute and a half before it says that there is no network.
-                _connect(str(wandb.setup().settings.base_url))
-                self._run = start("online")
-            except Exception as error:  # noqa: BLE001  (without a page the figures are still wanted)
-                logger.warning(
-                    "Weights & Biases does not take this run (%s: %s), so it is logged offline to %s; `wandb "
-                    "sync` sends it later",
-                    type(error).__name__,
-                    error,
-                    folder / "wandb",
-                )
-                mode = "offline"
-        if mode == "offline":
-            self._run = start("offline")
-        # The library drops records of a step that it has seen, but after a resume the steps since the last
-        # checkpoint come again. As a metric of its own, `step` is only an axis.
-        self._run.define_metric("*", step_metric="step")
-        self.run_id = str(self._run.id)
-
-    def log(self, record: StepRecord) -> None:
-        """Hand the record to the library, which sends it from its own process.
-
-        Each device's figure is a curve of its own, such as `engine/busy_s/0`.
-        """
-        curves = _curves("", record.as_dict())
-        # A machine's name is no curve.
-        self._run.log(
-            {name: value for name, value in curves if value is not None and not isinstance(value, str)}
-        )
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def _connect(url: str) -> None:
-    """Connect to the server of a URL, or to the proxy in front of it, and hang up. Raises `OSError` within seconds."""
-    parts = urlsplit(url)
-    proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-    if proxy is not None:
-        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
-
-
 Reporter = ConsoleReport | MetricsFile | WandbLogger
 
 
@@ -376,13 +297,3 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
-
-
-def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield single numbers by path, because the library draws neither lists nor objects."""
-    if not isinstance(value, (Mapping, tuple)):
-        yield name, value
-        return
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, part in parts:
-        yield from _curves(f"{name}/{key}" if name else str(key), part)

@@ -314,6 +314,15 @@ function table() {
   });
 }
 
+function continuations() {
+  for (const run of runs.filter((one) => one.samples)) {
+    const [step, texts] = run.samples;
+    const name = runs.length > 1 ? `${run.name}, step ${step}` : `Continuations after step ${step}`;
+    const lines = texts.map(([prompt, text]) => html("p", "", html("b", "", prompt), text));
+    document.getElementById("samples").append(html("section", "", html("h2", "", name), ...lines));
+  }
+}
+
 function makePanels() {
   for (const panel of panels.filter((one) => runs.some((run) => run.curves[one.key]))) {
     const caption = html("figcaption", "", html("b", "", panel.title), html("small", "", panel.unit));
@@ -358,6 +367,7 @@ function controls() {
 document.querySelector("h1").textContent = document.title;
 table();
 makePanels();
+continuations();
 controls();
 let drawnWidth = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== drawnWidth) { drawnWidth = innerWidth; drawAll(); } });

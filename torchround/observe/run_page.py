@@ -27,6 +27,7 @@ MOST_POINTS = 800  # of a curve: more than the pixels of its width on most scree
 MOST_STEP = 2**53  # JavaScript's numbers are exact up to here
 MOST_DEVICES = 256  # with curves of their own
 MOST_NAME = 200  # letters of a run's name
+MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of each
 
 
 class PagePanel(NamedTuple):
@@ -171,12 +172,13 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> dict[str, Any]:
-    """Read what the page shows of a run: its curves by panel, and the figures of its last line.
+    """Read what the page shows of a run: its curves by panel, the figures of its last line, its newest continuations.
 
     Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
     """
     curves: dict[str, dict[str, CurveSamples]] = defaultdict(lambda: defaultdict(CurveSamples))
     last, newest = {}, -1
+    samples: tuple[int, list[list[str]]] | None = None
     best: tuple[float, int] | None = None
     for step, record in read_records(folder):
         if not newest < step < MOST_STEP:
@@ -185,6 +187,8 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         for panel, label, given in _values(record):
             if (value := finite_number(given)) is not None:
                 curves[panel][label].add(step, value)
+        if found := _samples(record.get("samples")):
+            samples = step, found
         loss = finite_number(record.get("validation_loss"))
         if loss is not None and (best is None or loss < best[0]):
             best = loss, step
@@ -196,6 +200,7 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         "step": max(newest, 0),
         **figures,
         "best": best,
+        "samples": samples,
         "curves": {
             panel: [
                 {"label": label, "points": [point.as_list() for point in samples.points]}
@@ -226,6 +231,16 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "bubble", f"device {index}", 1 - busy_s / step_s
     for index, given in enumerate(_list(engine.get("device_peak_gib"))):
         yield "device_memory", f"device {index}", given
+
+
+def _samples(given: Any) -> list[list[str]]:
+    """Return prompt and text of each sample of a record that is well formed."""
+    texts: list[list[str]] = []
+    for sample in _list(given):
+        pair = [sample.get("prompt"), sample.get("text")] if isinstance(sample, dict) else []
+        if pair and all(isinstance(text, str) for text in pair):
+            texts.append([escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair])
+    return texts[:MOST_SAMPLES]
 
 
 def _replace(output: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
+from torchround.run.samples import RunSamples
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
 
@@ -25,7 +26,7 @@ class RunParts:
 
     `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
     answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
-    in the folder, so that a resumed run need not count again. `machines` are those of the run, this one among them.
+    in the folder, so that a resumed run need not count again. `samples` continues the prompts of validations. `machines` are those of the run, this one among them.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class RunParts:
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
     epoch_steps: EpochSteps | None = None
+    samples: RunSamples = field(default_factory=RunSamples)
     machines: RunMachines = field(default_factory=RunMachines)
 
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:

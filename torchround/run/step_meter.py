@@ -140,6 +140,7 @@ class StepMeter:
             sent_gib=self._sent_bytes / GIB / self._num_steps,
             saved_gib=self._saved_bytes / GIB / self._num_steps,
             machines=(),
+            samples=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
         # One moment ends this interval and begins the next, so that no time falls between them.

@@ -5,7 +5,7 @@ A step is dispatched before the one before it is reported, so that reporting nev
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchround.engine.results import StepResult
 from torchround.engine.tracing import StepTraces
@@ -14,6 +14,7 @@ from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter
+from torchround.run.validation import Validated
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,10 @@ class StepReports:
         """Add a step that was just dispatched."""
         self._under_way.append(step)
 
-    def report(self, leave: int, validation_loss: float | None = None) -> None:
+    def report(self, leave: int, validated: Validated | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due.
 
-        `validation_loss` was measured after the newest step, which is logged with it.
+        `validated` is what a validation found after the newest step, which is logged with it.
         """
         to = self._targets
         while len(self._under_way) > leave:
@@ -77,19 +78,21 @@ class StepReports:
             to.bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
             self._newest = done
             is_due = step % self._log_every_steps == 0 or step == self._last_step
-            loss = validation_loss if len(self._under_way) == 1 else None
-            if is_due or loss is not None:
-                self.log_rest(loss)
+            found = validated if len(self._under_way) == 1 else None
+            if is_due or found:
+                self.log_rest(found)
             # Only now: a step whose report fails stays under way, and is named when the run ends.
             self._under_way.popleft()
             to.checkpoints.reported(step)
 
-    def log_rest(self, validation_loss: float | None = None) -> None:
+    def log_rest(self, validated: Validated | None = None) -> None:
         """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
         to, done = self._targets, self._newest
         if done is not None and to.meter.num_steps:
             step, tokens = done.position.step, done.position.tokens
-            record = to.meter.record(step, tokens, done.lr, validation_loss)
+            found = validated or Validated()
+            record = to.meter.record(step, tokens, done.lr, found.loss)
+            record = replace(record, samples=found.samples)
             # After a fault the other machines answer no more.
             to.metrics.log(record if self._is_ending else to.machines.merged(record))
 

@@ -17,6 +17,7 @@ from torchround.data.step_batches import Agree, raise_agreed
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, mean_loss
 from torchround.layer import MicroBatch
+from torchround.observe.record import PromptSample
 from torchround.pipeline.machine_shares import StepShare, step_share
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,17 @@ class ValidationProgress:
             f"no lower validation loss in {self.since_best} validations (validation.patience = {patience}); "
             f"the best: {best}"
         )
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What one validation found: the mean loss, None if no label was there, and the continuations. False if nothing."""
+
+    loss: float | None = None
+    samples: tuple[PromptSample, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.loss is not None or bool(self.samples)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,21 @@ class Tokenizer:
         """Return the text of `ids`: special tokens by name, invalid UTF-8 as U+FFFD."""
         return self.encoding.decode(list(ids))
 
+    def decode_known(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` of a model's vocabulary. An id that the tokenizer does not know becomes `<id N>`."""
+        try:
+            return self.decode(ids)
+        except KeyError:
+            # A vocabulary may have gaps, too.
+            if len(ids) == 1:
+                return f"<id {ids[0]}>"
+            return "".join(self.decode_known([number]) for number in ids)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens of a document that begins with `text`, BOS included if the vocabulary has one."""
+        before = [] if self.bos_id is None else [self.bos_id]
+        return [*before, *self.encode(text)]
+
     def _encode_plain(self, text: str) -> TokenIds:
         if self.nfc:
             text = nfc(text)

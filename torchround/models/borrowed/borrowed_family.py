@@ -14,7 +14,13 @@ from torchround.models.borrowed.borrowed_layers import (
     BorrowedHead,
     BorrowedLayer,
 )
-from torchround.models.borrowed.construction import Anatomy, build_on_meta, find_parts, read_config
+from torchround.models.borrowed.construction import (
+    Anatomy,
+    build_on_meta,
+    find_parts,
+    longest_sequence,
+    read_config,
+)
 from torchround.models.borrowed.file_names import names_in_folder, saved_names
 from torchround.models.borrowed.fitting import Fit, fit_of
 from torchround.models.borrowed.shell import MetBlock, Shell, beginning, with_modules
@@ -101,7 +107,7 @@ class BorrowedFamily:
         model = build_on_meta(hf_config)
         parts = find_parts(model, hf_config)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        layers = _cut(parts, fit_of(parts, hf_config), model._init_weights)
+        layers = _cut(parts, fit_of(parts, hf_config), model._init_weights, longest_sequence(hf_config))
         own: dict[str, str] = {}
         seen: set[nn.Parameter] = set()
         for layer_name, layer in zip(layers.names, layers.layers, strict=True):
@@ -132,15 +138,14 @@ class BorrowedFamily:
         return names_in_folder(cut.whole, cut.module_names, tensors)
 
 
-def _cut(parts: Anatomy, fit: Fit, initialiser: Any) -> LayeredModel:
-    shell = Shell(parts.body, parts.blocks, fit.gives_tuple)
+def _cut(parts: Anatomy, fit: Fit, initialiser: Any, longest: int | None) -> LayeredModel:
+    shell = Shell(parts.body, parts.blocks, fit.entries)
+    shell.longest = longest
     calls: list[MetBlock] = []
-    start = beginning(parts.body, parts.blocks, fit.before, calls, fit.gives_tuple)
+    start = beginning(parts.body, parts.blocks, fit.before, calls, fit.entries)
     layers: list[BorrowedLayer] = [BorrowedEmbedding(start, shell, initialiser, calls)]
     for index, block in enumerate(parts.block_list):
-        layers.append(
-            BorrowedBlock(block, shell, initialiser, index, fit.gives_tuple[index], fit.alone[index])
-        )
+        layers.append(BorrowedBlock(block, shell, initialiser, index, fit.entries[index], fit.alone[index]))
     tail = {name: parts.body.get_submodule(name) for name in fit.after}
     assert not tail.keys() & dict(parts.model.named_children()).keys(), (
         "names of the tail are free in the model"

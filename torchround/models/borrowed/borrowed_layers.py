@@ -19,7 +19,9 @@ from torchround.layer import LayerWork, MicroBatch
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.construction import post_order
 from torchround.models.borrowed.counted_work import count_layer, count_logits
+from torchround.models.borrowed.remembering import BlockMemory, memory_bytes, remembering_call, remembers
 from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
+from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import chunk_tokens, loss_workspace_bytes, token_loss_sum
 
@@ -31,7 +33,7 @@ class BorrowedLayer(nn.Module):
     """
 
     # Compiled code cannot look into the calls that transformers chooses while it runs.
-    fused_on_accelerators = True
+    never_compiled = True
     core: nn.Module
     # The width of the hidden state that the layer gets; None for the first layer.
     width: int | None = None
@@ -63,7 +65,16 @@ class BorrowedLayer(nn.Module):
                 module.init_adapters(generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost of the layer by running it without memory, once for each shape and kind of layer."""
+        """Count the cost of the layer by running it without memory, once for each shape and kind of layer.
+
+        Raises `ModelConfigError` for sequences that are longer than the model's rotations allow.
+        """
+        longest = self.shell.longest
+        if longest is not None and tokens > longest:
+            raise ModelConfigError(
+                f"sequences of {tokens} tokens: the rotations of this model (rope_type longrope) change for a whole "
+                f"batch with its first document of more than {longest} tokens; legal: training.seq_len up to {longest}"
+            )
         key = (kind_of(self.core), batch, tokens, element_bytes)
         if key not in self.shell.counted:
             self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
@@ -92,13 +103,15 @@ class BorrowedBlock(BorrowedLayer):
     """
 
     def __init__(
-        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, gives_tuple: bool, alone: bool
+        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, entries: int, alone: bool
     ) -> None:
         super().__init__(block, shell, initialiser)
         self.width = shell.width
-        self.index, self.gives_tuple, self.alone = index, gives_tuple, alone
+        self.index, self.entries, self.alone = index, entries, alone
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if micro_batch.cache is not None:
+            return self._run(remembering_call(self.shell, self.index, hidden, micro_batch), hidden)
         if not self.alone or micro_batch.max_documents == 1:
             return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
         rows: list[list[Tensor]] = [[] for _ in hidden]
@@ -106,9 +119,22 @@ class BorrowedBlock(BorrowedLayer):
             rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the block can keep what it needs of earlier tokens."""
+        return remembers(self.shell, self.index)
+
+    def new_cache(self, capacity: int) -> BlockMemory:
+        """Return room for what the block remembers of up to `capacity` tokens of each sequence."""
+        return BlockMemory(self.shell.body.config, self.index)
+
+    def cache_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Return the memory that `batch` sequences of `tokens` tokens take; windows count as unlimited."""
+        return batch * memory_bytes(self, tokens, element_bytes)
+
     def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
         found = call.of(self.core, hidden)
-        result: Tensor = found[0] if self.gives_tuple else found
+        result: Tensor = found[0] if self.entries else found
         return result
 
 
@@ -148,9 +174,14 @@ class BorrowedHead(BorrowedLayer):
         flops, vocab, states = count_logits(self, num_tokens, element_bytes)
         trained = any(weight.requires_grad for weight in self._weights())
         scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        # The gradient of the states, beside the one that is kept, while the backward multiplies it.
+        scratch += num_tokens * states * element_bytes
         if self.projection is None:
-            # Autograd keeps each step from the products to the loss.
+            # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
+            scratch += (
+                sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
+            )
         loss = LayerWork(
             forward_flops=flops,
             # The gradient that the loss computes in its forward and keeps for its input.

@@ -3,6 +3,7 @@
 `transformers` is an extra: it is imported only when such a model is built, by the functions of this file.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from torchround.models.borrowed.shell import refuse
 from torchround.models.common.config import ModelConfigError
 
+logger = logging.getLogger(__name__)
+
 MISSING = (
     'model.family = "transformers" needs the package of that name, which is not installed: '
     "pip install 'torchround[transformers]'"
 )
 OLDEST = (5, 0)
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Parts of the keys of a config.json whose value above 0 makes a layer draw random numbers while it is trained.
 RANDOM_KEYS = ("drop", "jitter")
 
@@ -41,6 +45,12 @@ def read_config(content: Mapping[str, Any]) -> Any:
     except Exception as error:  # each config class checks its own keys, and raises what it likes
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
     _refuse_config(config, model_type, auto)
+    if getattr(config, "output_router_logits", False):
+        logger.warning(
+            "config.json turns the balance loss of the router on (output_router_logits): a model of family "
+            '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
+        )
+        config.output_router_logits = False
     return config
 
 
@@ -61,10 +71,14 @@ def build_on_meta(config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, dtype=torch.float32)
+        model.tie_weights()
+        _settle_buffers(model, config.model_type)
+    except ModelConfigError:
+        raise
     except Exception as error:
-        raise refuse(config.model_type, f"transformers cannot build it: {error}") from error
-    model.tie_weights()
-    _settle_buffers(model, config.model_type)
+        raise refuse(
+            config.model_type, f"transformers cannot build it: {type(error).__name__}: {error}"
+        ) from error
     model.eval()
     assert isinstance(model, nn.Module), "a model of transformers is a module"
     return model
@@ -88,11 +102,16 @@ class Anatomy:
 def find_parts(model: Any, config: Any) -> Anatomy:
     """Find the body and its one list of blocks. Raises `ModelConfigError` for models that have none, or several."""
     kind = config.model_type
-    name = model.base_model_prefix
+    name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
     body = getattr(model, name, None)
     if not isinstance(body, nn.Module):
         raise refuse(kind, f"it has no body under the name {name!r}")
-    lists = [path for path, child in body.named_children() if isinstance(child, nn.ModuleList)]
+    # A list of rotations has buffers alone.
+    lists = [
+        path
+        for path, child in body.named_children()
+        if isinstance(child, nn.ModuleList) and any(True for _ in child.parameters())
+    ]
     if len(lists) != 1:
         raise refuse(
             kind, f"its body has {len(lists)} lists of blocks ({', '.join(lists) or 'none'}), not one"
@@ -107,16 +126,35 @@ def _refuse_config(config: Any, model_type: str, auto: Any) -> None:
         raise refuse(model_type, "it has an encoder beside its decoder")
     if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refuse(model_type, "transformers has no causal language model of it")
-    if config.get_text_config() is not config:
+    others = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
+    if config.get_text_config() is not config or others:
         raise refuse(model_type, "it reads more than text; only models of text alone are cut into layers")
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
-    for table in tables:
+    if missing := [key for key in SIZES if not isinstance(getattr(config, key, None), int)]:
+        raise refuse(model_type, f"its config has no {' and no '.join(missing)}")
+    for table in _rope_tables(config):
         if "dynamic" in str(table.get("rope_type", "")):
             raise refuse(
                 model_type,
                 f"rope_type {table['rope_type']!r} changes its rotations with the longest batch so far",
             )
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return the most tokens of a sequence for which rotations do not depend on the batch; None if there is no limit.
+
+    The rotations of `longrope` change, for a whole batch, with its first longer document.
+    """
+    for table in _rope_tables(config):
+        if table.get("rope_type") == "longrope":
+            own = table.get("original_max_position_embeddings")
+            limit = own or getattr(config, "original_max_position_embeddings", None)
+            return int(limit or config.max_position_embeddings)
+    return None
+
+
+def _rope_tables(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(table for table in rope.values() if isinstance(table, dict))]
 
 
 def _settle_buffers(model: Any, model_type: str) -> None:

@@ -48,6 +48,10 @@ def _count(
     micro_batch: MicroBatch,
     meter: Meter,
 ) -> LayerWork:
+    for parameter in parameters.values():
+        if parameter.requires_grad:  # as the engine binds it: gradients add up in fp32
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.empty(parameter.shape)
     before = meter.alive_bytes()
     with torch.no_grad():
         call_with(layer, parameters, hidden, micro_batch)
@@ -62,8 +66,7 @@ def _count(
     forward_flops, output_bytes = meter.flops, result.nbytes
     if result.requires_grad:
         gradient = torch.empty_like(result)
-        wanted = [leaf for leaf in (hidden, *parameters.values()) if leaf is not None and leaf.requires_grad]
-        torch.autograd.grad(result, wanted, gradient, allow_unused=True)
+        torch.autograd.backward(result, gradient)
     backward_flops = meter.flops - forward_flops
     scratch = max(0, meter.peak_bytes - before - kept.nbytes)
     return LayerWork(

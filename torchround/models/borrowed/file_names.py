@@ -55,12 +55,12 @@ def saved_names(model: Any, own: Mapping[str, str]) -> HFNames:
     for stored, name in own.items():
         converter = next((one for one in converters if one.rename_source_key(name)[1] is not None), None)
         if converter is None:
-            names[stored] = core_model_loading.apply_renamings(name, renamings)
+            names[stored] = _renamed(name, renamings)
             continue
         # The reverse of a stack of joins cuts the joins first.
         kind = tuple(reversed([_kind(operation) for operation in converter.operations]))
         parts = _taken_apart(converter, name, parameters[name], model) if kind in SAVED else []
-        written = [core_model_loading.apply_renamings(part, renamings) for part in parts]
+        written = [_renamed(part, renamings) for part in parts]
         names[stored] = _joined(written, parameters[name].shape[0]) or name
     return names
 
@@ -150,6 +150,12 @@ def _taken_apart(converter: Any, name: str, parameter: torch.Tensor, model: Any)
     parts = converter.convert(renamed, model=model, config=model.config)
     converter.layer_targets.clear()
     return list(parts)
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _kind(operation: Any) -> tuple[str, Any]:

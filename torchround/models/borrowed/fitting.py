@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from torchround.models.borrowed.construction import Anatomy
+from torchround.models.borrowed.construction import Anatomy, random_keys
 from torchround.models.borrowed.shell import (
     BlockCall,
     MetBlock,
+    MetModule,
     Shell,
     kind_of,
     refuse,
@@ -24,6 +26,7 @@ from torchround.models.borrowed.shell import (
 )
 from torchround.models.borrowed.stand_in_body import StandInBody
 from torchround.models.borrowed.without_memory import call_with, fake_parameters, no_memory
+from torchround.models.common.config import ModelConfigError
 
 # Two sequences of two documents each, of different lengths.
 PROBE_LENGTHS = ((3, 4), (5, 2))
@@ -38,7 +41,7 @@ class Fit:
 
     - `before`: the body's modules with parameters that run before the first block.
     - `after`: the modules that run after the last block, one after the other.
-    - `gives_tuple`: for each block, whether it returns its hidden state as the only entry of a tuple.
+    - `entries`: for each block, the length of the tuple that it returns, 0 if it returns its hidden state alone.
     - `output_class`: what the body returns.
     - `projection`: the linear layer whose output is the logits, or None.
     - `alone`: for each block, whether documents have to run through it one by one.
@@ -46,7 +49,7 @@ class Fit:
 
     before: tuple[str, ...]
     after: tuple[str, ...]
-    gives_tuple: tuple[bool, ...]
+    entries: tuple[int, ...]
     output_class: type
     projection: str | None
     alone: tuple[bool, ...]
@@ -54,32 +57,56 @@ class Fit:
 
 def fit_of(parts: Anatomy, config: Any) -> Fit:
     """Find out how a model is cut. Raises `ModelConfigError` if it cannot be."""
+    try:
+        return _fit(parts, config)
+    except ModelConfigError:
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise refuse(
+            config.model_type,
+            f"its code waits for values on the device ({error}), so its cost cannot be counted",
+        ) from error
+    except Exception as error:  # code of any kind runs here, in a way that it was not written for
+        raise refuse(
+            config.model_type, f"its body does not run without its layers: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _fit(parts: Anatomy, config: Any) -> Fit:
     kind, blocks = config.model_type, parts.block_list
+    indexed = [path for path, module in parts.body.named_modules() if "Indexer" in type(module).__name__]
+    if indexed:
+        raise refuse(
+            kind, f"its {indexed[0]} chooses tokens to attend to, in a way that does not know documents"
+        )
+    hint = random_keys(config)
+    drops = [path for path, one in parts.body.named_modules() if isinstance(one, nn.Dropout) and one.p > 0]
+    if drops:
+        raise refuse(kind, f"its {drops[0]} draws random numbers while it is trained{hint}")
     positions = probe_positions()
     hidden = torch.ones((*positions.shape, config.hidden_size))
-    gives_tuple = tuple(False for _ in blocks)
-    first = Shell(parts.body, parts.blocks, gives_tuple)
-    try:
-        # What the first block gets does not depend on what blocks return.
-        met = first.first_call(hidden, positions)
-        gives_tuple = tuple(_gives_tuple(blocks[0], met, kind, 0) for _ in blocks)
-        shell = Shell(parts.body, parts.blocks, gives_tuple)
-        found, others, output = shell.trace(hidden, positions)
-        again = shell.record(hidden * 2, positions)
-    except RuntimeError as error:
-        raise refuse(kind, f"its body does not run without its layers: {error}") from error
+    first = Shell(parts.body, parts.blocks, tuple(0 for _ in blocks))
+    # What the first block gets does not depend on what blocks return.
+    met = first.first_call(hidden, positions)
+    entries = (_num_entries(blocks[0], met, kind, 0, hint),) * len(blocks)
+    shell = Shell(parts.body, parts.blocks, entries)
+    found, others, output = shell.trace(hidden, positions)
     if len(found) != len(blocks):
         raise refuse(kind, f"its body calls {len(found)} of its {len(blocks)} blocks")
-    _check_arguments(found, again, kind)
-    _check_results(blocks, found, gives_tuple, kind)
-    after = _tail(found, others, output, kind)
-    children = [name for name, child in parts.body.named_children() if any(True for _ in child.parameters())]
-    before = tuple(name for name in children if name != parts.blocks and name not in after)
-    _check_positions(others[: len(others) - len(after)], positions, kind)
+    _check_arguments(found, shell, hidden, positions, kind)
+    _check_documents(shell, hidden, positions, kind)
+    _check_results(blocks, found, entries, kind, hint)
+    trained = {name for name, child in parts.body.named_children() if any(True for _ in child.parameters())}
+    between = [one.name for one in others if one.name in trained and 0 < one.num_blocks < len(blocks)]
+    if between:
+        raise refuse(kind, f"its body calls {between[0]} between its blocks")
+    after = _tail(found, [one for one in others if one.num_blocks == len(blocks)], output, kind)
+    early = {one.name for one in others if one.num_blocks == 0}
+    before = tuple(trained - {parts.blocks} - (set(after) - early))
     alone = tuple(
         not keeps_documents_apart(block, met.call) for block, met in zip(blocks, found, strict=True)
     )
-    return Fit(before, after, gives_tuple, type(output), _projection(parts, type(output), hidden), alone)
+    return Fit(before, after, entries, type(output), _projection(parts, type(output), hidden), alone)
 
 
 def probe_positions() -> Tensor:
@@ -87,11 +114,16 @@ def probe_positions() -> Tensor:
     return torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in PROBE_LENGTHS])
 
 
-def _check_arguments(found: Sequence[MetBlock], again: Sequence[MetBlock], kind: str) -> None:
+def _check_arguments(
+    found: Sequence[MetBlock], shell: Shell, hidden: Tensor, positions: Tensor, kind: str
+) -> None:
+    again = shell.record(hidden * 2, positions)
     for index, (first, second) in enumerate(zip(found, again, strict=True)):
         for leaf in torch.utils._pytree.tree_leaves((first.call.args, first.call.kwargs)):
             if not isinstance(leaf, Tensor | str | int | float | bool | type(None)):
                 raise refuse(kind, f"block {index} gets a {type(leaf).__name__}, which outlives its call")
+        if any(leaf is shell.other_entry for leaf in first.call.tensors()):
+            raise refuse(kind, f"block {index} gets what another block computes beside its hidden state")
         if {} in (*first.call.args, *first.call.kwargs.values()):
             raise refuse(
                 kind, f"block {index} gets an empty table, by which blocks hand on what they computed"
@@ -126,18 +158,20 @@ def _allows_own_document_alone(mask: Tensor) -> bool:
     return bool((allowed & ~legal).sum() == 0) and bool(allowed.any(-1).all())
 
 
-def _check_positions(others: Sequence[Any], positions: Tensor, kind: str) -> None:
-    """Check that tables of positions are read at the positions of the documents."""
-    for path, index, _ in others:
-        if index.is_floating_point():
-            continue
-        offset = index - positions if index.shape[-1:] == positions.shape[-1:] else index
-        if index.ndim > 2 or bool((offset != offset.flatten()[0]).any()):
-            raise refuse(kind, f"its {path} does not begin anew with each document")
+def _check_documents(shell: Shell, hidden: Tensor, positions: Tensor, kind: str) -> None:
+    """Check that what the body does before its blocks begins anew with each document."""
+    packed = shell.record(hidden, positions)[0]
+    for row, sizes in enumerate(PROBE_LENGTHS):
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        for start, size in zip(starts, sizes, strict=True):
+            place = slice(row, row + 1), slice(start, start + size)
+            alone = shell.record(hidden[place], positions[place])[0].hidden
+            if not torch.equal(alone, packed.hidden[place]):
+                raise refuse(kind, "its positions do not begin anew with each document")
 
 
 def _check_results(
-    blocks: Sequence[nn.Module], found: Sequence[MetBlock], gives: Sequence[bool], kind: str
+    blocks: Sequence[nn.Module], found: Sequence[MetBlock], entries: Sequence[int], kind: str, hint: str
 ) -> None:
     """Run one block of each kind without memory: what it returns, and whether it draws random numbers."""
     seen = set()
@@ -146,11 +180,11 @@ def _check_results(
         if signature in seen:
             continue
         seen.add(signature)
-        if _gives_tuple(block, met, kind, index) != gives[index]:
+        if _num_entries(block, met, kind, index, hint) != entries[index]:
             raise refuse(kind, f"block {index} returns another structure than the others")
 
 
-def _gives_tuple(block: nn.Module, met: MetBlock, kind: str, index: int) -> bool:
+def _num_entries(block: nn.Module, met: MetBlock, kind: str, index: int, hint: str) -> int:
     block.train()
     try:
         with no_memory() as meter, torch.no_grad():
@@ -160,27 +194,26 @@ def _gives_tuple(block: nn.Module, met: MetBlock, kind: str, index: int) -> bool
     finally:
         block.eval()
     if meter.drawn:
-        raise refuse(kind, f"block {index} draws random numbers while it is trained ({meter.drawn[0]})")
-    is_tuple = isinstance(result, tuple)
-    states = result if is_tuple else (result,)
-    if not isinstance(states[0], Tensor) or any(state is not None for state in states[1:]):
-        raise refuse(kind, f"block {index} returns more than its hidden state")
+        raise refuse(kind, f"block {index} draws random numbers while it is trained ({meter.drawn[0]}){hint}")
+    states = result if isinstance(result, tuple) else (result,)
+    if not isinstance(states[0], Tensor):
+        raise refuse(kind, f"block {index} returns a {type(states[0]).__name__}")
     if states[0].shape != met.hidden.shape:
         raise refuse(kind, f"block {index} returns {list(states[0].shape)} for {list(met.hidden.shape)}")
-    return is_tuple
+    return len(result) if isinstance(result, tuple) else 0
 
 
-def _tail(found: Sequence[MetBlock], others: Sequence[Any], output: Any, kind: str) -> tuple[str, ...]:
+def _tail(found: Sequence[MetBlock], others: Sequence[MetModule], output: Any, kind: str) -> tuple[str, ...]:
     """Return the modules between the last block and the body's output, which have to be a chain."""
     wanted = getattr(output, "last_hidden_state", None)
     if not isinstance(wanted, Tensor):
         raise refuse(kind, "its body returns no last_hidden_state")
     chain: list[str] = []
     # Backwards from the output: each module's output is the next one's input.
-    for path, given, made in reversed(others):
-        if _is_same(made, wanted):
-            chain.insert(0, path)
-            wanted = given
+    for one in reversed(others):
+        if isinstance(one.made, Tensor) and isinstance(one.given, Tensor) and _is_same(one.made, wanted):
+            chain.insert(0, one.name)
+            wanted = one.given
     if not _is_same(wanted, found[-1].result):
         raise refuse(kind, "its body does more after its last block than call modules one after the other")
     if len(set(chain)) != len(chain):
@@ -192,10 +225,13 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.numel() == other.numel() and one.data_ptr() == other.data_ptr())
 
 
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def _projection(parts: Anatomy, output_class: type, hidden: Tensor) -> str | None:
     """Return the name of the linear layer whose output is the logits as they are; None if there is none."""
     outer = with_modules(parts.model, {parts.body_name: StandInBody(output_class)})
-    states = hidden[:1]
     met: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(name: str) -> Any:
@@ -212,6 +248,7 @@ def _projection(parts: Anatomy, output_class: type, hidden: Tensor) -> str | Non
     handles = [child.register_forward_hook(note(name)) for name, child in linears]
     try:
         with no_memory(), torch.no_grad():
+            states = torch.empty((1, 3, hidden.shape[-1]), dtype=hidden.dtype)
             logits = call_with(
                 outer, fake_parameters(outer, hidden.dtype), inputs_embeds=states, use_cache=False
             ).logits
@@ -219,6 +256,7 @@ def _projection(parts: Anatomy, output_class: type, hidden: Tensor) -> str | Non
         for handle in handles:
             handle.remove()
     for name, (given, made) in met.items():
-        if logits is made and given.shape == states.shape:
+        # The model may scale what it projects.
+        if logits is made and given.shape == states.shape and _shares_memory(given, states):
             return name
     return None

@@ -10,7 +10,6 @@ Shapes: B sequences, T tokens, D model width.
 import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,44 +52,52 @@ class MetBlock:
 class Recorder(nn.Module):
     """The place of a block in a shell: it notes its arguments and hands on the hidden state.
 
-    It has the plain attributes of the block, because some bodies choose a mask by them. `makes` gives the hidden state
-    that the next block gets; by default it is the same one.
+    It has the plain attributes of the block, because some bodies choose a mask by them. `entries` is the length of the
+    tuple that the block returns, 0 if it returns its hidden state alone. `makes` gives the hidden state that the next
+    block gets; by default it is the same one. `rest` stands for the other entries of a tuple.
     """
 
-    def __init__(self, block: nn.Module, calls: list[MetBlock], gives_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, calls: list[MetBlock], entries: int) -> None:
         super().__init__()
         for name, value in vars(block).items():
             if isinstance(value, Plain) and not name.startswith("_"):
                 setattr(self, name, value)
         self.calls = calls
-        self.gives_tuple = gives_tuple
+        self.entries = entries
+        self.rest: Tensor | None = None
         self.makes: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = hidden if self.makes is None else self.makes(hidden)
         self.calls.append(MetBlock(hidden, BlockCall(args, kwargs), result))
-        return (result,) if self.gives_tuple else result
+        return (result, *[self.rest] * (self.entries - 1)) if self.entries else result
+
+
+@dataclass(frozen=True)
+class MetModule:
+    """A call of a module of the body that is no block: its name, first argument, result, and how many blocks ran before."""
+
+    name: str
+    given: Any
+    made: Any
+    num_blocks: int
 
 
 class StandIn(nn.Module):
-    """The place of a module with parameters in a shell. It returns zeros for an embedding, otherwise its input."""
+    """The place of a module with parameters in a shell. An embedding returns its index in `dtype`, others their input."""
 
-    def __init__(self, path: str, module: nn.Module, calls: list[tuple[str, Any, Any]] | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.path, self.calls = path, calls
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(module, nn.Embedding) and weight is not None else None
+        self.dtype = torch.float32
         self.makes: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
         found = (
-            first if self.width is None else first.new_zeros((*first.shape, self.width), dtype=torch.float32)
+            first if self.width is None else first[..., None].expand(*first.shape, self.width).to(self.dtype)
         )
-        if self.makes is not None:
-            found = self.makes(found)
-        if self.calls is not None:
-            self.calls.append((self.path, first, found))
-        return found
+        return found if self.makes is None else self.makes(found)
 
 
 # A sequence, its first token of a document, the token after its last, and the arguments of each block.
@@ -110,30 +117,40 @@ class Shell(nn.Module):
     All layers of a model share one shell. It has no parameters; its buffers are constants.
     """
 
-    def __init__(self, body: nn.Module, blocks: str, gives_tuple: Sequence[bool]) -> None:
+    def __init__(self, body: nn.Module, blocks: str, entries: Sequence[int]) -> None:
         super().__init__()
         self._calls: list[MetBlock] = []
-        self._others: list[tuple[str, Any, Any]] = []
-        recorders = _recorders(body, blocks, self._calls, gives_tuple)
+        recorders = _recorders(body, blocks, self._calls, entries)
         places: dict[str, nn.Module] = {blocks: recorders}
         for name, child in body.named_children():
             if name != blocks and any(True for _ in child.parameters()):
-                places[name] = StandIn(name, child, self._others)
+                places[name] = StandIn(child)
         self.body = with_modules(body, places)
-        self.num_blocks = len(recorders)
+        self.blocks, self.num_blocks = blocks, len(recorders)
+        self._stand_ins = [module for module in places.values() if isinstance(module, StandIn)]
         self.width: int = body.config.hidden_size  # type: ignore[assignment,union-attr]
+        # The most tokens of a sequence, if the body has such a limit.
+        self.longest: int | None = None
         # Costs by kind of layer and shape.
         self.counted: dict[Any, LayerWork] = {}
+        # Which blocks take a cache, once that was asked for; bytes of a token and of a sequence, by block and element.
+        self.takes_cache: tuple[bool, ...] | None = None
+        self.remembered: dict[tuple[int, int], tuple[int, int]] = {}
+        # In a trace, what blocks return beside their hidden state.
+        self.other_entry = torch.zeros(())
         self._latest: weakref.ref[_Shared] | None = None
 
-    def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
-        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
-        return [met.call for met in self.record(hidden, positions)]
+    def calls(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[BlockCall]:
+        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`.
+
+        `more` are other arguments of the body.
+        """
+        return [met.call for met in self.record(hidden, positions, **more)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
         """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""
         hidden = hidden.detach()
-        return self._shared(
+        return self.shared(
             ("borrowed", hidden.dtype), micro_batch, lambda: self.calls(hidden, micro_batch.positions)
         )
 
@@ -153,9 +170,10 @@ class Shell(nn.Module):
                     found.append((row, begin, end, self.calls(*part)))
             return found
 
-        return self._shared(("borrowed documents", hidden.dtype), micro_batch, make)
+        return self.shared(("borrowed documents", hidden.dtype), micro_batch, make)
 
-    def _shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+    def shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+        """Return what `make` gives, computed once while layers of the same micro-batch follow each other."""
         shared: Any = micro_batch.once(key, _Shared)
         if shared.value is None:
             # Masks are large: a device has those of one micro-batch, not of all that it got this round.
@@ -166,70 +184,83 @@ class Shell(nn.Module):
             self._latest = weakref.ref(shared)
         return shared.value
 
-    def record(self, hidden: Tensor, positions: Tensor) -> list[MetBlock]:
+    def record(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[MetBlock]:
         """Run the body and return each block's hidden state and arguments."""
+        arguments = {"inputs_embeds": hidden, "position_ids": positions, "use_cache": False, **more}
         self._calls.clear()
-        self._others.clear()
+        for stand_in in self._stand_ins:
+            # Else the sum of both would have another dtype than the hidden state, and rotations with it.
+            stand_in.dtype = hidden.dtype
         with torch.no_grad():
-            self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            self.body(**arguments)
         found = list(self._calls)
         self._calls.clear()
-        self._others.clear()
         assert len(found) == self.num_blocks, f"{len(found)} of {self.num_blocks} blocks were called"
         return found
 
     def first_call(self, hidden: Tensor, positions: Tensor) -> MetBlock:
         """Return what the first block meets, whatever the body does with its result."""
         self._calls.clear()
-        with torch.no_grad(), suppress(Exception):
-            self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
-        if not self._calls:
-            raise RuntimeError("it calls no block")
+        try:
+            with torch.no_grad():
+                self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+        except Exception:
+            if not self._calls:
+                raise
         found = self._calls[0]
         self._calls.clear()
         return found
 
-    def trace(self, hidden: Tensor, positions: Tensor) -> tuple[list[MetBlock], list[Any], Any]:
-        """Run the body with a new tensor from each place. Returns what blocks met, the other calls, and the output.
-
-        Each of the other calls is `(path, input, output)`.
-        """
+    def trace(self, hidden: Tensor, positions: Tensor) -> tuple[list[MetBlock], list[MetModule], Any]:
+        """Run the body with a new tensor from each place. Returns what blocks met, the other modules' calls, and the output."""
         makers = [module for module in self.modules() if isinstance(module, Recorder | StandIn)]
+        others: list[MetModule] = []
+
+        def note(name: str) -> Any:
+            def hook(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+                others.append(MetModule(name, args[0] if args else None, made, len(self._calls)))
+
+            return hook
+
+        children = [(name, child) for name, child in self.body.named_children() if name != self.blocks]
+        handles = [child.register_forward_hook(note(name)) for name, child in children]
         for module in makers:
             module.makes = torch.clone
+            if isinstance(module, Recorder):
+                module.rest = self.other_entry
         self._calls.clear()
-        self._others.clear()
         try:
             with torch.no_grad():
                 output = self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
         finally:
             for module in makers:
                 module.makes = None
-        found, others = list(self._calls), list(self._others)
+                if isinstance(module, Recorder):
+                    module.rest = None
+            for handle in handles:
+                handle.remove()
+        found = list(self._calls)
         self._calls.clear()
-        self._others.clear()
         return found, others, output
 
 
 def beginning(
-    body: nn.Module, blocks: str, used: Collection[str], calls: list[MetBlock], gives_tuple: Sequence[bool]
+    body: nn.Module, blocks: str, used: Collection[str], calls: list[MetBlock], entries: Sequence[int]
 ) -> nn.Module:
     """Return a body that runs up to its first block, whose input it notes in `calls`.
 
     `used` names the modules with parameters that run before the first block. The others get stand-ins.
     """
-    places: dict[str, nn.Module] = {blocks: _recorders(body, blocks, calls, gives_tuple)}
+    places: dict[str, nn.Module] = {blocks: _recorders(body, blocks, calls, entries)}
     for name, child in body.named_children():
         if name != blocks and name not in used and any(True for _ in child.parameters()):
-            places[name] = StandIn(name, child, None)
+            places[name] = StandIn(child)
     return with_modules(body, places)
 
 
-def _recorders(
-    body: nn.Module, blocks: str, calls: list[MetBlock], gives_tuple: Sequence[bool]
-) -> nn.ModuleList:
-    pairs = zip(body.get_submodule(blocks).children(), gives_tuple, strict=True)
-    return nn.ModuleList(Recorder(block, calls, is_tuple) for block, is_tuple in pairs)
+def _recorders(body: nn.Module, blocks: str, calls: list[MetBlock], entries: Sequence[int]) -> nn.ModuleList:
+    pairs = zip(body.get_submodule(blocks).children(), entries, strict=True)
+    return nn.ModuleList(Recorder(block, calls, number) for block, number in pairs)
 
 
 def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:

@@ -112,5 +112,5 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
 
 def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     # Attention has the tag for its dropout, and takes the probability as a number.
-    places = [index for index, item in enumerate(func._schema.arguments) if item.name in ("dropout_p", "p")]
+    places = [index for index, item in enumerate(func._schema.arguments) if item.name == "dropout_p"]
     return not places or any(args[index] for index in places if index < len(args))

@@ -200,10 +200,13 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
 def adapted_modules(
     model: LayeredModel, names: HFNames, lora: LoraShape
 ) -> list[tuple[int, str, tuple[str, ...]]]:
-    """List the modules that the targets name: layer, path, and which of its weights (experts have several)."""
+    """List the modules that the targets name: layer, path, and which of its weights (experts have several).
+
+    The head has none: it computes the loss from the projection's weight, chunk by chunk, without calling the module.
+    """
     found: dict[tuple[int, str], list[str]] = {}
     known: set[str] = set()
-    for index, (layer_name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
+    for index, (layer_name, layer) in enumerate(zip(model.names[:-1], model.layers[:-1], strict=True)):
         for path, module in layer.named_modules():
             for part in _adaptable_parts(module):
                 tensors = names[f"{layer_name}.{path}.{part}"]

@@ -1,0 +1,96 @@
+"""Continuations of models that `transformers` defines: the ones of `transformers`, with a cache and without."""
+
+import pytest
+import torch
+
+from tests.support.borrowed_toys import toy_model
+from tests.support.toy_texts import prompts, their_texts
+from torchround.engine.device import CpuDevice
+from torchround.generation import TextEngine, continuations, inference_store
+from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
+from torchround.models import FAMILIES
+
+VOCAB = 61
+MAX_TOKENS = 8
+KINDS = ["qwen2", "gemma2", "qwen3_moe", "gpt_neox", "qwen3_next", "olmo_hybrid"]
+QUICK = KINDS[:2]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Return what makes an engine for a kind of toy, each model built once."""
+    models = {}
+
+    def make(kind, num_devices, **options):
+        if kind not in models:
+            theirs = toy_model(kind, **SETTINGS.get(kind, {}))
+            family = FAMILIES["transformers"]
+            config = family.config_from_hf(theirs.config.to_dict())
+            models[kind] = theirs, family.build(config), family.module_names(config)
+        theirs, model, names = models[kind]
+        devices = [CpuDevice(index) for index in range(num_devices)]
+        store = inference_store(model, torch.float32, devices)
+        weights = theirs.state_dict()
+        for name, view in store.weights().items():
+            view.copy_(weights[names[name]])
+        return theirs, TextEngine(model, store, devices, **{"batch_size": 8, "tokens": 64} | options)
+
+    return make
+
+
+# A window shorter than the texts; and experts whose rows have the 16 bytes that PyTorch's grouped product wants.
+SETTINGS = {"gemma2": {"sliding_window": 9}} | {
+    kind: {"moe_intermediate_size": 16} for kind in ("qwen3_moe", "qwen3_next")
+}
+
+
+def texts(count):
+    return [[token % VOCAB for token in text] for text in prompts(count)]
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_texts_equal_those_of_transformers_with_a_cache_and_without(made, kind):
+    theirs, engine = made(kind, 2)
+    expected = their_texts(theirs, texts(6), MAX_TOKENS)
+    with engine:
+        assert can_decode(engine.engine.model.layers)
+        assert engine.generate(texts(6), max_tokens=MAX_TOKENS) == expected
+        engine.cache_bytes = 0
+        assert engine.generate(texts(6), max_tokens=MAX_TOKENS) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):
+    theirs, engine = made(kind, num_devices)
+    assert can_decode(engine.engine.model.layers)
+    with engine:
+        found = engine.generate(texts(50), max_tokens=MAX_TOKENS)
+    assert found == their_texts(theirs, texts(50), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_the_memory_of_a_sequence_is_what_was_counted(made, kind):
+    _, engine = made(kind, 1)
+    made_caches = []
+
+    class Watched(DecodingCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made_caches.append(self)
+
+        def clear(self):
+            sizes.append(self.nbytes)
+            super().clear()
+
+    sizes = []
+    with engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuations, "DecodingCache", Watched)
+        engine.generate([[5, 6, 7]], max_tokens=4)
+        counted = sum(sequence_bytes(engine.engine.model.layers, 32 + 3, 4))
+    # The last token is never read; a window keeps less than all.
+    assert 0 < sizes[0] <= counted
+    if kind == "qwen2":
+        assert sizes[0] == counted
+    assert [cache.nbytes for cache in made_caches] == [0]

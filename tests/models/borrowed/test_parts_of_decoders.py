@@ -1,0 +1,153 @@
+"""The parts that borrowed models are made of: buffers, initial weights, names, the loss of a head, shared arguments."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support.toy_decoders import toy_config, toy_decoder
+from torchround.layer import IGNORED_LABEL
+from torchround.models import FAMILIES
+from torchround.models.borrowed.chunked_head import any_loss_sum
+from torchround.models.borrowed.without_memory import no_memory
+
+FAMILY = FAMILIES["transformers"]
+
+
+def cut(model_type, **overrides):
+    return FAMILY.cut(FAMILY.config_from_hf(toy_config(model_type, **overrides).to_dict()))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "gpt_neox", "gpt2", "qwen3_next"])
+def test_buffers_are_as_transformers_makes_them(model_type):
+    whole = cut(model_type).whole
+    theirs = dict(toy_decoder(toy_config(model_type)).named_buffers())
+    found = dict(whole.named_buffers())
+    assert found.keys() == theirs.keys()
+    for name, buffer in found.items():
+        assert torch.equal(buffer, theirs[name]), name
+
+
+def test_a_buffer_that_files_hold_is_a_frozen_parameter():
+    made = cut("deepseek_v3")
+    name = "block.1.mlp.gate.e_score_correction_bias"
+    assert made.module_names[name] == "model.layers.1.mlp.gate.e_score_correction_bias"
+    parameter = made.layers.layers[2].get_parameter(name.removeprefix("block.1."))
+    assert not parameter.requires_grad
+
+
+def test_initial_weights_are_the_model_s_own_and_follow_from_the_generator_alone(tools):
+    def weights(seed, other):
+        torch.manual_seed(other)
+        layer = tools.materialise(cut("qwen2", initializer_range=0.5).layers).layers[1]
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+        layer.init_weights(torch.Generator().manual_seed(seed))
+        return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    first, again, other = weights(1, 0), weights(1, 5), weights(2, 0)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["mlp.up_proj.weight"], other["mlp.up_proj.weight"])
+    # 1536 numbers: the standard deviation of their spread is 0.5 / sqrt(2 * 1536).
+    assert float(first["mlp.up_proj.weight"].std()) == pytest.approx(0.5, abs=6 * 0.5 / 3072**0.5)
+    assert torch.equal(first["input_layernorm.weight"], torch.ones(32))
+    assert torch.equal(first["self_attn.q_proj.bias"], torch.zeros(32))
+
+
+def test_every_parameter_has_the_name_that_it_has_in_transformers():
+    made = cut("qwen2")
+    names = set(made.module_names.values())
+    assert names == {name for name, _ in toy_decoder(toy_config("qwen2")).named_parameters()}
+    assert made.module_names.keys() == made.layers.stored_shapes().keys()
+
+
+def test_the_model_of_transformers_stays_as_it_was_built():
+    whole = cut("qwen2").whole
+    assert not [name for name, _ in whole.named_modules() if "shell" in name]
+
+
+def test_a_tied_head_is_stored_once():
+    made = cut("gemma2")
+    assert "head.lm_head.weight" not in made.module_names
+    embedding, head = made.layers.layers[0], made.layers.layers[-1]
+    assert embedding.embed_tokens.weight is head.lm_head.weight
+
+
+def test_a_copy_of_the_layers_shares_one_shell_of_its_own():
+    layers = cut("qwen2").layers.layers
+    twins = copy.deepcopy(torch.nn.ModuleList(layers))
+    assert twins[1].shell is twins[2].shell
+    assert twins[1].shell is not layers[1].shell
+    # What is bound to a copy is what its block computes with.
+    bound = torch.nn.Parameter(torch.ones(32))
+    twins[1].input_layernorm.weight = bound
+    assert twins[1].core.input_layernorm.weight is bound
+    assert layers[1].core.input_layernorm.weight is not bound
+
+
+def test_arguments_of_one_micro_batch_are_made_once_and_kept_for_one_alone(tools):
+    model = tools.materialise(cut("qwen2").layers)
+    shell = model.layers[1].shell
+    made = []
+    shell.body.register_forward_hook(lambda *_: made.append(1))
+    first, second = tools.micro_batch([[5, 7]], 64), tools.micro_batch([[12]], 64)
+    hidden = torch.zeros(1, 12, 32)
+    for layer in model.layers[1:-1]:
+        layer(hidden, first)
+    assert len(made) == 1
+    model.layers[1](hidden, second)
+    assert len(made) == 2
+    [shared] = first._derived.values()
+    assert shared.value is None, "masks of the micro-batch before are still there"
+
+
+def test_documents_that_run_alone_wait_for_the_device_once(tools):
+    model = tools.materialise(cut("mamba").layers)
+    batch = tools.micro_batch([[5, 1, 6], [12]], 64)
+    calls = model.layers[1].shell.calls_by_document(torch.zeros(2, 12, 32), batch)
+    assert [(row, begin, end) for row, begin, end, _ in calls] == [
+        (0, 0, 5),
+        (0, 5, 6),
+        (0, 6, 12),
+        (1, 0, 12),
+    ]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_in_chunks_has_the_loss_and_gradients_of_one_piece(frozen):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(50, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 8, generator=generator).requires_grad_(not frozen)
+    labels = torch.randint(0, 11, (50,), generator=generator)
+    labels[::7] = IGNORED_LABEL
+
+    def logits_of(states):
+        return 3.0 * torch.tanh(states @ weight.T / 3.0)
+
+    def run(loss):
+        hidden.grad = weight.grad = None
+        (2.0 * loss).backward()
+        return loss.detach(), hidden.grad, weight.grad
+
+    ours = run(any_loss_sum(logits_of, hidden, labels, [weight]))
+    whole = run(F.cross_entropy(logits_of(hidden), labels, ignore_index=IGNORED_LABEL, reduction="sum"))
+    for found, wanted in zip(ours, whole, strict=True):
+        # Sums of at most 50 terms in another order.
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert not any_loss_sum(logits_of, hidden, labels, [weight]).requires_grad
+
+
+def test_a_meter_counts_products_memory_and_random_numbers():
+    with no_memory() as meter:
+        one, other = torch.empty(3, 4), torch.empty(4, 5)
+        held = one @ other
+        del one
+        torch.empty(1000)
+        assert meter.flops == 2 * 3 * 4 * 5
+        assert meter.alive_bytes() == 4 * (4 * 5 + 3 * 5)
+        assert meter.peak_bytes == 4 * (4 * 5 + 3 * 5 + 1000)
+        assert not meter.drawn
+        F.dropout(held, 0.5)
+    assert meter.drawn

@@ -1,0 +1,119 @@
+"""Models of `transformers` that do not fit: one message each, which names the model type and the reason."""
+
+import builtins
+import re
+
+import pytest
+import torch
+
+from tests.support.toy_decoders import toy_config
+from torchround.models import FAMILIES, ModelConfigError
+from torchround.models.borrowed import construction
+
+FAMILY = FAMILIES["transformers"]
+
+
+def refusal(content):
+    with pytest.raises(ModelConfigError) as caught:
+        FAMILY.build(FAMILY.config_from_hf(content))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bart", "an encoder beside its decoder"),
+        ("gemma3", "reads more than text"),
+        ("bert", "0 lists of blocks"),
+        ("xlm", "4 lists of blocks"),
+        ("blt", "no num_hidden_layers"),
+        ("deepseek_v32", "indexer chooses tokens"),
+        ("zamba2", "depend on hidden states"),
+        ("gemma4_unified_text", "a KVSharingDict, which outlives its call"),
+        ("ctrl", "positions do not begin anew with each document"),
+        ("jetmoe", "waits for values on the device"),
+        ("phimoe", "draws random numbers while it is trained"),
+        ("rwkv", "does not run without its layers"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(model_type, reason):
+    message = refusal(toy_config(model_type).to_dict())
+    assert reason in message
+    assert repr(model_type) in message
+
+
+def test_dropout_is_refused_with_the_key_that_turns_it_on():
+    assert "attention_dropout = 0.1" in refusal(toy_config("qwen2", attention_dropout=0.1).to_dict())
+
+
+def test_dropout_before_the_blocks_is_refused_too():
+    assert "embd_pdrop = 0.1" in refusal(toy_config("gpt2", embd_pdrop=0.1).to_dict())
+
+
+def test_rotations_that_change_with_the_longest_batch_are_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert "'dynamic' changes its rotations" in refusal(toy_config("llama", rope_parameters=rope).to_dict())
+
+
+def test_rotations_of_two_lengths_hold_up_to_the_shorter_one():
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    content = toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=64).to_dict()
+    model = FAMILY.build(FAMILY.config_from_hf(content))
+    assert model.layers[1].work(1, 64, 4, "cpu").forward_flops > 0
+    with pytest.raises(ModelConfigError, match=re.escape("training.seq_len up to 64")):
+        model.layers[1].work(1, 65, 4, "cpu")
+
+
+def test_code_of_a_folder_is_never_run():
+    content = toy_config("qwen2").to_dict() | {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "code.Config"},
+    }
+    assert "its own code (auto_map) is never run" in refusal(content)
+
+
+def test_a_known_type_with_code_of_its_own_is_built_from_transformers():
+    content = toy_config("qwen2").to_dict() | {"auto_map": {"AutoConfig": "code.Config"}}
+    assert FAMILY.build(FAMILY.config_from_hf(content)).names[0] == "embedding"
+
+
+def test_quantised_weights_are_refused():
+    content = toy_config("qwen2").to_dict() | {"quantization_config": {"quant_method": "awq"}}
+    assert "its weights are quantised" in refusal(content)
+
+
+def test_a_config_that_transformers_refuses_is_one_message():
+    assert "config.json is not one of model_type 'qwen2'" in refusal(
+        toy_config("qwen2").to_dict() | {"num_hidden_layers": "four"}
+    )
+
+
+def test_without_transformers_the_message_says_how_to_install_it(monkeypatch):
+    real = builtins.__import__
+
+    def importing(name, *args, **kwargs):
+        if name.split(".")[0] == "transformers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    assert "pip install 'torchround[transformers]'" in refusal({"model_type": "qwen2"})
+
+
+def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    message = refusal({"model_type": "qwen2"})
+    assert "transformers 4.57.1 is too old" in message
+    assert ".".join(map(str, construction.OLDEST)) in message
+
+
+def test_a_router_loss_that_is_left_out_is_said(caplog):
+    content = toy_config("mixtral").to_dict() | {"output_router_logits": True}
+    model = FAMILY.build(FAMILY.config_from_hf(content))
+    assert "trains without it" in caplog.text
+    assert all(buffer.device == torch.device("cpu") for buffer in model.constants())

@@ -1,0 +1,111 @@
+"""`validation.prompts`: continuations at each validation, which depend on the weights alone and change nothing else."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs
+from torchround.commands.try_model import main as try_model
+from torchround.engine.engine import Engine
+from torchround.run.samples import RunSamples
+from torchround.run.several_machines import RunMachines
+
+__all__ = ["small_runs"]
+
+VALIDATED = ("--validation.interval_steps=2", "--data.validation_fraction=0.2", "--validation.max_batches=2")
+PROMPTS = (
+    "--validation.prompts=['ab cd', 'a much longer prompt than the first']",
+    "--validation.prompt_tokens=7",
+)
+
+
+def samples(runs: SmallRuns, name: str) -> dict[int, list[dict[str, str]]]:
+    """Return what each line of the metrics holds."""
+    return {int(line["step"]): line["samples"] for line in runs.steps(name) if "samples" in line}  # type: ignore[misc]
+
+
+def test_each_validation_continues_the_prompts_and_nothing_else_changes(small_runs, capsys):
+    assert small_runs("plain", *VALIDATED) == 0
+    capsys.readouterr()
+    assert small_runs("prompted", *VALIDATED, *PROMPTS) == 0
+    shown = capsys.readouterr().out
+    small_runs.assert_same("prompted", "plain")
+    assert [line.get("validation_loss") for line in small_runs.steps("prompted")] == [
+        line.get("validation_loss") for line in small_runs.steps("plain")
+    ]
+    found = samples(small_runs, "prompted")
+    assert list(found) == [2, 4, 5] and not samples(small_runs, "plain")
+    for texts in found.values():
+        assert [sample["prompt"] for sample in texts] == ["ab cd", "a much longer prompt than the first"]
+    first = found[2][0]
+    assert shown.count("ab cd»") == 3
+    assert first["text"] != found[5][0]["text"], "five steps with a large learning rate change the text"
+
+
+@pytest.mark.parametrize("update", [(), (ASYNC,)], ids=["sync", "async"])
+def test_continuations_are_the_same_on_any_number_of_devices(small_runs, update):
+    for count in (1, 2, 3):
+        plan = ("--engine.plan=none", "--engine.measure_steps=0", f"--engine.num_devices={count}")
+        assert small_runs(f"on-{count}", *VALIDATED, *PROMPTS, *update, *plan) == 0
+    assert len(samples(small_runs, "on-1")) == 3
+    assert samples(small_runs, "on-1") == samples(small_runs, "on-2") == samples(small_runs, "on-3")
+
+
+def test_a_resumed_run_gives_the_same_continuations(small_runs, monkeypatch):
+    arguments = (*VALIDATED, *PROMPTS)
+    assert small_runs("whole", *arguments) == 0
+    with monkeypatch.context() as patch:
+        before_step(patch, 4, interrupt)
+        assert small_runs("parted", *arguments) == 143
+    assert list(samples(small_runs, "parted")) in ([2], [2, 4])
+    assert small_runs("parted", *arguments) == 0
+    small_runs.assert_same("parted", "whole")
+    assert samples(small_runs, "parted") == samples(small_runs, "whole")
+
+
+def test_the_continuations_are_the_ones_of_the_checkpoint_of_that_step(small_runs, capsys):
+    """The weights of the step, and no others: `async` computes with predictions, which no checkpoint holds."""
+    arguments = (*VALIDATED, *PROMPTS, ASYNC, "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0")
+    assert small_runs("run", *arguments) == 0
+    capsys.readouterr()
+    for step, texts in samples(small_runs, "run").items():
+        prompts = [sample["prompt"] for sample in texts]
+        run = ("--run", "outputs/run", f"--step={step}", "--max-tokens=7", "--json")
+        assert try_model([*run, "--prompt", *prompts]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [{key: line[key] for key in ("prompt", "text")} for line in lines] == texts
+
+
+class Loud(RunMachines):
+    """The second of two machines, which gets the texts of the first."""
+
+    rank, size = 1, 2
+
+    def __init__(self) -> None:
+        pass
+
+    def agree(self, channel, value, what):
+        assert channel == "validation" and value == []
+        return [["of the first"], value]
+
+
+def test_only_the_first_of_several_machines_works_and_all_get_its_texts(small_runs):
+    tokenizer = object()
+    (found,) = RunSamples(("a",), 4, tokenizer).made_by(object(), Loud())
+    assert (found.prompt, found.text) == ("a", "of the first")
+
+
+def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small_runs, monkeypatch, caplog):
+    forward = Engine.forward
+
+    def spoilt(self, batches):
+        result = forward(self, batches)
+        outputs = [torch.full_like(output, torch.nan) for output in result.outputs()]
+        monkeypatch.setattr(result, "outputs", lambda: outputs, raising=False)
+        return result
+
+    monkeypatch.setattr(Engine, "forward", spoilt)
+    assert small_runs("run", *VALIDATED, *PROMPTS) == 0
+    assert not samples(small_runs, "run")
+    assert caplog.text.count("validation.prompts are not continued") == 3

@@ -1,0 +1,257 @@
+"""Runs of `train.py` with `model.family = "transformers"`: from a released folder to an export, through the real command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import train
+from tests.support.borrowed_toys import write_toy
+from tests.support.released_run import saved
+from torchround.commands import configured_model, export_hf, plan_run
+from torchround.config import parse_command_line
+from torchround.layer import runs_fused
+
+CONFIG = """
+model = { family = "transformers", hf_path = "release" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 3, seq_len = 16, global_batch_size = 3, dtype = "float32" }
+engine = { devices = "cpu", num_devices = 2, cpu_threads = 1, plan = { forward = [2], fused = 2, backward = [2], rounds = 1 } }
+optimizer = { lr = 1e-2 }
+checkpoint = { interval_steps = 2 }
+"""
+KINDS = ["qwen2", "gemma2", "qwen3_moe"]
+ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']", "--optimizer.lr=0.05")
+SINGLE = "model.safetensors"
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory):
+    """Map each kind to a released folder; written once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("release")
+            write_toy(kind, made[kind], vocab_size=264)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, releases):
+    """Enter a folder with a config, a text and a release: a link, so that it is written once for all tests."""
+    (tmp_path / "small.toml").write_text(CONFIG)
+    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(30)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    (tmp_path / "release").symlink_to(releases("qwen2"))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def take(folder: Path, release: Path) -> None:
+    (folder / "release").unlink()
+    (folder / "release").symlink_to(release)
+
+
+def change_config(folder: Path, **changes) -> None:
+    """Put a copy of the release with another `config.json` into the folder."""
+    release = (folder / "release").resolve()
+    (folder / "release").unlink()
+    (folder / "release").mkdir()
+    (folder / "release" / SINGLE).symlink_to(release / SINGLE)
+    content = json.loads((release / "config.json").read_text()) | changes
+    (folder / "release" / "config.json").write_text(json.dumps(content))
+
+
+def run(name: str, *overrides: str) -> int:
+    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
+
+
+def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
+    checkpoint = folder / "outputs" / name / "checkpoints" / f"step-{step}"
+    target = folder / f"{name} {step} {' '.join(options)}"
+    assert export_hf.main([str(checkpoint), str(target), *options]) == 0
+    return target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(kind, folder, releases):
+    take(folder, releases(kind))
+    assert run("whole") == run("parts") == 0
+    shutil.rmtree(folder / "outputs" / "parts" / "checkpoints" / "step-3")
+    assert run("parts") == 0
+    whole, parts = saved(folder, "whole"), saved(folder, "parts")
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_losses_and_weights_do_not_depend_on_the_number_of_devices(folder):
+    for devices in (1, 2, 3):
+        assert run(f"on-{devices}", f"--engine.num_devices={devices}", "--engine.plan=none") == 0
+    first = saved(folder, "on-1")
+    for devices in (2, 3):
+        other = saved(folder, f"on-{devices}")
+        assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_what_transformers_loads_with_the_weights_of_the_checkpoint(kind, folder, releases):
+    take(folder, releases(kind))
+    assert run("small") == 0
+    target = exported("small", folder)
+    theirs, base = load_file(target / SINGLE), load_file(folder / "release" / SINGLE)
+    assert theirs.keys() == base.keys() and not any(torch.equal(theirs[name], base[name]) for name in base)
+    weights = {key: tensor for key, tensor in saved(folder, "small").items() if key.startswith("weights/")}
+    numbers = torch.cat([tensor.flatten() for tensor in weights.values()])
+    model = AutoModelForCausalLM.from_pretrained(target)
+    loaded = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    assert torch.equal(loaded.sort().values, numbers.sort().values)
+    again = run("again", f"--model.hf_path={target}", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0.0")
+    assert again == 0
+    after = load_file(exported("again", folder) / SINGLE)
+    assert all(torch.equal(after[name], theirs[name]) for name in theirs)
+
+
+def test_the_files_of_generation_and_the_special_tokens_are_exported(folder):
+    assert run("small", "--training.steps=1", "--checkpoint.export=weights") == 0
+    [target] = (folder / "outputs" / "small" / "export").glob("*")
+    content = json.loads((target / "config.json").read_text())
+    assert content["model_type"] == "qwen2" and content["eos_token_id"] == 257
+    assert (target / "generation_config.json").is_file() and (target / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_adapters_merged_into_the_weights_are_the_adapters_on_their_base(kind, folder, releases):
+    from peft import PeftModel
+
+    take(folder, releases(kind))
+    assert run("small", *ADAPTED) == 0
+    merged = AutoModelForCausalLM.from_pretrained(exported("small", folder))
+    base = AutoModelForCausalLM.from_pretrained(folder / "release")
+    tokens = torch.arange(12)[None]
+    before = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, exported("small", folder, "--adapters")).eval()
+    expected = adapted(tokens).logits
+    assert (expected - before).abs().max() > 0.05  # training moved them
+    assert (merged(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()  # fp32, merged once
+
+
+def test_mapped_weights_train_the_same_adapters_and_are_exported_the_same(folder):
+    assert run("read", *ADAPTED) == 0
+    assert run("mapped", *ADAPTED, "--lora.map_base=true") == 0
+    read, mapped = saved(folder, "read"), saved(folder, "mapped")
+    assert mapped.keys() < read.keys()
+    assert all(torch.equal(mapped[key], read[key]) for key in mapped)
+    first, second = (load_file(exported(name, folder) / SINGLE) for name in ("read", "mapped"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_adapters_of_another_run_are_loaded(folder):
+    assert run("first", *ADAPTED) == 0
+    adapters = exported("first", folder, "--adapters")
+    idle = ("--optimizer.lr=1e-30", "--optimizer.weight_decay=0.0", f"--lora.path={adapters}")
+    assert run("second", *ADAPTED, *idle) == 0
+    first, second = saved(folder, "first"), saved(folder, "second")
+    weights = [key for key in first if key.startswith("weights/") and "lora_" in key]
+    assert weights and all(torch.equal(first[key], second[key]) for key in weights)
+
+
+def test_bf16_and_async_runs_end(folder):
+    assert run("small", "--training.dtype=bfloat16", "--engine.update=async") == 0
+
+
+def test_a_dry_run_and_a_plan_count_the_model_and_make_nothing(folder, capsys):
+    assert run("small", "--dry-run") == 0
+    assert "a checkpoint takes" in capsys.readouterr().out
+    assert plan_run.main(["--config", "small.toml", "--device", "rtx4090", "--num-devices", "2"]) == 0
+    assert "each device needs" in capsys.readouterr().out
+    assert not (folder / "outputs").exists()
+
+
+MISTAKES = {
+    "a flavor": (
+        ("--model.hf_path=none", "--model.flavor=7B"),
+        {},
+        'model.flavor: given "7B", but model.family = "transformers" has no sizes of its own; legal: model.hf_path',
+    ),
+    "a shape": (
+        ("--model.hf_path=none", "--model.shape={ num_layers = 2 }"),
+        {},
+        "model.shape: given a table, but model.family",
+    ),
+    "no model": (("--model.hf_path=none",), {}, "legal: one of them"),
+    "a type that transformers does not know": (
+        (),
+        {"model_type": "qwen99"},
+        "'qwen99' is unknown to transformers",
+    ),
+    "no type": ((), {"model_type": None}, "release/config.json: config.json: model_type = None"),
+    "a quantised release": ((), {"quantization_config": {"quant_method": "fp8"}}, "an FP8 release"),
+    "dropout": ((), {"attention_dropout": 0.1}, "release: model_type 'qwen2' of transformers does not fit"),
+    "a model of images too": ((), {"model_type": "gemma3"}, "release/config.json: "),
+    "an encoder": ((), {"model_type": "t5"}, "release/config.json: "),
+    "another width": ((), {"intermediate_size": 28}, "of another shape: model.layers.0.mlp.gate_proj.weight"),
+    "a layer too many": (
+        (),
+        {"num_hidden_layers": 1, "layer_types": None},
+        "not part of the model: model.layers.1.input_layernorm",
+    ),
+    "a layer too few": (
+        (),
+        {"num_hidden_layers": 3, "layer_types": None},
+        "missing: model.layers.2.self_attn.q_proj.weight",
+    ),
+    "a tokenizer that is larger": ((), {"vocab_size": 200}, "tokenizer: it has 259 tokens"),
+    "no such target": (
+        ("--lora.rank=2", "--lora.targets=['query']"),
+        {},
+        "lora.targets: this model has no 'query'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_made(mistake, folder, capsys):
+    overrides, changes, expected = MISTAKES[mistake]
+    if changes:
+        change_config(folder, **changes)
+    for dry in ((), ("--dry-run",)):
+        assert run("small", *dry, *overrides) == 2
+        printed = capsys.readouterr()
+        assert expected in printed.err and printed.out == ""
+        assert "Traceback" not in printed.err and not (folder / "outputs").exists()
+        assert len(printed.err) < 1000, "a message of a screen is not read"
+
+
+def test_a_missing_package_is_one_message_that_says_what_to_install(folder, capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert run("small") == 2
+    assert "pip install 'torchround[transformers]'" in capsys.readouterr().err
+
+
+def test_a_family_of_our_own_that_reads_the_folder_is_named_once(folder, releases, caplog):
+    take(folder, releases("qwen3_moe"))
+    assert run("small", "--dry-run") == 0
+    assert [record.message for record in caplog.records if 'model.family = "qwen3"' in record.message]
+    caplog.clear()
+    take(folder, releases("qwen2"))
+    assert run("small", "--dry-run") == 0
+    assert not [record.message for record in caplog.records if "faster" in record.message]
+
+
+def test_layers_are_never_compiled_and_a_run_that_asks_for_it_is_told_so_once(folder, caplog):
+    model = configured_model.build_model(parse_command_line(["--config", "small.toml"]))
+    assert all(runs_fused(layer, device) for layer in model.layers for device in ("cpu", "cuda"))
+    configured_model.build_model(parse_command_line(["--config", "small.toml", "--engine.compile=true"]))
+    assert (
+        len([record for record in caplog.records if "engine.compile = true compiles" in record.message]) == 1
+    )
