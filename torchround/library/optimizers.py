@@ -69,6 +69,7 @@ def choose_optimizer(
     def renamed(named: NamedParameters) -> list[tuple[str, nn.Parameter]]:
         return [(plain[stored], parameter) for stored, parameter in named]
 
+    factory: Callable[..., torch.optim.Optimizer] = asked
     if not inspect.isclass(asked):
         return OptimizerChoice(None, HostOptimizer(lambda named: asked(renamed(named))))
     known = inspect.signature(asked).parameters
@@ -84,6 +85,6 @@ def choose_optimizer(
         groups: list[dict[str, Any]] = [{"params": with_decay}] if with_decay else []
         if without:
             groups.append({"params": without, **({"weight_decay": 0.0} if "weight_decay" in known else {})})
-        return asked(groups, **given)
+        return factory(groups, **given)
 
     return OptimizerChoice(None, HostOptimizer(make))

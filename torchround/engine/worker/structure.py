@@ -97,7 +97,7 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
     or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
     nothing in memory, but kernels are chosen by them.
     """
-    if tensor.is_contiguous() and 1 not in tensor.shape:
+    if tensor.is_contiguous() and (1 not in tensor.shape or _is_in_order(tensor)):
         return None
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -106,3 +106,13 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
                 return None
             expected *= size
     return tensor.stride()
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Tell whether the strides, those of size 1 included, are as in a new tensor of the shape."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
