@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs, second
 from tests.support.toy import toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.worker.slots import Packing
 from torchround.pipeline.partition import Partition
 
 PARTITIONS = {
@@ -151,3 +152,13 @@ def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partiti
     found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
     assert torch.equal(found[name], expected[4].float())
     assert torch.equal(found["layer.0.weight"], expected[0])
+
+
+def test_strides_of_dimensions_of_size_1_survive_a_packing_because_kernels_are_chosen_by_them() -> None:
+    # One channel in the order of channels last: contiguous either way, and a convolution looks at the strides.
+    image = torch.randn(2, 1, 4, 3).as_strided((2, 1, 4, 3), (12, 1, 3, 1))
+    packing = Packing.of(image)
+    [found] = packing.views(torch.empty(packing.nbytes, dtype=torch.uint8))
+    assert found.stride() == image.stride() == (12, 1, 3, 1)
+    plain = Packing.of(image.clone(memory_format=torch.contiguous_format).view(2, 1, 4, 3))
+    assert plain.strides == (None,), "an ordinary tensor costs nothing"
