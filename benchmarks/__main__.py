@@ -12,6 +12,7 @@ from torchround.commands import run_command
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "plain-loop": ("step", "PLAIN_LOOP"),
     "compiled-layers": ("step", "COMPILED_LAYERS"),
+    "borrowed": ("borrowed", "BORROWED"),
     "schedule": ("schedule", "SCHEDULE"),
     "shared-link": ("shared_link", "SHARED_LINK"),
     "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences per micro-batch")
 
 
-class _Setup:
+class Setup:
     """The model, numbers and plan that both sides of a comparison share."""
 
     def __init__(self, options: argparse.Namespace, compile_update: bool | str = "auto") -> None:
@@ -105,7 +105,7 @@ def beside_plain_loop(options: argparse.Namespace) -> Report:
     """Measure steps of the engine and of the plain loop that computes the same."""
     # A virtual device computes with one thread, so the loop has one too: the same cores, and the same bits.
     torch.set_num_threads(1)
-    setup = _Setup(options)
+    setup = Setup(options)
     engine, store = setup.engine()
     plain = SameArithmeticLoop(setup.family.build(setup.config), store, OptimizerTable())
     with engine:
@@ -133,7 +133,7 @@ def missed_by_engine(figures: Report) -> list[str]:
 
 def compiled_beside_uncompiled(options: argparse.Namespace) -> Report:
     """Measure steps of two engines, one with compiled layers."""
-    setup = _Setup(options, compile_update=False)  # the same optimizer update in both
+    setup = Setup(options, compile_update=False)  # the same optimizer update in both
     (plain, _), (compiled, _) = setup.engine(), setup.engine(LayerCompiler(setup.model))
     with plain, compiled:
         sides = {"uncompiled": engine_step(plain), "compiled": engine_step(compiled)}

@@ -6,8 +6,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs, second
-from tests.support.toy import toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import linked, toy_batches, toy_engine, toy_model, toy_store, watched
 from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
+from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.slots import Packing
 from torchround.pipeline.partition import Partition
 
@@ -152,6 +154,77 @@ def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partiti
     found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
     assert torch.equal(found[name], expected[4].float())
     assert torch.equal(found["layer.0.weight"], expected[0])
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, policy):
+    """Outputs and evaluations are not awaited, so that they run beside the steps before and after."""
+    log, model = AccessLog(), any_model()
+    options = {
+        "observer": log,
+        "wrap": lambda device: watched(linked(device), log),
+        "stale_layers": 2 if policy is BOUNDED else 0,
+    }
+    store = toy_store(model, policy=policy)
+    with toy_engine(model, store, PARTITIONS["several"], num_devices, **options) as engine:
+        for step in range(4):
+            engine.forward(any_batches(3, step))
+            engine.forward_backward(any_batches(3, step))
+            engine.step(1e-2)
+    assert sum(entry.action == "access" for entry in log.entries) > 100
+    assert find_races(log.entries) == []
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_stale_layers_give_the_same_bits_on_any_number_of_devices(layerwise):
+    """Inputs of layers that begin anew are nested too."""
+    found = []
+    for num_devices in (1, 2, 3):
+        model = any_model()
+        store = toy_store(model, policy=BOUNDED)
+        options = {"stale_layers": 2, "layerwise_recompute": layerwise}
+        with toy_engine(model, store, PARTITIONS["several"], num_devices, **options) as engine:
+            losses = [result.loss() for result in map(engine_step(engine), range(3))]
+        found.append((losses, {name: view.clone() for name, view in store.weights().items()}))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
+
+
+def engine_step(engine):
+    def run(step):
+        result = engine.forward_backward(any_batches(3, step))
+        engine.step(1e-2)
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_fault_in_a_forward_pass_is_located_and_earlier_outputs_stay(num_devices):
+    def failing(layer, hidden, batch):
+        if batch.inputs[0, 0] == 0:
+            raise ValueError("planted")
+        return outputs(layer, hidden, batch)
+
+    model, batches = any_model(failing), any_batches(3)
+    faulty = any_batches(3)
+    faulty[1].inputs[0, 0] = 0
+    engine = toy_engine(model, toy_store(model), PARTITIONS["several"], num_devices)
+    early = engine.forward(batches)
+    early.wait()
+    with pytest.raises(PipelineError, match=r"forward stage \(layer.4 .. layer.5\), micro-batch 1.*planted"):
+        engine.forward(faulty).outputs()
+    assert len(early.outputs()) == 3
+
+
+def test_outputs_that_nothing_asked_for_are_there_after_the_end():
+    model, batches = any_model(outputs), any_batches(2)
+    with toy_engine(model, toy_store(model), PARTITIONS["several"], 2) as engine:
+        results = [engine.forward(batches) for _ in range(4)]
+    assert all(len(result.outputs()) == 2 for result in results)
+    assert torch.equal(results[0].outputs()[1]["logits"], results[3].outputs()[1]["logits"])
 
 
 def test_strides_of_dimensions_of_size_1_survive_a_packing_because_kernels_are_chosen_by_them() -> None:

@@ -109,3 +109,29 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
     assert small_runs("run", *VALIDATED, *PROMPTS) == 0
     assert not samples(small_runs, "run")
     assert caplog.text.count("validation.prompts are not continued") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--validation.prompts=['a']",),
+            'validation.prompts, validation.interval_steps: given ["a"] and 0; legal: ',
+        ),
+        ((*VALIDATED, "--validation.prompts=['']"), 'validation.prompts[0]: given ""; legal: '),
+        ((*VALIDATED, "--validation.prompts=a"), 'validation.prompts: given "a"; legal: an array'),
+        (
+            (*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"),
+            "validation.prompt_tokens: given 0; legal: ",
+        ),
+        (
+            (*VALIDATED, *PROMPTS, "--data.sources=[{path = 'text.jsonl', content = 'tokens'}]"),
+            'given prompts, token ids and "bytes"; legal: the tokenizer that made the ids',
+        ),
+    ],
+    ids=["no validation", "an empty prompt", "no array", "no tokens", "ids without their tokenizer"],
+)
+def test_prompts_that_cannot_be_continued_are_one_message(small_runs, capsys, arguments, message):
+    assert small_runs("run", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not small_runs.path("run").exists()

@@ -14,6 +14,7 @@ BF16 = "--training.dtype=bfloat16"
 ASYNC = "--engine.update=async"
 LORA = ("--lora.rank=2", "--training.dtype=bfloat16")
 VALIDATED = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+PROMPTED = ('--validation.prompts=["a prompt", "b"]', "--validation.prompt_tokens=3")
 TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
 
@@ -21,12 +22,15 @@ TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 def test_machines_train_as_one_machine_with_all_rounds(
     small_machines: SmallMachines, num_machines: int
 ) -> None:
-    small_machines("one", 1, *VALIDATED, "--checkpoint.interval_steps=2")
-    first, *others = small_machines(
-        "several", num_machines, *VALIDATED, "--checkpoint.interval_steps=2", "--checkpoint.export=weights"
-    )
+    settings = (*VALIDATED, *PROMPTED, "--checkpoint.interval_steps=2")
+    small_machines("one", 1, *settings)
+    first, *others = small_machines("several", num_machines, *settings, "--checkpoint.export=weights")
     small_machines.assert_same("several", "one")
     small_machines.assert_same("several", "one", step=4)
+    one, several = (
+        [line.get("samples") for line in small_machines.steps(name)] for name in ("one", "several")
+    )
+    assert one == several and sum(map(bool, one)) == 3
     assert "the run is complete" in first and not any(others)
     assert "Gb/s each way (measured); " in first
     assert (small_machines.path("several") / "export" / f"step-{STEPS}").is_dir()

@@ -1,11 +1,11 @@
 """Real weights for a model built on meta, random micro-batches, one pass, and the tensors of a model of `transformers`."""
 
-import copy
 import tempfile
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from torchround.layer import (
     IGNORED_LABEL,
@@ -29,7 +29,8 @@ def materialise(
                 if parameter is None:
                     continue
                 if id(parameter) not in real:
-                    real[id(parameter)] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype))
+                    values = torch.full(parameter.shape, torch.nan, dtype=dtype)
+                    real[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 module._parameters[name] = real[id(parameter)]
     order = list(enumerate(model.layers))
     for index, layer in reversed(order) if reverse else order:
@@ -65,8 +66,11 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
 
 
 def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
-    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files."""
-    released = released_tensors(theirs)
+    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files.
+
+    A weight that its files hold in another way may keep the name that it has in the model.
+    """
+    released = {**theirs.state_dict(), **released_tensors(theirs)}
     with torch.no_grad():
         for name, parameter in stored_parameters(model).items():
             parameter.copy_(gather(names[name], released))
@@ -101,12 +105,16 @@ def all_names(hf_names: HFNames) -> list[str]:
 
 
 def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
-    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients."""
-    holder = copy.deepcopy(theirs)
+    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients.
+
+    A weight without a gradient has zeros.
+    """
+    holder = AutoModelForCausalLM.from_config(theirs.config)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():
-            parameter.copy_(gradients[name].grad)
+            gradient = gradients[name].grad
+            parameter.zero_() if gradient is None else parameter.copy_(gradient)
     return released_tensors(holder)
 
 

@@ -47,7 +47,11 @@ class Pair:
 
 def make_pair(tools: Any, model_type: str, family_name: str = "transformers", **overrides: Any) -> Pair:
     """Build both at toy size, with equal weights."""
-    theirs = toy_decoder(toy_config(model_type, **overrides))
+    return pair_of(tools, toy_decoder(toy_config(model_type, **overrides)), family_name)
+
+
+def pair_of(tools: Any, theirs: nn.Module, family_name: str = "transformers") -> Pair:
+    """Build a model in layer form with the weights of `theirs`."""
     family = FAMILIES[family_name]
     config = family.config_from_hf(theirs.config.to_dict())
     names, ours = family.hf_names(config), tools.materialise(family.build(config))

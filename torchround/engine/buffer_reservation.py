@@ -115,7 +115,8 @@ class BufferReservation:
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
         last = {self._num_layers} if shape.gives_outputs else set()
-        cuts = {stage.start for stage in shape.stages} - {0} | last
+        restarts = [restarted_layers(stage, self._store.stale_layers) for stage in shape.stages]
+        cuts = {stage.start for stage in shape.stages}.union(*restarts) - {0} | last
         return all(self._boundaries.knows(cut, one) for cut in cuts for one in set(shape.shapes))
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.toy_decoders import toy_config, toy_decoder
-from torchround.layer import IGNORED_LABEL
+from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.without_memory import no_memory
@@ -35,6 +35,14 @@ def test_a_buffer_that_files_hold_is_a_frozen_parameter():
     assert made.module_names[name] == "model.layers.1.mlp.gate.e_score_correction_bias"
     parameter = made.layers.layers[2].get_parameter(name.removeprefix("block.1."))
     assert not parameter.requires_grad
+    # Rounded to 16 bits it would still compute in fp32, as in transformers.
+    assert made.layers.own_dtypes[name] == torch.float32
+
+
+def test_stacked_biases_are_not_decayed():
+    decayed = decayed_names(cut("gpt_oss").layers)
+    assert "block.0.mlp.experts.gate_up_proj" in decayed
+    assert "block.0.mlp.experts.gate_up_proj_bias" not in decayed
 
 
 def test_initial_weights_are_the_model_s_own_and_follow_from_the_generator_alone(tools):

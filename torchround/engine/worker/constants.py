@@ -18,7 +18,7 @@ class DeviceConstants:
     def __init__(self, device: Device, layers: Sequence[nn.Module]) -> None:
         self._device = device
         self._modules = nn.ModuleList(layers)
-        self._on_host = tuple({id(buffer): buffer for buffer in self._modules.buffers()}.values())
+        self._on_host = tuple(self._modules.buffers())  # each once
         self._packing = Packing.of(self._on_host)
         self._memory: Tensor | None = None
 
@@ -35,15 +35,15 @@ class DeviceConstants:
         # Before any computation and on its stream, so that no layer has to wait for them.
         self._device.run(Stream.COMPUTE, partial(fill, views, self._on_host), writes=[self._memory])
         self._replace(views)
+        self._on_host = ()  # this worker's copy, which nothing needs any more
 
     def clear(self) -> None:
         """Drop the memory, whatever refers to the layers."""
-        self._replace([buffer.new_empty(0) for buffer in self._on_host])
+        self._replace([buffer.new_empty(0) for buffer in self._modules.buffers()])
         self._memory, self._on_host = None, ()
 
     def _replace(self, new: Sequence[Tensor]) -> None:
-        present = list({id(buffer): buffer for buffer in self._modules.buffers()}.values())
-        by_id = {id(old): tensor for old, tensor in zip(present, new, strict=True)}
+        by_id = {id(old): tensor for old, tensor in zip(self._modules.buffers(), new, strict=True)}
         for module in self._modules.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 module._buffers[name] = by_id[id(buffer)]

@@ -175,6 +175,8 @@ class Packing:
     @staticmethod
     def laid_out(tensors: Sequence[Tensor], structure: Structure) -> "Packing":
         """Lay out what `flatten` has returned."""
+        # First: it refuses tensors that have neither strides nor bytes of their own.
+        strides = tuple(map(kept_strides, tensors))
         ranges, start = [], 0
         for tensor in tensors:
             ranges.append((start, start + tensor.nbytes))
@@ -183,7 +185,7 @@ class Packing:
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(ranges),
-            tuple(map(kept_strides, tensors)),
+            strides,
             start,
             structure,
         )

@@ -47,7 +47,8 @@ def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
     is_flat = type(hidden) is tuple and all(isinstance(part, Tensor) for part in hidden)
     if is_flat and len(set(map(id, hidden))) == len(hidden):
         return hidden, FLAT
-    leaves, spec = pytree.tree_flatten(hidden)
+    # PyTorch takes a size apart, and makes a tuple of it again.
+    leaves, spec = pytree.tree_flatten(hidden, is_leaf=lambda part: isinstance(part, torch.Size))
     tensors: dict[int, tuple[int, Tensor]] = {}
     numbers = []
     for leaf in leaves:
@@ -95,8 +96,12 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
 
     A copy with the same strides lets the next layer run the same kernels as without the copy. A tensor that leaves gaps
     or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
-    nothing in memory, but kernels are chosen by them.
+    nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors without strides.
     """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
+        )
     if tensor.is_contiguous() and (1 not in tensor.shape or _is_in_order(tensor)):
         return None
     expected = 1

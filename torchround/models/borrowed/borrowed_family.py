@@ -1,10 +1,12 @@
 """The family of all decoders of `transformers`: a config.json, and the layers that a model of it is cut into."""
 
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchround.layer import HFNames, LayeredModel
@@ -121,6 +123,7 @@ class BorrowedFamily:
                 f"model_type {config.model_type!r} of transformers has parameters that neither its blocks nor what is "
                 f"before and after them use: {', '.join(lost[:5])}"
             )
+        layers = replace(layers, own_dtypes=_kept_wide(model, own))
         return CutModel(model, layers, MappingProxyType(own))
 
     def module_names(self, config: BorrowedConfig) -> HFNames:
@@ -136,6 +139,13 @@ class BorrowedFamily:
         """Map each stored parameter to those `tensors` of a folder that hold it. Raises `ModelConfigError`."""
         cut = self.cut(config)
         return names_in_folder(cut.whole, cut.module_names, tensors)
+
+
+def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """Return the stored names of the parameters with which transformers computes in fp32 in every model."""
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    pattern = re.compile("|".join(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts))
+    return {stored: torch.float32 for stored, name in own.items() if parts and pattern.search(name)}
 
 
 def _cut(parts: Anatomy, fit: Fit, initialiser: Any, longest: int | None) -> LayeredModel:

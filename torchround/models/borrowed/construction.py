@@ -21,7 +21,7 @@ MISSING = (
     'model.family = "transformers" needs the package of that name, which is not installed: '
     "pip install 'torchround[transformers]'"
 )
-OLDEST = (5, 0)
+OLDEST = (5, 20)
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Parts of the keys of a config.json whose value above 0 makes a layer draw random numbers while it is trained.
 RANDOM_KEYS = ("drop", "jitter")
@@ -80,6 +80,13 @@ def build_on_meta(config: Any) -> nn.Module:
             config.model_type, f"transformers cannot build it: {type(error).__name__}: {error}"
         ) from error
     model.eval()
+    for module in model.modules():
+        # Biases of experts are matrices only because they are stacked: weight decay is not for them.
+        stacks = [
+            name for name, one in module.named_parameters(recurse=False) if one.ndim > 1 and "bias" in name
+        ]
+        if stacks:
+            module.undecayed = tuple(stacks)
     assert isinstance(model, nn.Module), "a model of transformers is a module"
     return model
 

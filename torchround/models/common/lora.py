@@ -209,7 +209,9 @@ def adapted_modules(
     for index, (layer_name, layer) in enumerate(zip(model.names[:-1], model.layers[:-1], strict=True)):
         for path, module in layer.named_modules():
             for part in _adaptable_parts(module):
-                tensors = names[f"{layer_name}.{path}.{part}"]
+                tensors = names.get(f"{layer_name}.{path}.{part}")
+                if tensors is None:  # tied: another layer stores it
+                    continue
                 target = _module_name(names_in(tensors)[0]).rpartition(".")[2]
                 known.add(target)
                 if target in lora.targets:

@@ -1,0 +1,78 @@
+"""Adapters on borrowed models against the package peft, on the same model of `transformers`."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.support.toy_decoders import VOCAB
+from tests.support.transformers_loop import (
+    engine_of,
+    loss_sum,
+    make_pair,
+    packed_steps,
+    reference_training,
+    train,
+)
+from torchround.engine.store.host_store import HostStore
+from torchround.models import FAMILIES, LoraShape, adapter_names, add_adapters
+from torchround.pipeline.partition import Partition
+
+RANK, ALPHA = 3, 12.0
+CASES = {
+    "gemma2": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "phi3": ("qkv_proj", "gate_up_proj"),
+    "qwen3_next": ("q_proj", "in_proj_qkvz", "out_proj"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def adapted(request, tools):
+    """Return our store and model with adapters, and peft's model with equal ones; `lora_B` is not zero."""
+    targets = CASES[request.param]
+    pair = make_pair(tools, request.param)
+    model = pair.build()
+    names = FAMILIES["transformers"].module_names(pair.config)
+    add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
+    theirs = get_peft_model(
+        copy.deepcopy(pair.theirs),
+        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), lora_dropout=0.0),
+    )
+    generator = torch.Generator().manual_seed(2)
+    weights = {name: parameter.detach() for name, parameter in tools.stored_parameters(pair.ours).items()}
+    by_name = {name.replace(".default.", "."): parameter for name, parameter in theirs.named_parameters()}
+    ours = adapter_names(model, names)
+    assert set(ours.values()) == {name for name in by_name if "lora_" in name}
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            weights[name] = by_name[tensor].normal_(std=0.1, generator=generator).clone()
+    store = HostStore(model)
+    for name, view in store.weights().items():
+        view.copy_(weights[name])
+    store.refresh_device_weights()
+    return model, store, theirs, ours
+
+
+def test_training_of_adapters_equals_that_of_peft(adapted, tools):
+    model, store, theirs, ours = adapted
+    steps = packed_steps(tools, 5)
+    frozen = {name: view.clone() for name, view in store.weights().items() if name not in ours}
+    with engine_of(model, store, Partition((1, 2), 3, (2, 1)), num_devices=2) as engine:
+        losses = train(engine, steps)
+    assert losses == pytest.approx(reference_training(theirs, steps), rel=1e-5)
+    by_name = {name.replace(".default.", "."): parameter for name, parameter in theirs.named_parameters()}
+    weights = store.weights()
+    # As for whole models: an update changes a weight by at most lr / eps = 1 per unit of gradient.
+    for name, tensor in ours.items():
+        torch.testing.assert_close(weights[name], by_name[tensor].detach(), rtol=0, atol=1e-5)
+    for name, before in frozen.items():
+        assert torch.equal(weights[name], before), name
+
+
+def test_losses_of_packed_documents_equal_those_of_each_document_alone(adapted, tools):
+    model, store, theirs, _ = adapted
+    batch = tools.micro_batch([[13, 1, 10], [24]], VOCAB)
+    with engine_of(model, store, Partition((), 6, ()), num_devices=1) as engine, torch.no_grad():
+        expected = loss_sum(theirs, batch) / batch.num_labels()
+        assert engine.evaluate([batch]).loss() == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,151 @@
+"""A page of the decoders of the installed `transformers`: which fit, and why others do not.
+
+    python -m tests.support.list_of_models            print the page
+    python -m tests.support.list_of_models --write    write it
+    python -m tests.support.list_of_models qwen3 ...  print the rows of these types
+
+A type fits if its toy model builds and then computes the logits, the loss and every gradient of the reference for packed
+documents. A type that builds and computes anything else is an error here, and never a row of the page.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support import model_tools
+from tests.support.rounding import assert_close_in_sums
+from tests.support.toy_decoders import MOST_PARAMETERS, VOCAB, causal_types, toy_config, toy_decoder
+from tests.support.transformers_loop import Pair, document_logits, loss_sum, pair_of
+from torchround.models import FAMILIES, ModelConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "models_of_transformers.md"
+HEAD = """# Decoders of transformers
+
+Reference: the types of causal language models in `transformers` {version} that `[model] family = "transformers"` runs,
+and why it refuses the others. `python -m tests.support.list_of_models --write` writes this page. Do not edit it.
+
+Each type in the first table was built at toy size with large random weights. Its logits, its loss and all its gradients
+equal those of `transformers` in fp32, with packed documents against each document alone. A test compares every row with
+this version of `transformers`; another version may have another list. A type that a family of torchround's own reads
+runs faster there ([models.md](models.md)).
+"""
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """One type of model, and the reason why it is refused; None if it fits."""
+
+    model_type: str
+    reason: str | None
+
+    def row(self) -> str:
+        """Return the row of a table; a type that fits is its only cell."""
+        return f"| `{self.model_type}` | {self.reason} |" if self.reason else f"`{self.model_type}`"
+
+
+def look_at(model_type: str) -> ListedModel:
+    """Build a type at toy size and compare it with the reference. Raises `AssertionError` if it computes anything else."""
+    family = FAMILIES["transformers"]
+    config, is_toy = _config(model_type)
+    if config is None:
+        return ListedModel(model_type, "its config has no usual sizes")
+    try:
+        family.build(family.config_from_hf(config.to_dict()))
+    except ModelConfigError as error:
+        return ListedModel(model_type, _reason(str(error), model_type))
+    assert is_toy, f"{model_type} fits, but has no toy size to compare it at"
+    theirs = toy_decoder(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) <= MOST_PARAMETERS, (
+        "the toy size is large"
+    )
+    compare(pair_of(model_tools, theirs))
+    return ListedModel(model_type, None)
+
+
+def compare(pair: Pair) -> None:
+    """Check logits, loss and gradients of a packed batch. Raises `AssertionError`."""
+    batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
+    with torch.no_grad():
+        # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
+        expected = document_logits(pair.theirs, batch)
+        assert_close_in_sums(model_tools.all_logits(pair.ours, batch), expected, 1000, "logits")
+    loss = loss_sum(pair.theirs, batch)
+    ours = model_tools.loss_sum(pair.ours, batch)
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
+    loss.backward()
+    ours.backward()
+    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
+    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
+    for name, parameter in model_tools.stored_parameters(pair.ours).items():
+        if not parameter.requires_grad:  # a constant that files hold
+            continue
+        _assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
+
+
+def _assert_close_in_norm(found: Tensor | None, expected: Tensor, name: str) -> None:
+    error = (expected if found is None else found - expected).norm()
+    # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
+    # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
+    assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
+
+
+def page(rows: Sequence[ListedModel]) -> str:
+    """Return the whole page."""
+    fits = [listed.row() for listed in rows if listed.reason is None]
+    refused = [listed.row() for listed in rows if listed.reason is not None]
+    parts = [
+        HEAD.format(version=transformers.__version__),
+        f"## Types that fit ({len(fits)})\n\n" + ", ".join(fits) + "\n",
+        f"## Types that are refused ({len(refused)})\n\n| type | reason |\n|---|---|\n"
+        + "\n".join(refused)
+        + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool]:
+    """Return the toy config; if its class refuses it, the default one, which still shows whether a type is refused."""
+    for make, is_toy in ((toy_config, True), (lambda name: CONFIG_MAPPING[name](), False)):
+        try:
+            return make(model_type), is_toy
+        except Exception:  # noqa: BLE001, S112  (each class has rules and errors of its own)
+            continue
+    return None, False
+
+
+def _reason(message: str, model_type: str) -> str:
+    """Return a refusal without what it says of every type, as a cell."""
+    start = f"model_type {model_type!r} of transformers "
+    return " ".join(message.removeprefix(start).replace("|", "\\|").split())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print or write the page, or print the rows of some types."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    types = [name for name in arguments if not name.startswith("--")]
+    rows, wrong = [], []
+    for model_type in types or causal_types():
+        try:
+            rows.append(look_at(model_type))
+        except Exception as error:  # noqa: BLE001  (all wrong types are listed)
+            wrong.append(f"{model_type}: {type(error).__name__}: {error}"[:300])
+    if types:
+        print("\n".join(f"{listed.model_type}: {listed.reason or 'fits'}" for listed in rows))
+    elif not wrong and "--write" in arguments:
+        PAGE.write_text(page(rows), encoding="utf-8")
+    else:
+        print(page(rows))
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
