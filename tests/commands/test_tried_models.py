@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -235,6 +237,18 @@ def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch)
 def test_sequences_longer_than_the_model_knows_are_one_warning(folders, capsys, caplog):
     results(capsys, "--model", str(folders["llama3"]), "--prompt", "a" * 120, "--max-tokens=10")
     assert caplog.text.count("the model knows only 128 positions") == 1
+
+
+def test_a_model_without_finite_logits_is_a_fault_and_no_traceback(folders, capsys, tmp_path):
+    folder = shutil.copytree(folders["llama3"], tmp_path / "spoilt")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"].fill_(torch.nan)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (found,) = results(capsys, "--model", str(folder), "--perplexity", "texts.jsonl")
+    assert found["perplexity"] is None and found["tokens"] > 0
+    assert main(["--model", str(folder), *ASKED, *ON_TWO_DEVICES]) == 1
+    printed = capsys.readouterr().err
+    assert "logits are not numbers" in printed and "Traceback" not in printed
 
 
 def test_control_c_ends_the_command_and_its_threads(folders, capsys, monkeypatch):

@@ -177,12 +177,11 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         if prompts:
             sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
             stops = stop_tokens(tried.options.config, tried.tokenizer)
-            found = engine.generate(
-                [prompt.tokens for prompt in prompts],
-                max_tokens=options.max_tokens,
-                stop_tokens=stops,
-                sampling=sampling,
-            )
+            limits = {"max_tokens": options.max_tokens, "stop_tokens": stops, "sampling": sampling}
+            try:
+                found = engine.generate([prompt.tokens for prompt in prompts], **limits)
+            except ValueError as error:  # logits that are not numbers
+                raise EngineError(f"{tried.name}: {error}") from error
             for prompt, ids in zip(prompts, found, strict=True):
                 print_continuation(options, prompt, ids, stops, tried.tokenizer)
 
