@@ -10,6 +10,7 @@ from tests.support.toy import linked, toy_batches, toy_engine, toy_model, toy_st
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
+from torchround.engine.worker.slots import Packing
 from torchround.pipeline.partition import Partition
 
 PARTITIONS = {
@@ -224,3 +225,13 @@ def test_outputs_that_nothing_asked_for_are_there_after_the_end():
         results = [engine.forward(batches) for _ in range(4)]
     assert all(len(result.outputs()) == 2 for result in results)
     assert torch.equal(results[0].outputs()[1]["logits"], results[3].outputs()[1]["logits"])
+
+
+def test_strides_of_dimensions_of_size_1_survive_a_packing_because_kernels_are_chosen_by_them() -> None:
+    # One channel in the order of channels last: contiguous either way, and a convolution looks at the strides.
+    image = torch.randn(2, 1, 4, 3).as_strided((2, 1, 4, 3), (12, 1, 3, 1))
+    packing = Packing.of(image)
+    [found] = packing.views(torch.empty(packing.nbytes, dtype=torch.uint8))
+    assert found.stride() == image.stride() == (12, 1, 3, 1)
+    plain = Packing.of(image.clone(memory_format=torch.contiguous_format).view(2, 1, 4, 3))
+    assert plain.strides == (None,), "an ordinary tensor costs nothing"

@@ -110,10 +110,6 @@ REFUSED = {
         lambda layer, hidden: (hidden, random.random()),
         "gives other values when it runs again",
     ),
-    "gradients": (
-        lambda layer, hidden: hidden * (2 if torch.is_grad_enabled() else 1),
-        "gives other values when it runs again",
-    ),
     "weight outside": (lambda layer, hidden: hidden * OUTSIDE, r"uses a trained tensor of shape \(4,\)"),
     "object": (lambda layer, hidden: Opaque(hidden), "returns a Opaque, whose tensors cannot be found"),
     "sparse": (

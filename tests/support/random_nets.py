@@ -78,6 +78,7 @@ KINDS: dict[Shape, dict[str, tuple[Shape, Callable[[], nn.Module]]]] = {
         ),
         "frozen": ("x", frozen),
         "partly frozen": ("x", partly_frozen),
+        "bfloat16": ("x", sixteen_bits),
         "same weight twice": ("x", same_weight_twice),
         "same module twice": ("x", same_module_twice),
         "transposed": ("x", lambda: Function(lambda x, inner: inner(x).t().contiguous().t(), linear())),

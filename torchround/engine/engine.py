@@ -197,7 +197,7 @@ class Engine:
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._life.call():
-            if self._calls:
+            if self._calls and not self.settings.accumulates:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)

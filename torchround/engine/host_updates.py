@@ -14,6 +14,7 @@ from torchround.engine.board import HandOver
 from torchround.engine.errors import FaultLocation, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_store import HostStore
 from torchround.optim import HostOptimizer
 from torchround.optim.host_optimizer import Hyperparameters
 
@@ -28,13 +29,7 @@ class HostOptimizerWorker(OptimizerWorker):
     def optimize_with(self, optimizer: HostOptimizer) -> None:
         """Make the optimizer for the weights of the store. Raises `HostOptimizerError`."""
         self._optimizer = optimizer
-        # In the order of the model's own parameters, by which PyTorch numbers them in a saved state.
-        weights: dict[str, Tensor] = {}
-        for location in itertools.chain.from_iterable(self._store.locations):
-            bundle, parameter = self._store.bundles[location.bundle], location.parameter
-            if bundle.trainable:
-                weights.setdefault(parameter.name, parameter.view(bundle.authority))
-        optimizer.bind(list(weights.items()))
+        optimizer.bind(trained_weights(self._store))
 
     def _update(self, step: int, lr: float) -> None:
         key = HYPERPARAMETERS(step)
@@ -74,3 +69,14 @@ class HostOptimizerWorker(OptimizerWorker):
         device_weights = self._written_weights(bundle, step)
         self._board.observer.touched(reads=[bundle.authority], writes=[device_weights])
         device_weights.copy_(bundle.authority)
+
+
+def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:
+    """Return names and fp32 views of the trained weights, as a `HostOptimizer` is bound to them."""
+    # In the order of the model's own parameters, by which PyTorch numbers them in a saved state.
+    weights: dict[str, Tensor] = {}
+    for location in itertools.chain.from_iterable(store.locations):
+        bundle, parameter = store.bundles[location.bundle], location.parameter
+        if bundle.trainable:
+            weights.setdefault(parameter.name, parameter.view(bundle.authority))
+    return list(weights.items())

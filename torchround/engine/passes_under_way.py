@@ -33,7 +33,7 @@ class PassesUnderWay:
         self._wait = wait
         self._wait_for_event = wait_for_event
         self._results: list[StepResult] = []
-        self._earlier_calls: list[StepResult] = []  # of a step whose last call is still among the results
+        self._earlier_calls: list[StepResult] = []  # of a step whose last pass is still among the results
 
     def add(self, result: StepResult) -> None:
         """Take a pass that is dispatched."""
@@ -51,16 +51,16 @@ class PassesUnderWay:
             self._results[0].forget_before(self._board, self._ordering)
 
     def _end(self, result: StepResult, step: int) -> None:
-        # Earlier calls of a step do not wait for its update either: the next step could not begin beside it.
-        has_later_calls = bool(self._results) and self._results[0].step == result.step
-        is_open = result.pass_.training and (result.step == step or has_later_calls)
+        # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
+        is_last = result.step < step and not (self._results and self._results[0].step == result.step)
+        is_open = result.pass_.training and not is_last
         result.collect(is_open)
         if is_open:
             self._earlier_calls.append(result)
-        elif result.pass_.training:
-            # The report is about to be forgotten, and a caller may ask any call of the step for it.
+        if is_last:
+            # Their report is about to be forgotten. The last pass of the step may have been an evaluation.
             for call in self._earlier_calls:
-                call.ends_with(result.update())
+                call.update()
             self._earlier_calls.clear()
         self._exchange.collected(result.pass_, self._wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long. The same

@@ -191,10 +191,6 @@ class StepResult:
             self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
-    def ends_with(self, report: UpdateReport) -> None:
-        """Take the report of the step's update from another call of the step."""
-        self._update = report
-
     def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
         # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.

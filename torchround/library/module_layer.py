@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchround.engine.store.bundles import owner_of
 from torchround.layer import LayeredModel
@@ -22,7 +23,12 @@ MEMBER = "module"
 class ModuleLayer(nn.Module):
     """A layer that calls a copy of a user's module. The last one also calls the loss function.
 
-    `draws` says whether the module draws random numbers, which the probe finds out. Until then it is true.
+    PyTorch chooses some kernels by what requires a gradient. Parameters and inputs therefore require one exactly if they
+    do in a plain loop, in every stage. The probe finds out the rest:
+
+    - `draws`: whether the module draws random numbers. Until then it is true.
+    - `receives`: which tensors of its input receive a gradient in a plain loop.
+    - `needs_graph`: whether it gives other values without a graph than with one. Its forward stages then make one.
     """
 
     def __init__(self, module: nn.Module, is_first: bool, is_last: bool) -> None:
@@ -31,6 +37,9 @@ class ModuleLayer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.draws = True
+        self.needs_graph = False
+        self.receives: tuple[bool, ...] = ()
+        self._trained = [path for path, parameter in self.named_parameters() if parameter.requires_grad]
         self._modes = {path: part.training for path, part in module.named_modules()}
         self._in_training = True
         # The engine binds each path of a parameter to a tensor of its own. Gradients of all uses must meet in one.
@@ -45,14 +54,38 @@ class ModuleLayer(nn.Module):
         for path, first in self._same:
             owner, name = owner_of(self, path)
             setattr(owner, name, self.get_parameter(first))
+        for path in self._trained:
+            self.get_parameter(path).requires_grad_(True)
         self.use_modes(batch.is_training)
         value = batch.inputs_and_labels()[0] if self.is_first else hidden
+        makes_graph = self.needs_graph and batch.is_training and not torch.is_grad_enabled()
+        if batch.is_training and not self.is_first:
+            value = self._as_received(value, makes_graph)
         with self._drawing(batch, 0) if self.draws else nullcontext():
-            output = self.module(value)
+            if makes_graph:
+                with torch.enable_grad():
+                    output = self.module(value)
+                output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+            else:
+                output = self.module(value)
         if not self.is_last or batch.loss_fn is None:
             return output
         with self._drawing(batch, 1):
             return loss_of(batch.loss_fn, output, batch.inputs_and_labels()[1])
+
+    def _as_received(self, hidden: Any, makes_graph: bool) -> Any:
+        """Return the input with a gradient for the tensors that receive one in a plain loop, and for no others."""
+        if makes_graph:
+            flags = iter(self.receives)
+            return pytree.tree_map_only(
+                Tensor, lambda tensor: tensor.detach().requires_grad_(next(flags, False)), hidden
+            )
+        if all(self.receives) or not torch.is_grad_enabled():
+            return hidden
+        flags = iter(self.receives)
+        return pytree.tree_map_only(
+            Tensor, lambda tensor: tensor if next(flags, True) else tensor.detach(), hidden
+        )
 
     def _drawing(self, batch: SampleBatch, offset: int) -> AbstractContextManager[None]:
         device = batch.parts[0].device
@@ -69,10 +102,8 @@ class ModuleLayer(nn.Module):
 def loss_of(loss_fn: LossFn, output: Any, labels: Any) -> Tensor:
     """Return the loss of a micro-batch. Raises `PipelineUsageError` if it is not a single floating-point number."""
     if isinstance(loss_fn, nn.Module) and (buffer := next(loss_fn.buffers(), None)) is not None:
-        device = next(
-            (leaf.device for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)),
-            buffer.device,
-        )
+        devices = [leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        device = devices[0] if devices else buffer.device
         loss_fn = loss_fn if buffer.device == device else copy.deepcopy(loss_fn).to(device)
     loss = loss_fn(output, labels)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

@@ -24,7 +24,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.library.measured_plan import cut_model
 from torchround.library.model_state import (
@@ -109,15 +109,18 @@ class Pipeline:
         self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
         self._shapes = {name: value.shape for name, value in net.state_dict().items()}
         self._choice: OptimizerChoice = choose_optimizer(
-            optimizer, weight_decay=weight_decay, betas=betas, eps=eps
+            optimizer, self._wrapped, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps
         )
+        late = ASYNC if self._choice.ours is None else ASYNC_PREDICT
         self.store = HostStore(
             self._wrapped.model,
             store_dtype(self._wrapped.dtypes.values()),
-            policy=SYNC if update == "sync" else ASYNC_PREDICT,
+            policy=SYNC if update == "sync" else late,
             pinned=kind_of(self._hardware.kind).locks_pages,
+            keeps_moments=self._choice.ours is not None,
         )
         fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
+        self._choice.bind(self.store)
         if takes_over:
             free_weights(net, self._wrapped)
         self._engine: Engine | None = None
@@ -163,7 +166,7 @@ class Pipeline:
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
         with self._guarded():
-            self._engine.step(self.lr if lr is None else lr)
+            self._engine.step(self.lr if lr is None and self._choice.ours is not None else lr)
             self._open = False
 
     def grad_norm(self) -> float:
@@ -233,6 +236,12 @@ class Pipeline:
         """Yield the host weights, each tied one once."""
         for _, parameter in self.named_parameters():
             yield parameter
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The `torch.optim` object, for its state and its groups between steps; None for our own AdamW."""
+        self._drain()
+        return None if self._choice.host is None or not self.store.trained else self._choice.host.optimizer
 
     @property
     def partition(self) -> Partition | None:

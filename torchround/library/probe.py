@@ -33,7 +33,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.S
 class LayerMeasure:
     """The probe's figures of one layer for one micro-batch: seconds on the host, and bytes as in `LayerWork`.
 
-    `receives` says which tensors of its input receive a gradient.
+    The last three are as in `ModuleLayer`.
     """
 
     forward_s: float
@@ -42,7 +42,8 @@ class LayerMeasure:
     boundary_bytes: int
     workspace_bytes: int
     draws: bool
-    receives: tuple[bool, ...]
+    receives: tuple[bool, ...] = ()
+    needs_graph: bool = False
 
 
 class _Watch(TorchDispatchMode):
@@ -75,7 +76,8 @@ def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[Lay
     for index, name in enumerate(wrapped.model.names):
         run = _LayerProbe(wrapped, store, index, name, batch.for_layer(index))
         hidden, measure, wanted = run.measure(hidden, wanted)
-        wrapped.layers()[index].draws = measure.draws
+        layer = wrapped.layers()[index]
+        layer.draws, layer.receives, layer.needs_graph = measure.draws, measure.receives, measure.needs_graph
         measures.append(measure)
     return measures
 
@@ -89,7 +91,8 @@ class _LayerProbe:
         shell = wrapped.layers()[index]
         self._layer = copy.deepcopy(shell)
         self._layer.use_modes(batch.is_training)
-        self._layer.draws = True  # a probe of another kind of call may have found no draw
+        # A probe of another kind of call may have found no draw. Inputs are made here as they are to be received.
+        self._layer.draws, self._layer.receives, self._layer.needs_graph = True, (), False
         self._batch = batch
         self._what = layer_text(name, shell.module)
         weights = store.weights()
@@ -116,14 +119,16 @@ class _LayerProbe:
         if not self._batch.is_training:
             # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
             guess_s = 2 * forward_s
-            return (
-                plain,
-                LayerMeasure(*(forward_s, guess_s, 0, boundary, watch.largest_bytes, watch.draws, ())),
-                (),
-            )
+            figures = (forward_s, guess_s, 0, boundary, watch.largest_bytes)
+            return plain, LayerMeasure(*figures, watch.draws), ()
         kept: dict[int, int] = {}
         leaf, output = self._with_graph(hidden, wanted, kept)
-        self._require_equal(plain, output)
+        needs_graph = not alike(plain, output)
+        if needs_graph and not alike(output, self._with_graph(hidden, wanted, {})[1]):
+            raise PipelineUsageError(
+                f"{self._what} gives other values when it runs again with the same input, so its backward stage would "
+                "not fit its forward. Draw random numbers with torch and the default generator"
+            )
         self._check_graph(leaf, output)
         if self._layer.is_last and self._leaves and not output.requires_grad:
             raise PipelineUsageError(
@@ -133,22 +138,9 @@ class _LayerProbe:
         start = time.perf_counter()
         self._differentiate(leaf, output)
         backward_s = time.perf_counter() - start
-        activations = sum(kept.values())
-        return (
-            plain,
-            LayerMeasure(
-                *(
-                    forward_s,
-                    backward_s,
-                    activations,
-                    boundary,
-                    watch.largest_bytes,
-                    watch.draws,
-                    tuple(wanted),
-                )
-            ),
-            needs,
-        )
+        figures = (forward_s, backward_s, sum(kept.values()), boundary, watch.largest_bytes)
+        measure = LayerMeasure(*figures, watch.draws, tuple(wanted), needs_graph)
+        return pytree.tree_map_only(Tensor, Tensor.detach, output), measure, needs
 
     def _call(self, hidden: Any) -> Any:
         try:
@@ -224,17 +216,6 @@ class _LayerProbe:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return leaf, self._call(leaf)
 
-    def _require_equal(self, first: Any, second: Any) -> None:
-        """Refuse a layer whose output with gradients is not, bit for bit, the one without."""
-        one, structure = pytree.tree_flatten(first)
-        other, again = pytree.tree_flatten(second)
-        if structure != again or not all(map(same, one, other)):
-            raise PipelineUsageError(
-                f"{self._what} gives other values when it runs again with the same input, and its backward stage would "
-                "not fit its forward. Draw random numbers with torch and the default generator, and compute the same "
-                "with gradients and without"
-            )
-
     def _check_graph(self, leaf: Any, output: Any) -> None:
         """Refuse a layer whose output depends on trained tensors that are not its own."""
         own = {id(tensor) for tensor in (*self._leaves, *_tensors(leaf))}
@@ -257,6 +238,13 @@ class _LayerProbe:
                 f"{self._what} draws random numbers in its backward, as torch.utils.checkpoint does around dropout; "
                 "leave the checkpointing out: torchround recomputes by itself"
             )
+
+
+def alike(first: Any, second: Any) -> bool:
+    """Return whether two outputs have the same structure, plain values and bits."""
+    one, structure = pytree.tree_flatten(first)
+    other, again = pytree.tree_flatten(second)
+    return structure == again and all(map(same, one, other))
 
 
 def same(one: Any, other: Any) -> bool:

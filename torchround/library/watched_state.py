@@ -57,7 +57,9 @@ def _tokens(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, member in part._modules.items():
             yield f"module {prefix}{name}", id(member)
         for name, value in vars(part).items():
-            if name not in _OWN:
+            # A recurrent module finds out in its forward that its weights were exchanged, and lists them anew.
+            is_list_of_weights = isinstance(part, nn.RNNBase) and name.startswith("_flat_weight")
+            if name not in _OWN and not is_list_of_weights:
                 yield f"attribute {prefix}{name}", _token(value, _DEPTH)
 
 

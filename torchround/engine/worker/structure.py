@@ -95,13 +95,14 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides of a tensor that fills its memory in another order than its shape's, None for all others.
 
     A copy with the same strides lets the next layer run the same kernels as without the copy. A tensor that leaves gaps
-    or covers memory twice is copied in the order of its shape. Raises `TypeError` for tensors without strides.
+    or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
+    nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors without strides.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(
             f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
         )
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and (1 not in tensor.shape or _is_in_order(tensor)):
         return None
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -110,3 +111,13 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
                 return None
             expected *= size
     return tensor.stride()
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Tell whether the strides, those of size 1 included, are as in a new tensor of the shape."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
