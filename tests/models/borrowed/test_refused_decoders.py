@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,27 +115,45 @@ def test_a_config_that_transformers_refuses_is_one_message():
     )
 
 
-def test_without_transformers_the_message_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module", name="transformers"), "which is not installed: pip install"),
+        (
+            ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"),
+            "(No module named 'tokenizers')",
+        ),
+        (ImportError("cannot import name 'is_x'", name="transformers.utils"), "(cannot import name 'is_x')"),
+    ],
+)
+def test_a_transformers_that_cannot_be_imported_is_one_message(monkeypatch, error, message):
     real = builtins.__import__
 
     def importing(name, *args, **kwargs):
         if name.split(".")[0] == "transformers":
-            raise ImportError(name)
+            raise error
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    assert "pip install 'torchround[transformers]'" in refusal({"model_type": "qwen2"})
+    found = refusal({"model_type": "qwen2"})
+    assert message in found
+    assert "torchround[transformers]'" in found
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.1")
     message = refusal({"model_type": "qwen2"})
     assert "transformers 4.57.1 is too old" in message
-    assert ".".join(map(str, construction.OLDEST)) in message
+    oldest = ".".join(map(str, construction.OLDEST))
+    assert oldest in message
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'\ntransformers = ["transformers>={oldest}"]\n' in project
 
 
-def test_a_router_loss_that_is_left_out_is_said(caplog):
+def test_a_router_loss_that_is_left_out_is_said_once(caplog):
     content = toy_config("mixtral").to_dict() | {"output_router_logits": True}
-    model = FAMILY.build(FAMILY.config_from_hf(content))
-    assert "trains without it" in caplog.text
+    config = FAMILY.config_from_hf(content)
+    model = FAMILY.build(config)
+    FAMILY.hf_names(config)
+    assert caplog.text.count("trains without it") == 1
     assert all(buffer.device == torch.device("cpu") for buffer in model.constants())

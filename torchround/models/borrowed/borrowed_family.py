@@ -70,7 +70,7 @@ class BorrowedFamily:
 
     def config_from_hf(self, content: Mapping[str, Any]) -> BorrowedConfig:
         """Read the content of a `config.json`. Raises `ModelConfigError`."""
-        config = read_config(content)
+        config = read_config(content, warns=True)
         return BorrowedConfig(
             content=MappingProxyType(dict(content)),
             model_type=config.model_type,

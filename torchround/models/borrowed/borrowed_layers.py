@@ -169,7 +169,7 @@ class BorrowedHead(BorrowedLayer):
         if self.projection is not None:
             weight = self.core.get_submodule(self.projection).weight
             return token_loss_sum(flat, weight, labels, micro_batch.loss_factor)  # type: ignore[arg-type]
-        return any_loss_sum(self.project, flat, labels, self._weights())
+        return any_loss_sum(self.project, flat, labels, self._weights(), micro_batch.loss_factor)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""

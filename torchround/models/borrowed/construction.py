@@ -29,8 +29,11 @@ SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 RANDOM_KEYS = ("drop", "jitter")
 
 
-def read_config(content: Mapping[str, Any]) -> Any:
-    """Return the config object of `transformers` for the content of a `config.json`. Raises `ModelConfigError`."""
+def read_config(content: Mapping[str, Any], warns: bool = False) -> Any:
+    """Return the config object of `transformers` for the content of a `config.json`. Raises `ModelConfigError`.
+
+    `warns` is for the first reader of a config: others read it again for each use.
+    """
     auto = _auto_classes()
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in auto.CONFIG_MAPPING:
@@ -48,10 +51,11 @@ def read_config(content: Mapping[str, Any]) -> Any:
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
     _refuse_config(config, model_type, auto)
     if getattr(config, "output_router_logits", False):
-        logger.warning(
-            "config.json turns the balance loss of the router on (output_router_logits): a model of family "
-            '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
-        )
+        if warns:
+            logger.warning(
+                "config.json turns the balance loss of the router on (output_router_logits): a model of family "
+                '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
+            )
         config.output_router_logits = False
     return config
 
@@ -216,8 +220,12 @@ def _auto_classes() -> Any:
     try:
         import transformers
         from transformers.models.auto import configuration_auto, modeling_auto
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise _broken(error) from error
         raise ModelConfigError(MISSING) from error
+    except ImportError as error:
+        raise _broken(error) from error
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ModelConfigError(
             f"transformers {transformers.__version__} is too old; the oldest that works is "
@@ -229,6 +237,13 @@ def _auto_classes() -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
     return Auto
+
+
+def _broken(error: ImportError) -> ModelConfigError:
+    return ModelConfigError(
+        f'model.family = "transformers": the installed package cannot be imported ({error}); '
+        "pip install -U 'torchround[transformers]'"
+    )
 
 
 def _version() -> str:
