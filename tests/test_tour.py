@@ -25,12 +25,21 @@ def stops() -> list[tuple[str, str]]:
 
 
 def imported_files(file: str) -> set[str]:
-    """Return the files of the package that a file imports."""
+    """Return the files of the package that a file imports, by itself or through a file that offers their names."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for module, name in imports_from(file):
+        names |= {module, f"{module}.{name}"}
+        offered_by = f"{module.replace('.', '/')}.py"
+        if module.startswith("torchround.") and (ROOT / offered_by).is_file():
+            names |= {source for source, offered in imports_from(offered_by) if offered == name}
     return {f"{name.replace('.', '/')}.py" for name in names}
+
+
+def imports_from(file: str) -> list[tuple[str, str]]:
+    """Return module and name of each `from module import name` in a file."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return [(node.module or "", alias.name) for node in found for alias in node.names]
 
 
 def test_the_tour_has_few_files_and_each_is_joined_to_an_earlier_one_by_an_import() -> None:

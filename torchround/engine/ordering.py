@@ -30,6 +30,7 @@ weights that changed.)
 | `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
 | `KEPT` | `worker/kept_transfers.py` | pass, layer, micro-batch | `HostTensors` that the layer keeps, or None | D | D |
 | `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: sum of token losses | D | C, O |
+| `OUTPUT` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: what the last layer returned | D | C |
 | `FILE_RANGES` | `worker/file_reader.py` | upload, device | ranges of weights in files, to be read | D | R |
 | `FILE_BUFFER` | `worker/file_reader.py` | buffer, device | content of the next range | R | D |
 | `FILE_BUFFER_UPLOADED` | `worker/file_reader.py` | buffer, device | `Event` of its upload | D | R |

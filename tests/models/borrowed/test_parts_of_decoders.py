@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
+from torchround.models.borrowed import remembering
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.without_memory import no_memory
 
@@ -145,6 +146,39 @@ def test_a_loss_in_chunks_has_the_loss_and_gradients_of_one_piece(frozen):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert not any_loss_sum(logits_of, hidden, labels, [weight]).requires_grad
+
+
+def test_gradients_of_a_loss_in_chunks_are_scaled_where_they_are_made():
+    """Unscaled, the gradients of this loss are below the smallest number of float16."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(6, 8, generator=generator).half().requires_grad_()
+    weight = torch.randn(11, 8, generator=generator).half().requires_grad_()
+    labels, factor = torch.randint(0, 11, (6,), generator=generator), 2.0**12
+
+    def logits_of(states):
+        return 2.0**-30 * (states.float() @ weight.T.float())
+
+    (factor * any_loss_sum(logits_of, hidden, labels, [weight], factor)).backward()
+    exact = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    F.cross_entropy(2.0**-30 * (exact[0] @ exact[1].T), labels, reduction="sum").mul(factor).backward()
+    for one, other in zip((hidden, weight), exact, strict=True):
+        # Half the distance between two of the smallest numbers of float16, and fp32 rounding beside it.
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=2.0**-10, atol=0.51 * 2.0**-24)
+        assert one.grad.count_nonzero() > one.numel() / 2
+
+
+def test_a_block_remembers_only_if_a_text_can_be_continued(monkeypatch):
+    def too_late(config, past):
+        raise ValueError("this body takes no cache that holds something")
+
+    shell = cut("qwen2").layers.layers[1].shell
+    assert remembering.remembers(shell, 0)
+    shell.takes_cache = None
+    lengths_of = remembering.lengths_of
+    monkeypatch.setattr(
+        remembering, "lengths_of", lambda config, past: (too_late if past else lengths_of)(config, past)
+    )
+    assert not remembering.remembers(shell, 0)
 
 
 def test_a_meter_counts_products_memory_and_random_numbers():

@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_rotations_of_two_lengths_hold_up_to_the_shorter_one():
         model.layers[1].work(1, 65, 4, "cpu")
 
 
+def test_sequences_end_with_the_table_of_positions():
+    model = FAMILY.build(FAMILY.config_from_hf(toy_config("gpt2", max_position_embeddings=48).to_dict()))
+    assert [layer.longest for layer in model.layers] == [48] * len(model.layers)
+    assert model.layers[0].work(1, 48, 4, "cpu").boundary_bytes > 0
+    with pytest.raises(
+        ModelConfigError, match=re.escape("no row for a later position; legal: training.seq_len up to 48")
+    ):
+        model.layers[0].work(1, 49, 4, "cpu")
+
+
+def test_experts_of_a_width_that_the_grouped_product_does_not_take_are_refused():
+    def content(width):
+        return toy_config("qwen3_moe", moe_intermediate_size=width).to_dict()
+
+    assert "rows of 6 numbers, 24 bytes" in refusal(content(6))
+    model = FAMILY.build(FAMILY.config_from_hf(content(12)))
+    assert model.layers[1].work(1, 8, 4, "cpu").forward_flops > 0
+    with pytest.raises(ModelConfigError, match="rows of 12 numbers, 24 bytes"):
+        model.layers[1].work(1, 8, 2, "cpu")
+
+
 def test_code_of_a_folder_is_never_run():
     content = toy_config("qwen2").to_dict() | {
         "model_type": "mine",
@@ -93,27 +115,45 @@ def test_a_config_that_transformers_refuses_is_one_message():
     )
 
 
-def test_without_transformers_the_message_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module", name="transformers"), "which is not installed: pip install"),
+        (
+            ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"),
+            "(No module named 'tokenizers')",
+        ),
+        (ImportError("cannot import name 'is_x'", name="transformers.utils"), "(cannot import name 'is_x')"),
+    ],
+)
+def test_a_transformers_that_cannot_be_imported_is_one_message(monkeypatch, error, message):
     real = builtins.__import__
 
     def importing(name, *args, **kwargs):
         if name.split(".")[0] == "transformers":
-            raise ImportError(name)
+            raise error
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    assert "pip install 'torchround[transformers]'" in refusal({"model_type": "qwen2"})
+    found = refusal({"model_type": "qwen2"})
+    assert message in found
+    assert "torchround[transformers]'" in found
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.1")
     message = refusal({"model_type": "qwen2"})
     assert "transformers 4.57.1 is too old" in message
-    assert ".".join(map(str, construction.OLDEST)) in message
+    oldest = ".".join(map(str, construction.OLDEST))
+    assert oldest in message
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'\ntransformers = ["transformers>={oldest}"]\n' in project
 
 
-def test_a_router_loss_that_is_left_out_is_said(caplog):
+def test_a_router_loss_that_is_left_out_is_said_once(caplog):
     content = toy_config("mixtral").to_dict() | {"output_router_logits": True}
-    model = FAMILY.build(FAMILY.config_from_hf(content))
-    assert "trains without it" in caplog.text
+    config = FAMILY.config_from_hf(content)
+    model = FAMILY.build(config)
+    FAMILY.hf_names(config)
+    assert caplog.text.count("trains without it") == 1
     assert all(buffer.device == torch.device("cpu") for buffer in model.constants())

@@ -19,21 +19,38 @@ from torchround.models.common.loss import DIFFERENTIATED, chunk_tokens
 LogitsOf = Callable[[Tensor], Tensor]
 
 
-def any_loss_sum(logits_of: LogitsOf, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def any_loss_sum(
+    logits_of: LogitsOf,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Sequence[Tensor],
+    loss_factor: float | None = None,
+) -> Tensor:
     """Add up `-log softmax(logits)[label]` over tokens to fp32 `[]`; ignored labels add nothing.
 
     `logits_of` maps `[1, n, D]` to `[1, n, V]` and may use only `weights`. `hidden` is `[N, D]`, `labels` `[N]` int64.
-    May be differentiated once.
+    May be differentiated once. `loss_factor` promises that the gradient of the result is this number: gradients are
+    then computed with it from the start, because unscaled ones are too small for float16.
     """
-    return _AnyLoss.apply(logits_of, torch.is_grad_enabled(), labels, hidden, *weights)
+    return _AnyLoss.apply(logits_of, loss_factor, torch.is_grad_enabled(), labels, hidden, *weights)
 
 
 class _AnyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_of: LogitsOf, grad_enabled: bool, labels: Tensor, hidden: Tensor, *weights: Tensor
+        ctx: Any,
+        logits_of: LogitsOf,
+        loss_factor: float | None,
+        grad_enabled: bool,
+        labels: Tensor,
+        hidden: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[3:]]
+        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[4:]]
+        ctx.is_scaled = loss_factor is not None
+        factor = None
+        if loss_factor is not None:
+            factor = torch.full((), loss_factor, dtype=torch.float32, device=hidden.device)
         trained = [weight for weight, wanted in zip(weights, wants[1:], strict=True) if wanted]
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
@@ -49,7 +66,7 @@ class _AnyLoss(torch.autograd.Function):
             losses.append(loss.detach())
             if any(wants):
                 leaves = [*([chunk] if wants[0] else []), *trained]
-                found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+                found = list(torch.autograd.grad(loss, leaves, factor, allow_unused=True))
                 if grad_hidden is not None:
                     grad_hidden[rows] = found.pop(0)
                 for total, grad in zip(totals, found, strict=True):
@@ -68,4 +85,6 @@ class _AnyLoss(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise RuntimeError(DIFFERENTIATED)
-        return None, None, None, *(None if grad is None else grad.mul_(grads[0]) for grad in found)
+        if not ctx.is_scaled:
+            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
+        return None, None, None, None, *found

@@ -22,13 +22,18 @@ MISSING = (
     "pip install 'torchround[transformers]'"
 )
 OLDEST = (5, 20)
+# A table of positions may begin with so many rows that are no position.
+PADDING_ROWS = 2
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Parts of the keys of a config.json whose value above 0 makes a layer draw random numbers while it is trained.
 RANDOM_KEYS = ("drop", "jitter")
 
 
-def read_config(content: Mapping[str, Any]) -> Any:
-    """Return the config object of `transformers` for the content of a `config.json`. Raises `ModelConfigError`."""
+def read_config(content: Mapping[str, Any], warns: bool = False) -> Any:
+    """Return the config object of `transformers` for the content of a `config.json`. Raises `ModelConfigError`.
+
+    `warns` is for the first reader of a config: others read it again for each use.
+    """
     auto = _auto_classes()
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in auto.CONFIG_MAPPING:
@@ -46,10 +51,11 @@ def read_config(content: Mapping[str, Any]) -> Any:
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
     _refuse_config(config, model_type, auto)
     if getattr(config, "output_router_logits", False):
-        logger.warning(
-            "config.json turns the balance loss of the router on (output_router_logits): a model of family "
-            '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
-        )
+        if warns:
+            logger.warning(
+                "config.json turns the balance loss of the router on (output_router_logits): a model of family "
+                '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
+            )
         config.output_router_logits = False
     return config
 
@@ -146,16 +152,27 @@ def _refuse_config(config: Any, model_type: str, auto: Any) -> None:
             )
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Return the most tokens of a sequence for which rotations do not depend on the batch; None if there is no limit.
+def longest_sequence(config: Any, body: nn.Module) -> tuple[int, str] | None:
+    """Return the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
 
-    The rotations of `longrope` change, for a whole batch, with its first longer document.
+    The rotations of `longrope` change, for a whole batch, with its first longer document. A table with a row for each
+    position has no row for a later one.
     """
+    known = getattr(config, "max_position_embeddings", None)
+    of_tokens = body.get_input_embeddings()  # type: ignore[operator]
+    for path, module in body.named_modules():
+        if not known or not isinstance(module, nn.Embedding) or module is of_tokens:
+            continue
+        if known <= module.num_embeddings <= known + PADDING_ROWS:
+            return int(known), f"its {path} has no row for a later position"
     for table in _rope_tables(config):
         if table.get("rope_type") == "longrope":
             own = table.get("original_max_position_embeddings")
             limit = own or getattr(config, "original_max_position_embeddings", None)
-            return int(limit or config.max_position_embeddings)
+            reason = (
+                "its rotations (rope_type longrope) change for a whole batch with its first longer document"
+            )
+            return int(limit or config.max_position_embeddings), reason
     return None
 
 
@@ -203,8 +220,12 @@ def _auto_classes() -> Any:
     try:
         import transformers
         from transformers.models.auto import configuration_auto, modeling_auto
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise _broken(error) from error
         raise ModelConfigError(MISSING) from error
+    except ImportError as error:
+        raise _broken(error) from error
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ModelConfigError(
             f"transformers {transformers.__version__} is too old; the oldest that works is "
@@ -216,6 +237,13 @@ def _auto_classes() -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
     return Auto
+
+
+def _broken(error: ImportError) -> ModelConfigError:
+    return ModelConfigError(
+        f'model.family = "transformers": the installed package cannot be imported ({error}); '
+        "pip install -U 'torchround[transformers]'"
+    )
 
 
 def _version() -> str:

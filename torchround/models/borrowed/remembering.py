@@ -20,6 +20,9 @@ from torchround.models.borrowed.counted_work import DTYPES
 from torchround.models.borrowed.shell import BlockCall, Shell
 from torchround.models.borrowed.without_memory import call_with, fake_parameters, no_memory
 
+# Tokens so far, and new ones: the start of a text, and a token that continues it.
+PROBES = ((0, 3), (3, 1))
+
 
 class BlockMemory:
     """The cache of block `index`. It grows as the block is called, without a limit of its own."""
@@ -97,13 +100,14 @@ def real_tokens(micro_batch: MicroBatch, past: int) -> Tensor:
 def remembers(shell: Shell, index: int) -> bool:
     """Return whether block `index` takes a cache. Decided for all blocks of a model once."""
     if shell.takes_cache is None:
-        found = [False] * shell.num_blocks
+        shell.takes_cache = (False,) * shell.num_blocks
         # A model that transformers itself cannot continue so: any exception of its code means that.
         with suppress(Exception):
-            for past, tokens in ((0, 3), (3, 1)):
-                calls, lengths = calls_with_past(shell, *_probe(shell, tokens, past), past)
-                found = [_has(call, lengths) for call in calls]
-        shell.takes_cache = tuple(found)
+            found = [calls_with_past(shell, *_probe(shell, tokens, past), past) for past, tokens in PROBES]
+            shell.takes_cache = tuple(
+                all(_has(calls[number], lengths) for calls, lengths in found)
+                for number in range(shell.num_blocks)
+            )
     return shell.takes_cache[index]
 
 
