@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchround import Pipeline
+from torchround.engine.errors import EngineUsageError
 from torchround.library.module_layer import wrap
 from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_training
 
@@ -149,3 +151,55 @@ def test_a_loss_is_a_callable_without_parameters() -> None:
         check_loss(linear())
     with pytest.raises(PipelineUsageError, match="loss_fn is 3; give a callable"):
         check_loss(3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": "fast"}, "lr = 'fast'"),
+        ({"lr": -1.0}, "lr = -1.0"),
+        ({"max_norm": float("nan")}, "max_norm = nan"),
+        ({"devices": 0}, "devices = 0"),
+        ({"devices": "cuda"}, "devices = 'cuda'"),
+        ({"partition": 3}, "partition = 3"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "give the class"),
+        ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, "SGD has no betas"),
+    ],
+)
+def test_settings_that_are_not_legal_are_refused_at_once(settings, message) -> None:
+    with pytest.raises(PipelineUsageError, match=message):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), **settings)
+
+
+def test_a_net_without_trained_parameters_computes_but_does_not_train() -> None:
+    with Pipeline(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)) as pipeline:
+        assert pipeline.forward(torch.ones(2, 2)).shape == (2, 2)
+        with pytest.raises(PipelineUsageError, match="no parameter of the net is trained"):
+            pipeline.forward_backward(torch.ones(2, 2), None, lambda outputs, _: outputs.sum())
+
+
+def test_a_closed_pipeline_takes_no_batch() -> None:
+    with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
+        pipeline.forward(torch.ones(2, 2))
+    with pytest.raises(EngineUsageError, match="closed"):
+        pipeline.forward(torch.ones(2, 2))
+    assert pipeline.state_dict()["0.weight"].shape == (2, 2)
+
+
+def test_a_failing_loss_is_named() -> None:
+    def broken(outputs, labels):
+        raise ValueError("no labels")
+
+    with (
+        Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline,
+        pytest.raises(PipelineUsageError, match=r"loss_fn \(broken\) failed: ValueError: no labels"),
+    ):
+        pipeline.forward_backward(torch.ones(2, 2), None, broken)
+
+
+def test_a_step_that_was_left_out_is_told(caplog) -> None:
+    with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
+        pipeline.forward_backward(torch.full((2, 2), float("nan")), None, lambda outputs, _: outputs.sum())
+        pipeline.step()
+        pipeline.state_dict()
+    assert "the update of step 1 was left out: the loss is not finite" in caplog.text

@@ -14,7 +14,7 @@ from torchround.engine.store.bundles import owner_of
 from torchround.layer import LayeredModel
 from torchround.library.refusals import PipelineUsageError, layer_text
 from torchround.library.sample_batch import LossFn, SampleBatch
-from torchround.library.seeds import drawing
+from torchround.library.seeds import UnseededDrawError, drawing
 
 # The attribute of a `ModuleLayer` that holds the user's module, and so the first part of its parameters' paths.
 MEMBER = "module"
@@ -105,8 +105,13 @@ def loss_of(loss_fn: LossFn, output: Any, labels: Any) -> Tensor:
         devices = [leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         device = devices[0] if devices else buffer.device
         loss_fn = loss_fn if buffer.device == device else copy.deepcopy(loss_fn).to(device)
-    loss = loss_fn(output, labels)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    try:
+        loss = loss_fn(output, labels)
+    except (MemoryError, torch.OutOfMemoryError, UnseededDrawError):
+        raise
+    except Exception as error:
+        raise PipelineUsageError(f"loss_fn ({name}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = (
             f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

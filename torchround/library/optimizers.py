@@ -15,6 +15,8 @@ from torchround.library.module_layer import WrappedNet
 from torchround.library.refusals import PipelineUsageError
 from torchround.optim import HostOptimizer, HostOptimizerError
 
+OUR_BETAS, OUR_EPS = (0.9, 0.999), 1e-8
+
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -46,12 +48,12 @@ def choose_optimizer(
     *,
     lr: float,
     weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
+    betas: tuple[float, float] | None,
+    eps: float | None,
 ) -> OptimizerChoice:
     """Return the optimizer that is asked for. Raises `PipelineUsageError` if there is no such one.
 
-    A class gets the named parameters, `lr` and, if it has them, `weight_decay`, `betas` and `eps`. Undecayed parameters
+    A class gets the named parameters, `lr`, `weight_decay` if it has one, and `betas` and `eps` if they are given. Undecayed parameters
     are a group of their own. Any other callable gets the named parameters alone and sees to weight decay itself.
     """
     plain: dict[str, str] = {}
@@ -62,7 +64,14 @@ def choose_optimizer(
             raise PipelineUsageError(
                 f'optimizer = {asked!r}; legal: "adamw", a class of torch.optim, or a callable of named parameters'
             )
-        return OptimizerChoice(OptimizerTable(betas=betas, eps=eps, weight_decay=weight_decay))
+        eps = OUR_EPS if eps is None else eps
+        return OptimizerChoice(OptimizerTable(betas=betas or OUR_BETAS, eps=eps, weight_decay=weight_decay))
+    if isinstance(asked, torch.optim.Optimizer):
+        name = type(asked).__name__
+        raise PipelineUsageError(
+            f"optimizer is an object of {name}, which updates other tensors than the host weights; give the class "
+            f"(optimizer=torch.optim.{name}, lr=...), or a callable: optimizer=lambda named: torch.optim.{name}(named, ...)"
+        )
     if not callable(asked):
         raise PipelineUsageError(f"optimizer = {asked!r} is neither a class of torch.optim nor a callable")
 
@@ -73,7 +82,11 @@ def choose_optimizer(
     if not inspect.isclass(asked):
         return OptimizerChoice(None, HostOptimizer(lambda named: asked(renamed(named))))
     known = inspect.signature(asked).parameters
-    options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    for name, value in (("betas", betas), ("eps", eps)):
+        if value is not None and name not in known:
+            raise PipelineUsageError(f"{asked.__name__} has no {name}; leave it out")
+        options |= {} if value is None else {name: value}
     if weight_decay and "weight_decay" not in known:
         raise PipelineUsageError(f"{asked.__name__} has no weight_decay; leave it out")
     given = {name: value for name, value in options.items() if name in known}

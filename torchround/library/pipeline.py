@@ -9,6 +9,7 @@ The weights live in host memory. The first batch is run layer by layer on the ho
 cannot work is refused by name, and so that the stages are cut from measured costs.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -37,12 +38,22 @@ from torchround.library.model_state import (
 from torchround.library.module_layer import store_dtype, wrap
 from torchround.library.optimizers import OptimizerChoice, choose_optimizer
 from torchround.library.probe import probe
-from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_training
+from torchround.library.refusals import (
+    PipelineUsageError,
+    check_loss,
+    check_net,
+    check_number,
+    check_settings,
+    check_trained,
+    check_training,
+)
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
 from torchround.library.seeds import INFERENCE
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.run.hardware import Hardware, find_hardware
+
+logger = logging.getLogger(__name__)
 
 
 class PendingLoss:
@@ -68,7 +79,9 @@ class Pipeline:
     - `devices`: how many, accelerators if PyTorch sees any and otherwise virtual devices on the CPU; or a list of `Device`.
     - `optimizer`: `"adamw"`, a class of `torch.optim`, or a callable that gets the named parameters and returns an
       optimizer. Anything but `"adamw"` runs on the host, after the last gradient, and is slower.
-    - `lr`, `weight_decay`, `betas`, `eps`: as in `torch.optim.AdamW`. Weight decay is for all parameters but `no_decay`.
+    - `lr`, `weight_decay`: as in `torch.optim`, but without weight decay if none is asked for, also for a class that has
+      one by default. It is for all parameters but `no_decay`.
+    - `betas`, `eps`: (0.9, 0.999) and 1e-8 for `"adamw"` if not given; a class of `torch.optim` has its own defaults.
     - `max_norm`: bound of the norm of the whole gradient; 0 is no bound.
     - `update`: `"sync"` as a plain loop; `"async"` computes with weights that are one step old, and devices never wait.
     - `seed`: seed of the layers' random numbers.
@@ -86,8 +99,8 @@ class Pipeline:
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         no_decay: Collection[str] = (),
         update: str = "sync",
         seed: int = 0,
@@ -96,8 +109,7 @@ class Pipeline:
         takes_over: bool = False,
     ) -> None:
         check_net(net)
-        if update not in ("sync", "async"):
-            raise PipelineUsageError(f'update = {update!r}; legal: "sync", "async"')
+        check_settings(update, partition, lr=lr, weight_decay=weight_decay, max_norm=max_norm)
         names = dict(net.named_parameters(remove_duplicate=False))
         if unknown := sorted(set(no_decay) - names.keys()):
             raise PipelineUsageError(f"no_decay names {', '.join(unknown)}, which the net does not have")
@@ -127,7 +139,8 @@ class Pipeline:
         self._is_for_training = False
         self._calls = self._forwards = 0
         self._last: StepResult | None = None
-        self._open = False  # a call's gradients wait for step()
+        self._open = self._is_closed = False  # open: a call's gradients wait for step()
+        self._unread: list[StepResult] = []  # steps whose update has not been looked at
         self._host_parameters: dict[str, nn.Parameter] = {}
 
     # Training.
@@ -154,6 +167,7 @@ class Pipeline:
             self._last = engine.forward_backward(batches, num_labels=1)
             self._calls += 1
             self._open = True
+            self._warn_of_skipped(keep=2)  # the engine has the updates of all steps before
             loss = PendingLoss(self._last)
             return loss if lazy else loss.value()
 
@@ -165,9 +179,13 @@ class Pipeline:
         """
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
+        if lr is not None:
+            check_number("lr", lr)
         with self._guarded():
             self._engine.step(self.lr if lr is None and self._choice.ours is not None else lr)
             self._open = False
+            assert self._last is not None, "a call came before the step"
+            self._unread.append(self._last)
 
     def grad_norm(self) -> float:
         """Wait for the last step, and return the norm of its gradient before clipping."""
@@ -251,7 +269,8 @@ class Pipeline:
     # Lifetime.
 
     def close(self) -> None:
-        """Finish all steps and end the threads. The weights stay readable."""
+        """Finish all steps and end the threads. The weights stay readable; no batch may follow."""
+        self._is_closed = True
         self._end_engine()
 
     def __enter__(self) -> "Pipeline":  # noqa: PYI034  (typing.Self needs Python 3.11)
@@ -261,12 +280,15 @@ class Pipeline:
         if kind is None:
             self.close()
         elif self._engine is not None:
+            self._is_closed = True
             self._engine.__exit__(kind, *rest)
 
     # Inside.
 
     def _engine_for(self, batches: Sequence[SampleBatch]) -> Engine:
         """Return the engine, after a probe with the first micro-batch if this is the first call of its kind."""
+        if self._is_closed:
+            raise EngineUsageError("the pipeline is closed; make a new one from its state_dict()")
         trains = batches[0].is_training
         if self._engine is not None and (self._is_for_training or not trains):
             return self._engine
@@ -274,6 +296,7 @@ class Pipeline:
         model = self._wrapped.model
         if trains:
             check_training(self._wrapped.members())
+            check_trained(self._wrapped.members().values())
         # Copies, because a layer that changes its input must not change the caller's.
         copies = tuple(part.clone() for part in batches[0].parts)
         measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies))
@@ -303,8 +326,18 @@ class Pipeline:
         if self._engine is not None:
             with self._guarded():
                 self._engine.drain()
+                self._warn_of_skipped()
+
+    def _warn_of_skipped(self, keep: int = 0) -> None:
+        """Warn of each step but the last `keep` whose update was left out. Their updates have ended."""
+        while len(self._unread) > keep:
+            result = self._unread.pop(0)
+            if (update := result.update()).skipped:
+                why = update.fault or "the gradient is not finite; the loss scale falls"
+                logger.warning("the update of step %d was left out: %s", result.step + 1, why)
 
     def _end_engine(self) -> None:
+        self._drain()
         engine, self._engine, self._open = self._engine, None, False
         if engine is not None:
             engine.close()
@@ -312,11 +345,11 @@ class Pipeline:
 
 def _find_devices(devices: int | Sequence[Device], memory_gib: float | None) -> tuple[Hardware, list[Device]]:
     """Return the devices and what is known of them."""
-    if isinstance(devices, int):
+    if isinstance(devices, int) and devices > 0:
         hardware = find_hardware(EngineTable(num_devices=devices, device_memory_gib=memory_gib))
         return hardware, hardware.make_devices()
-    if not devices:
-        raise PipelineUsageError("devices is an empty list")
+    if not isinstance(devices, Sequence) or not devices or isinstance(devices, str):
+        raise PipelineUsageError(f"devices = {devices!r}; give a number from 1 on, or a list of devices")
     kind = devices[0].torch_device.type
     limit = None if memory_gib is None else int(memory_gib * GIB)
     return Hardware(kind, len(devices), limit), list(devices)

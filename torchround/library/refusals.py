@@ -1,6 +1,7 @@
 """What cannot work in `torchround.Pipeline`, found before a layer runs: each message names the layer and the remedy."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchround.engine.errors import EngineUsageError
+from torchround.pipeline.partition import Partition
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes of a module that hold its hooks, with what each kind is called.
@@ -150,6 +152,22 @@ def hidden_in(value: Any, depth: int = 3) -> Any:
     return None
 
 
+def check_settings(update: object, partition: object, **numbers: object) -> None:
+    """Raise `PipelineUsageError` for settings of a pipeline that are not legal. `numbers` must not be negative."""
+    if update not in ("sync", "async"):
+        raise PipelineUsageError(f'update = {update!r}; legal: "sync", "async"')
+    if partition is not None and not isinstance(partition, Partition):
+        raise PipelineUsageError(f"partition = {partition!r}; give a torchround.Partition, or None")
+    for name, value in numbers.items():
+        check_number(name, value)
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise `PipelineUsageError` if a setting is no finite number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise PipelineUsageError(f"{name} = {value!r}; legal: a finite number from 0 on")
+
+
 def check_training(net_layers: Mapping[str, nn.Module]) -> None:
     """Raise `PipelineUsageError` for layers, by name, that change their own state while they train."""
     for name, layer in net_layers.items():
@@ -162,6 +180,14 @@ def check_training(net_layers: Mapping[str, nn.Module]) -> None:
                     "micro-batches; use nn.GroupNorm or nn.LayerNorm, or freeze the statistics with .eval() "
                     "before the net is given"
                 )
+
+
+def check_trained(net: Iterable[nn.Module]) -> None:
+    """Raise `PipelineUsageError` if no layer has a parameter to train."""
+    if not any(parameter.requires_grad for layer in net for parameter in layer.parameters()):
+        raise PipelineUsageError(
+            "no parameter of the net is trained (requires_grad); forward() computes outputs without training"
+        )
 
 
 def check_loss(loss_fn: Any) -> None:
