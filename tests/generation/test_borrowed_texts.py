@@ -70,6 +70,17 @@ def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):
     assert found == their_texts(theirs, texts(50), MAX_TOKENS)
 
 
+def test_a_prompt_that_is_too_long_for_the_table_of_positions_is_refused(made):
+    _, engine = made("qwen2", 1)
+    with engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.engine.model.layers[0].shell, "longest", (40, "a reason"))
+        assert len(engine.generate([[5] * 32], max_tokens=8)[0]) == 8
+        # The second is short enough, and its padding is not.
+        for length, max_tokens in ((32, 9), (33, 2)):
+            with pytest.raises(ValueError, match="this model takes sequences of 40 tokens"):
+                engine.generate([[5] * length], max_tokens=max_tokens)
+
+
 @pytest.mark.parametrize("kind", QUICK)
 def test_the_memory_of_a_sequence_is_what_was_counted(made, kind):
     _, engine = made(kind, 1)

@@ -139,6 +139,17 @@ def test_heads_for_several_tokens_that_transformers_leaves_out_are_redundant(toy
     assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
 
 
+def test_a_machine_that_holds_a_part_of_the_weights_reads_that_part(toys):
+    toy = toys("qwen2")
+    weights = read(toy, toy.folder)
+    whole, part = filled(toy, weights), {}
+    for name in list(whole)[::3]:
+        part[name] = torch.zeros_like(whole[name])
+    weights.load(part)
+    assert part and all(torch.equal(part[name], whole[name]) for name in part)
+    assert 0 < weights.bytes_of(part) < weights.bytes_of(whole)
+
+
 def test_an_expert_that_is_missing_is_named(toys, tmp_path):
     toy = toys("qwen3_moe")
     lost = "model.layers.1.mlp.experts.2.up_proj.weight"

@@ -44,7 +44,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": None}
-        | {"moe_intermediate_size": 6, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
+        | {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
     ),
 }
 

@@ -50,7 +50,7 @@ class LayerCompiler:
     """
 
     def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
-        self._is_required = is_required
+        self.is_required = is_required
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
@@ -99,7 +99,7 @@ class LayerCompiler:
                     if missing is not None:
                         logger.warning(
                             "%s: no layer can be compiled (%s); they %s",
-                            _setting(self._is_required),
+                            _setting(self.is_required),
                             missing,
                             COST,
                         )

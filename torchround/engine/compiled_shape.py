@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchround import keeping
-from torchround.engine.worker.structure import as_hidden, as_tuple
+from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, flatten
 from torchround.layer import KEEPABLE, Hidden, MicroBatch
 
 
@@ -54,9 +54,12 @@ class CompiledShape:
         inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
         with torch.set_grad_enabled(any(self._wants)):
             output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
+        outputs, structure = flatten(output)
+        if structure not in (SINGLE, FLAT):
+            raise TypeError("it returns a nested value; compiled code returns a tensor or a tuple of tensors")
         # Device threads share this object; every one of them writes the same value here.
-        self._single = isinstance(output, Tensor)
-        return inner, as_tuple(output)
+        self._single = structure is SINGLE
+        return inner, outputs
 
     def backward(
         self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]

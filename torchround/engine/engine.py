@@ -113,7 +113,8 @@ class Engine:
         buffers = (sizes, len(model.layers), store, self.pool, self.devices, kept, for_gradients)
         self._reservation = BufferReservation(*buffers, self.settings.accumulates)
         of_passes = (self._board, self.pool, self._reservation, self._synchronize)
-        self._maker = PassMaker(store, partition, *of_passes)
+        is_compiled = self.settings.compiler is not None and self.settings.compiler.is_required
+        self._maker = PassMaker(store, partition, *of_passes, is_compiled)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from torchround.keeping import KeptActivationError
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.partition import KeptNames
 
@@ -44,6 +45,17 @@ class KeptLayers:
         if key not in self._counted:
             self._counted[key] = self._count(layer, shape)
         return self._counted[key]
+
+    def refuse_none(self, layer: int) -> None:
+        """Raise `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
+
+        Compiled layers record by code that a compiler may refuse, so they are recomputed.
+        """
+        if not self._compiles:
+            raise KeptActivationError(
+                f"layer {self._layer_names[layer]} is to keep {', '.join(self.names_of(layer))}, but it names no such part "
+                "by torchround.keeping.keep; leave the layer out of the settings' kept"
+            )
 
     def warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
         """Say once that a layer recorded nothing, or more than was counted for it, so that it is recomputed instead."""

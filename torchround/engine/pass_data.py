@@ -70,10 +70,14 @@ def read_output(boundary: HostTensors, pool: HostPool) -> Hidden:
     return unflatten(copies, packing.structure)
 
 
-def check_micro_batches(micro_batches: Sequence[Batch]) -> str | None:
-    """Return what is wrong with the micro-batches of a pass, or None."""
+def check_micro_batches(micro_batches: Sequence[Batch], is_compiled: bool = False) -> str | None:
+    """Return what is wrong with the micro-batches of a pass, or None. `is_compiled` says that layers have to be compiled."""
     if not micro_batches:
         return "a pass needs at least one micro-batch"
+    if is_compiled and (others := {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}):
+        return (
+            f"compiled layers take a MicroBatch, not {', '.join(sorted(others))}; give the engine no compiler"
+        )
     for index, micro_batch in enumerate(micro_batches):
         problem = micro_batch.problem()
         if problem is not None:

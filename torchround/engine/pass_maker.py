@@ -23,7 +23,10 @@ from torchround.pipeline.partition import Partition, StageTask
 
 
 class PassMaker:
-    """The maker of an engine's passes, numbered in their order. `synchronize` waits for an event of a device."""
+    """The maker of an engine's passes, numbered in their order. `synchronize` waits for an event of a device.
+
+    `is_compiled` says that the layers have to be compiled.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class PassMaker:
         pool: HostPool,
         reservation: BufferReservation,
         synchronize: Callable[[Event], None],
+        is_compiled: bool = False,
     ) -> None:
         self._store = store
         self._partition = partition
@@ -40,6 +44,7 @@ class PassMaker:
         self._pool = pool
         self._reservation = reservation
         self._synchronize = synchronize
+        self._is_compiled = is_compiled
         self._next_pass = 0
 
     def make(
@@ -58,7 +63,7 @@ class PassMaker:
         Raises `EngineUsageError`.
         """
         before = under_way.last_shape
-        problem = check_micro_batches(batches) if tasks else None
+        problem = check_micro_batches(batches, self._is_compiled) if tasks else None
         if problem is not None:
             raise EngineUsageError(problem)
         training, store = share is not None, self._store

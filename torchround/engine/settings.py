@@ -54,6 +54,7 @@ class EngineSettings:
             raise EngineUsageError(
                 f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
             )
+        self._check_compiled(model)
         if not store.is_consistent:
             raise EngineUsageError(
                 "the host store mixes two weight versions; load a checkpoint into it first"
@@ -89,3 +90,14 @@ class EngineSettings:
             raise EngineUsageError(
                 "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
             )
+
+    def _check_compiled(self, model: LayeredModel) -> None:
+        """Raise `EngineUsageError` for layers that cannot be compiled, if they have to be."""
+        if self.compiler is None or not self.compiler.is_required:
+            return
+        for name, layer in zip(model.names, model.layers, strict=True):
+            if next(layer.buffers(), None) is not None and not getattr(layer, "never_compiled", False):
+                raise EngineUsageError(
+                    f"layer {name} ({type(layer).__name__}) holds buffers, which compiled code cannot take; give it an "
+                    "attribute never_compiled = True, or the engine no compiler"
+                )

@@ -49,10 +49,11 @@ def generate(
 
     `batch_size` sequences are under way at a time. `cache_bytes` is the memory that each device has for keys and values:
     None is no limit, 0 reads the whole text again for each token. Fewer sequences are under way if it is too small for
-    all of them. The model's last layer must give logits (`MicroBatch.wants`). Raises `ValueError` for an empty prompt,
-    and for logits that are not numbers.
+    all of them. The model's last layer must give logits (`MicroBatch.wants`). Raises `ValueError` for an empty prompt, for
+    one that is too long for the model, and for logits that are not numbers.
     """
     _check(prompts, max_tokens, batch_size)
+    _check_lengths(engine, prompts, max_tokens)
     sampling = sampling or Sampling()
     seen: Counter[tuple[int, ...]] = Counter()
     sequences = []
@@ -207,3 +208,16 @@ def _check(prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -
         raise ValueError(f"max_tokens = {max_tokens}; legal: 0 or more")
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size}; legal: 1 or more")
+
+
+def _check_lengths(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise `ValueError` if a sequence could be longer than a layer allows."""
+    limits = [getattr(layer, "longest", None) for layer in engine.model.layers]
+    most = min((limit for limit in limits if limit is not None), default=NO_LIMIT)
+    longest = max(map(len, prompts), default=0)
+    # Padding in front of a text takes positions too.
+    if max(_padded(longest), longest + max_tokens) > most:
+        raise ValueError(
+            f"a prompt of {longest} tokens and its continuation of up to {max_tokens} are too long: this model takes "
+            f"sequences of {most} tokens, and prompts are padded to multiples of {PADDED_TOKENS}"
+        )

@@ -89,15 +89,14 @@ class PretrainedWeights:
         """Let `load` read these parameters alone; the others come from elsewhere."""
         self.names = {name: self.names[name] for name in parameters}
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that `load` reads from the files of the folder itself."""
+    def bytes_of(self, parameters: Collection[str]) -> int:
+        """Return the bytes that `load` reads from the files of the folder itself for these parameters."""
         return sum(
             self._tensors[part].nbytes
             for name, tensors in self.names.items()
             for tensor in names_in(tensors)
             for part in self._stored(tensor)
-            if name not in self._mapped
+            if name in parameters and name not in self._mapped
         )
 
     def fingerprint(self) -> str:
@@ -113,13 +112,14 @@ class PretrainedWeights:
         return digest.hexdigest()[:16] + others
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of all parameters in `names` that are not mapped, then the views of the adapters, if any.
+        """Fill `views` by parameter name, then the views of the adapters, if any. Mapped parameters are left out.
 
-        Shows a progress bar on a terminal.
+        A parameter without a view is not read: on several machines, each holds a part of what is trained. Shows a
+        progress bar on a terminal.
         """
-        with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
+        with _progress(self.folder, self.bytes_of(views)) as advance, TensorFiles() as files:
             for name, tensors in self.names.items():
-                if name in self._mapped:
+                if name in self._mapped or name not in views:
                     continue
                 for tensor, view in _parts(tensors, views[name]):
                     self._read(files, tensor, view)

@@ -1,5 +1,7 @@
 """Weights between machines: at the start of a run, after each update, and rewritten for a validation."""
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -10,15 +12,21 @@ from tests.support.frozen_base import frozen_model, mapped_store, write_base
 from tests.support.machines import run_machines
 from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.board import HandOverKey, WaitForHandOver
+from torchround.engine.exchange.group_exchange import GroupExchange
 from torchround.engine.exchange.start import received_bytes, share_weights
 from torchround.engine.exchange.weight_encoding import WeightEncoder
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
+from torchround.engine.exchange.weights import WeightExchange, WeightJob
+from torchround.engine.ordering import WEIGHTS
+from torchround.engine.passes import Pass
+from torchround.engine.results import StepResult
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Bundle, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.layer import LayeredModel
 from torchround.machines.changed_weights import EncodedWeights
-from torchround.machines.group import MachineGroup
+from torchround.machines.group import Machine, MachineGroup
 from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
@@ -108,6 +116,42 @@ def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: s
     options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
     assert_equal_to_one_machine(Case(batches, **options), 3)
     assert_equal_to_one_machine(Case([batch[:1] for batch in batches * 2], **options), 3)
+
+
+def test_weights_that_arrive_as_late_as_they_may_stop_no_step(monkeypatch) -> None:
+    """Machine 0 takes each version when its controller asks for it, or for the end of a step that reads it."""
+    asked: dict[int, threading.Event] = defaultdict(threading.Event)
+    collect, collected, receive = StepResult.collect, GroupExchange.collected, WeightExchange._receive
+
+    def note(version: int) -> None:
+        for earlier in range(version + 1):
+            asked[earlier].set()
+
+    def collecting(result: StepResult, is_open: bool = False) -> None:
+        if threading.current_thread().name == "node0":
+            note(result.pass_.version)
+        collect(result, is_open)
+
+    def waiting(exchange: GroupExchange, pass_: Pass, wait: WaitForHandOver) -> None:
+        def noting(key: HandOverKey) -> object:
+            if key.kind is WEIGHTS and threading.current_thread().name == "node0":
+                note(key.number)
+            return wait(key)
+
+        collected(exchange, pass_, noting)
+
+    def receiving(exchange: WeightExchange, peer: Machine, bundle: Bundle, job: WeightJob) -> None:
+        if exchange._group.rank == 0 and job.version < len(BATCHES):  # the last ones are never asked for
+            while not asked[job.version].wait(0.01):
+                exchange._board.raise_if_stopped()
+        receive(exchange, peer, bundle, job)
+
+    monkeypatch.setattr(StepResult, "collect", collecting)
+    monkeypatch.setattr(GroupExchange, "collected", waiting)
+    monkeypatch.setattr(WeightExchange, "_receive", receiving)
+    settings = {"hang_timeout_s": 20.0}  # a wait for a hand-over that is forgotten has no end
+    batches = [batch[:1] for batch in BATCHES * 2]
+    assert_equal_to_one_machine(Case(batches, store={"policy": ASYNC}, settings=settings), 3)
 
 
 # Only what an update changed.

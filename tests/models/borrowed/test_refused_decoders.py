@@ -70,6 +70,27 @@ def test_rotations_of_two_lengths_hold_up_to_the_shorter_one():
         model.layers[1].work(1, 65, 4, "cpu")
 
 
+def test_sequences_end_with_the_table_of_positions():
+    model = FAMILY.build(FAMILY.config_from_hf(toy_config("gpt2", max_position_embeddings=48).to_dict()))
+    assert [layer.longest for layer in model.layers] == [48] * len(model.layers)
+    assert model.layers[0].work(1, 48, 4, "cpu").boundary_bytes > 0
+    with pytest.raises(
+        ModelConfigError, match=re.escape("no row for a later position; legal: training.seq_len up to 48")
+    ):
+        model.layers[0].work(1, 49, 4, "cpu")
+
+
+def test_experts_of_a_width_that_the_grouped_product_does_not_take_are_refused():
+    def content(width):
+        return toy_config("qwen3_moe", moe_intermediate_size=width).to_dict()
+
+    assert "rows of 6 numbers, 24 bytes" in refusal(content(6))
+    model = FAMILY.build(FAMILY.config_from_hf(content(12)))
+    assert model.layers[1].work(1, 8, 4, "cpu").forward_flops > 0
+    with pytest.raises(ModelConfigError, match="rows of 12 numbers, 24 bytes"):
+        model.layers[1].work(1, 8, 2, "cpu")
+
+
 def test_code_of_a_folder_is_never_run():
     content = toy_config("qwen2").to_dict() | {
         "model_type": "mine",

@@ -118,9 +118,11 @@ class GroupExchange(StepExchange):
             wait(key)
 
     def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
-        # A machine without a micro-batch waits for no weights, and its receivers could be many steps late.
+        # A receiver may be late by as many versions as are kept, or by many where no device waits for weights. Until it
+        # has the newest version that this pass left room for, it asks for the last uploads of the version before those.
+        newest = pass_.version + self._store.policy.versions - 1
         for bundle in self._store.trained if pass_.training else ():
-            wait(WEIGHTS(pass_.version, bundle.index))
+            wait(WEIGHTS(newest, bundle.index))
 
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         self._weights.share_rewritten(version, wait)

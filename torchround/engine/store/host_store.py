@@ -79,6 +79,7 @@ class HostStore:
         self.keeps_moments = keeps_moments
         self.step = 0
         self.applied_updates = 0
+        self.refreshes = 0  # how often the weights were written as a whole
         self.is_consistent = True
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
@@ -120,9 +121,10 @@ class HostStore:
     def refresh_device_weights(self) -> None:
         """Derive every version of the owned device weights from the fp32 weights, once those are written.
 
-        A frozen bundle has no fp32 weights; its device weights stay as they are. The device weights of another
-        machine's bundles come from their owner.
+        A frozen bundle has no fp32 weights; its device weights stay as they are. A device that holds a copy of them then
+        uploads them again. The device weights of another machine's bundles come from their owner.
         """
+        self.refreshes += 1
         for bundle in self.owned:
             for device_weights in bundle.device_weights:
                 device_weights.copy_(bundle.authority)

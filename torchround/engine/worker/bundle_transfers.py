@@ -57,7 +57,9 @@ class WeightUpload:
         self._slot_number = slot_number
         self._next_range = 0
         self._done_elements = 0  # of the next range
-        if slot.frozen_weights is layout:
+        # Read before the weights: those that are written later come again.
+        self._content = layout, store.refreshes
+        if slot.frozen_weights == self._content:
             self._next_range = len(layout.weights)  # they are there since the stage before last
         self._reader = reader
         # By position among the stage's ranges: the pieces that the reader brings.
@@ -80,7 +82,7 @@ class WeightUpload:
         """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
         while not self.complete:
             self._enqueue(self.layout.weight_numel)
-        self.slot.frozen_weights = None if self._store.trained else self.layout
+        self.slot.frozen_weights = None if self._store.trained else self._content
         return self._device.record(Stream.WEIGHT_UPLOAD)
 
     @property

@@ -94,6 +94,8 @@ class KeptTransfers:
             self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
             kept = self._out.send(tensors, packing, 1, reads, buffer_bytes=counted_bytes or 0)
+        elif counted_bytes is None:
+            self._kept.refuse_none(layer)
         self._board.post(KEPT(pass_index, layer, m), kept)
 
     # The backward stage.

@@ -125,13 +125,14 @@ class DeviceSlot:
     """A flat device buffer, and the event after which its next writer may overwrite it.
 
     `taken` are the elements of the larger buffer that it takes, if it is a part of one. `frozen_weights` is the stage
-    whose weights are in it, if no weight of the model ever changes: they need not come again.
+    whose weights are in it, if the model trains none, and `HostStore.refreshes` at their upload. Until these grow, the
+    weights need not come again.
     """
 
     def __init__(self, memory: Tensor, taken: int = 0) -> None:
         self.memory = memory
         self.taken = taken
-        self.frozen_weights: StageLayout | None = None
+        self.frozen_weights: tuple[StageLayout, int] | None = None
         self.released: Event | None = None
         self._packing: Packing | None = None
         self._views: tuple[Tensor, ...] = ()

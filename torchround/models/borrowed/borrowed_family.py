@@ -109,7 +109,9 @@ class BorrowedFamily:
         model = build_on_meta(hf_config)
         parts = find_parts(model, hf_config)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        layers = _cut(parts, fit_of(parts, hf_config), model._init_weights, longest_sequence(hf_config))
+        layers = _cut(
+            parts, fit_of(parts, hf_config), model._init_weights, longest_sequence(hf_config, parts.body)
+        )
         own: dict[str, str] = {}
         seen: set[nn.Parameter] = set()
         for layer_name, layer in zip(layers.names, layers.layers, strict=True):
@@ -148,7 +150,7 @@ def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:
     return {stored: torch.float32 for stored, name in own.items() if parts and pattern.search(name)}
 
 
-def _cut(parts: Anatomy, fit: Fit, initialiser: Any, longest: int | None) -> LayeredModel:
+def _cut(parts: Anatomy, fit: Fit, initialiser: Any, longest: tuple[int, str] | None) -> LayeredModel:
     shell = Shell(parts.body, parts.blocks, fit.entries)
     shell.longest = longest
     calls: list[MetBlock] = []

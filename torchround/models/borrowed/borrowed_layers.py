@@ -49,6 +49,11 @@ class BorrowedLayer(nn.Module):
         self.__dict__["initialiser"] = initialiser
         self.shell = shell
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence; None if there is no limit."""
+        return None if self.shell.longest is None else self.shell.longest[0]
+
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the parameters as the model's own initialiser does, with numbers from `generator`."""
         with torch.no_grad(), _DrawFrom(generator):
@@ -67,13 +72,13 @@ class BorrowedLayer(nn.Module):
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the cost of the layer by running it without memory, once for each shape and kind of layer.
 
-        Raises `ModelConfigError` for sequences that are longer than the model's rotations allow.
+        Raises `ModelConfigError` for sequences that are longer than the model allows.
         """
-        longest = self.shell.longest
-        if longest is not None and tokens > longest:
+        if self.longest is not None and tokens > self.longest:
+            assert self.shell.longest is not None, "it says why there is a limit"
             raise ModelConfigError(
-                f"sequences of {tokens} tokens: the rotations of this model (rope_type longrope) change for a whole "
-                f"batch with its first document of more than {longest} tokens; legal: training.seq_len up to {longest}"
+                f"sequences of {tokens} tokens: this model takes {self.longest}, because {self.shell.longest[1]}; "
+                f"legal: training.seq_len up to {self.longest}"
             )
         key = (kind_of(self.core), batch, tokens, element_bytes)
         if key not in self.shell.counted:

@@ -22,6 +22,8 @@ MISSING = (
     "pip install 'torchround[transformers]'"
 )
 OLDEST = (5, 20)
+# A table of positions may begin with so many rows that are no position.
+PADDING_ROWS = 2
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Parts of the keys of a config.json whose value above 0 makes a layer draw random numbers while it is trained.
 RANDOM_KEYS = ("drop", "jitter")
@@ -150,16 +152,27 @@ def _refuse_config(config: Any, model_type: str, auto: Any) -> None:
             )
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Return the most tokens of a sequence for which rotations do not depend on the batch; None if there is no limit.
+def longest_sequence(config: Any, body: nn.Module) -> tuple[int, str] | None:
+    """Return the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
 
-    The rotations of `longrope` change, for a whole batch, with its first longer document.
+    The rotations of `longrope` change, for a whole batch, with its first longer document. A table with a row for each
+    position has no row for a later one.
     """
+    known = getattr(config, "max_position_embeddings", None)
+    of_tokens = body.get_input_embeddings()  # type: ignore[operator]
+    for path, module in body.named_modules():
+        if not known or not isinstance(module, nn.Embedding) or module is of_tokens:
+            continue
+        if known <= module.num_embeddings <= known + PADDING_ROWS:
+            return int(known), f"its {path} has no row for a later position"
     for table in _rope_tables(config):
         if table.get("rope_type") == "longrope":
             own = table.get("original_max_position_embeddings")
             limit = own or getattr(config, "original_max_position_embeddings", None)
-            return int(limit or config.max_position_embeddings)
+            reason = (
+                "its rotations (rope_type longrope) change for a whole batch with its first longer document"
+            )
+            return int(limit or config.max_position_embeddings), reason
     return None
 
 

@@ -129,8 +129,8 @@ class Shell(nn.Module):
         self.blocks, self.num_blocks = blocks, len(recorders)
         self._stand_ins = [module for module in places.values() if isinstance(module, StandIn)]
         self.width: int = body.config.hidden_size  # type: ignore[assignment,union-attr]
-        # The most tokens of a sequence, if the body has such a limit.
-        self.longest: int | None = None
+        # The most tokens of a sequence, and the reason, if the body has such a limit.
+        self.longest: tuple[int, str] | None = None
         # Costs by kind of layer and shape.
         self.counted: dict[Any, LayerWork] = {}
         # Which blocks take a cache, once that was asked for; bytes of a token and of a sequence, by block and element.

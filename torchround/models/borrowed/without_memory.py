@@ -14,6 +14,11 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchround.models.common.config import ModelConfigError
+
+# What each row of a grouped product's matrices takes a multiple of.
+ROW_BYTES = 16
+
 
 class Meter(TorchDispatchMode):
     """Counts what a run without memory does.
@@ -96,7 +101,19 @@ def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, *
     return functional_call(module, dict(parameters), args, kwargs)
 
 
+def _check_grouped(*operands: Tensor) -> None:
+    """Raise `ModelConfigError` for matrices that PyTorch's grouped product does not take, on any device."""
+    for tensor in operands:
+        width = max(tensor.stride()[-2:])
+        if width * tensor.element_size() % ROW_BYTES:
+            raise ModelConfigError(
+                f"its experts multiply matrices with rows of {width} numbers, {width * tensor.element_size()} bytes in "
+                f"{tensor.dtype}; PyTorch's grouped product takes only rows of a multiple of {ROW_BYTES} bytes"
+            )
+
+
 def _grouped_product(one: Tensor, other: Tensor, *_: Any, **__: Any) -> tuple[Tensor, float]:
+    _check_grouped(one, other)
     # PyTorch's own shapes for this product know bf16 alone; its kernels on the CPU know fp32 too.
     rows, inner, columns = one.shape[-2], one.shape[-1], other.shape[-1]
     if one.ndim == 2 and other.ndim == 2:  # gradients of the experts' weights: [I, S] and [S, Z] to [E, I, Z]

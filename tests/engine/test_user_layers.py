@@ -1,0 +1,123 @@
+"""Layers of a user, with nested values and batches of their own, in rounds, on several machines, and what they cannot use."""
+
+import pytest
+import torch
+
+from tests.support.any_layers import PlainAny, any_batches, any_model
+from tests.support.shared_steps import Case, assert_equal_to_one_machine
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.pipeline.partition import Partition
+
+PARTITION = Partition((2, 2), 2, (3, 1))
+# As many stages as fit: two on each device.
+TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))}
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_rounds_are_those_of_a_plain_loop_that_adds_up_round_by_round(num_devices: int) -> None:
+    model, batches = any_model(), any_batches(4)
+    store = toy_store(model)
+    plain = PlainAny(model, store)
+    labels = sum(batch.num_labels() for batch in batches)
+    losses, sums = [], [torch.zeros(8, 8) for _ in model.names]
+    for of_round in (batches[:2], batches[2:]):
+        for layer in plain.layers:
+            layer.weight.grad = None
+        for batch in of_round:
+            loss = plain.run(batch)
+            loss.backward(torch.full_like(loss, 1.0 / labels))
+            losses.append(loss.item())
+        for total, layer in zip(sums, plain.layers, strict=True):
+            if layer.weight.grad is not None:
+                total += layer.weight.grad
+    with toy_engine(model, store, PARTITION, num_devices, rounds=2, max_norm=0.0) as engine:
+        result = engine.forward_backward(batches)
+        engine.step(0.0)
+        engine.drain()
+        assert result.loss_sums() == losses
+    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
+    for name, total in zip(model.names, sums, strict=True):
+        assert torch.equal(found[f"{name}.weight"], total), name
+
+
+def test_several_machines_train_them_to_the_bits_of_one() -> None:
+    """Steps of one and of three micro-batches: a machine may have no part, and sizes are measured on each."""
+    batches = [any_batches(count, count) for count in (4, 1, 3)]
+    assert_equal_to_one_machine(Case(batches, any_model, PARTITION), 2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int) -> None:
+    """Weights that stay on a device from pass to pass go up again."""
+    model, batches = any_model(trained=False), any_batches(2)
+    store = toy_store(model)
+    with toy_engine(model, store, TWO_STAGES_EACH[num_devices], num_devices) as engine:
+        uploaded = []
+        for _ in range(4):
+            uploaded.append(sum(report.uploaded_bytes for report in engine.evaluate(batches).reports()))
+        # The weights went up once: one stage is in each end of a device's space.
+        assert uploaded[0] - uploaded[-1] == sum(bundle.numel * 4 for bundle in store.bundles)
+        engine.drain()
+        for weight in store.weights().values():
+            weight.mul_(0.5)
+        store.refresh_device_weights()
+        expected = [PlainAny(model, store).run(batch).item() for batch in batches]
+        for _ in range(4):
+            assert engine.evaluate(batches).loss_sums() == expected
+
+
+def test_what_layers_cannot_keep_is_refused_by_name() -> None:
+    model = any_model()
+    kept = ((), ("down",), (), (), (), ())
+    engine = toy_engine(model, toy_store(model), PARTITION, 2, kept=kept)
+    with pytest.raises(
+        PipelineError, match=r"layer\.1 is to keep down, but it names no such part.*leave the layer"
+    ):
+        engine.forward_backward(any_batches(2)).loss()
+
+
+def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name() -> None:
+    model = any_model()
+    options = {"compiler": LayerCompiler(model, "eager")}
+    with pytest.raises(EngineUsageError, match=r"layer layer\.0 \(AnyLayer\) holds buffers.*never_compiled"):
+        toy_engine(model, toy_store(model), PARTITION, 1, **options)
+    for layer in model.layers:
+        layer.never_compiled = True
+    with (
+        toy_engine(model, toy_store(model), PARTITION, 1, **options) as engine,
+        pytest.raises(EngineUsageError, match="compiled layers take a MicroBatch, not Samples"),
+    ):
+        engine.evaluate(any_batches(2))
+
+
+def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
+    model, batches = any_model(), any_batches(2)
+    store = toy_store(model)
+    compiler = LayerCompiler(model, "eager", is_required=False)
+    with toy_engine(model, store, PARTITION, 2, compiler=compiler) as engine:
+        losses = engine.evaluate(batches).loss_sums()
+    assert losses == [PlainAny(model, store).run(batch).item() for batch in batches]
+
+
+def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog) -> None:
+    # What compiles takes seconds to import, and has no part in this.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model, [batches] = toy_model(), toy_batches(1, 2)
+    embedding, block = type(model.layers[0]), type(model.layers[1])
+    inner, outer = embedding.forward, block.forward
+    monkeypatch.setattr(
+        embedding, "forward", lambda self, hidden, batch: {"value": inner(self, hidden, batch)}
+    )
+
+    def from_dict(self, hidden, batch):
+        return outer(self, hidden["value"] if isinstance(hidden, dict) else hidden, batch)
+
+    monkeypatch.setattr(block, "forward", from_dict)
+    losses = []
+    for compiler in (None, LayerCompiler(model, "eager")):
+        with toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, compiler=compiler) as engine:
+            losses.append(engine.evaluate(batches).loss_sums())
+    assert losses[0] == losses[1]
+    assert "embedding cannot be compiled (TypeError: it returns a nested value" in caplog.text
