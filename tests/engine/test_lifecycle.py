@@ -133,3 +133,18 @@ def test_a_stopped_engine_does_not_touch_a_device_that_another_one_uses(monkeypa
         with pytest.raises(PipelineError):
             first.drain()
         assert device._allocated_bytes == taken > 0
+
+
+def test_mkl_chooses_its_kernels_before_any_thread_runs(monkeypatch):
+    """Two threads at a function's first call may otherwise round in different ways."""
+    threads, choose, model = [], lifecycle.choose_kernels, toy_model()
+
+    def choosing():
+        threads.append([thread for thread in threading.enumerate() if thread not in before])
+        choose()
+
+    before = threading.enumerate()
+    monkeypatch.setattr(lifecycle, "choose_kernels", choosing)
+    with toy_engine(model, toy_store(model), PARTITION, 2):
+        assert threads == [[]], "other threads ran already"
+        assert len(threading.enumerate()) > len(before)

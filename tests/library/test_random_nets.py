@@ -11,9 +11,9 @@ from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from tests.support.random_nets import WIDTH, layer_kinds, make_net
 from torchround import Partition, Pipeline
 
-# PyTorch's square root may round another way in another thread, so only optimizers without one are compared here.
 OPTIMIZERS = {
     "adamw": ("adamw", partial(OurAdamW, lr=0.05)),
+    "Adagrad": (partial(torch.optim.Adagrad, lr=0.05),) * 2,
     "SGD": (partial(torch.optim.SGD, lr=0.05, momentum=0.9),) * 2,
     "decayed SGD": (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),) * 2,
 }

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
+import torch
+
 from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
@@ -65,6 +67,7 @@ class Lifecycle:
     ) -> None:
         """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
         self._threads, self._optimizer, self._exchange = threads, optimizer, exchange
+        choose_kernels()
         for thread in threads:
             thread.start()
 
@@ -192,3 +195,14 @@ def _forget_variables(error: BaseException | None, seen: set[int]) -> None:
     traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
     for earlier in (error.__cause__, error.__context__):
         _forget_variables(earlier, seen)
+
+
+def choose_kernels() -> None:
+    """Let MKL choose its kernels for this processor, on one thread.
+
+    It does so at a function's first call in the process. Two threads at their first call may get kernels that round in
+    different ways: 5 of 2700 fresh processes with four threads had other roots or logarithms in one of them.
+    """
+    number = torch.ones(1)
+    for function in (*(torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf), *(torch.sin, torch.cos)):
+        function(number)
