@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.borrowed_toys import write_toy
 from tests.support.machines import MachineStarter
 from tests.support.small_machines import STEPS, SmallMachines, ended, small_machines, starter
 
@@ -49,6 +50,18 @@ def test_machines_train_as_one_machine_in_every_mode(
 ) -> None:
     small_machines("one", 1, *settings)
     small_machines("several", num_machines, *settings)
+    small_machines.assert_same("several", "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [(), ("--lora.rank=2", "--lora.targets=['q_proj']")], ids=["all", "lora"])
+def test_machines_begin_with_the_weights_of_a_released_folder(
+    small_machines: SmallMachines, adapted: tuple[str, ...]
+) -> None:
+    write_toy("qwen2", small_machines.folder / "release", vocab_size=264)
+    released = ("--model.family=transformers", "--model.flavor=none", "--model.hf_path=release")
+    for name, num_machines in (("one", 1), ("several", 2)):
+        small_machines(name, num_machines, *released, *adapted)
     small_machines.assert_same("several", "one")
 
 

@@ -92,7 +92,7 @@ def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]])
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(mean))
+        losses.append(float(mean.detach()))
     return losses
 
 
@@ -129,13 +129,19 @@ def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
     return [result.loss() for result in results]
 
 
-def packed_steps(tools: Any, num_steps: int, micro_batches: int = 2) -> list[list[MicroBatch]]:
-    """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences."""
+def packed_steps(
+    tools: Any, num_steps: int, micro_batches: int = 2, sequences: int = 2
+) -> list[list[MicroBatch]]:
+    """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences.
+
+    The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long.
+    """
     cuts = ([[13, 1, 10], [24]], [[5, 19], [12, 12]])
     return [
         [
             replace(
-                tools.micro_batch(cuts[index % 2], VOCAB, seed=micro_batches * step + index), max_documents=3
+                tools.micro_batch(cuts[index % 2][:sequences], VOCAB, seed=micro_batches * step + index),
+                max_documents=3,
             )
             for index in range(micro_batches)
         ]

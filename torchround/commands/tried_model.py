@@ -180,7 +180,7 @@ def _folder_options(folder: Path, overrides: Sequence[str]) -> Options:
         tables["lora"] = _adapter_table(folder, read_object(folder / ADAPTER_CONFIG_FILE), tables["model"])
         if any((folder / name).is_file() for name in FILES):
             tables["tokenizer"] = {"path": str(folder)}
-    base = Path(given.get(("model", "hf_path"), tables["model"]["hf_path"])).expanduser()
+    base = Path(str(given.get(("model", "hf_path"), tables["model"]["hf_path"]))).expanduser()
     if not base.is_dir():
         raise ConfigError(
             [

@@ -56,7 +56,7 @@ def adapted(request, tools):
 
 def test_training_of_adapters_equals_that_of_peft(adapted, tools):
     model, store, theirs, ours = adapted
-    steps = packed_steps(tools, 5)
+    steps = packed_steps(tools, 5, sequences=1)
     frozen = {name: view.clone() for name, view in store.weights().items() if name not in ours}
     with engine_of(model, store, Partition((1, 2), 3, (2, 1)), num_devices=2) as engine:
         losses = train(engine, steps)

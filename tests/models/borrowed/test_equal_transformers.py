@@ -47,7 +47,7 @@ def test_logits_and_loss_of_packed_documents_equal_those_of_each_document_alone(
 
 
 def test_ten_adamw_steps_equal_those_of_transformers(pair, tools):
-    steps = packed_steps(tools, 10)
+    steps = packed_steps(tools, 10, sequences=1)
     store = store_of(model := pair.build(), tools.stored_parameters(pair.ours))
     with engine_of(model, store, PARTITIONS[2], num_devices=2) as engine:
         losses = train(engine, steps)
@@ -63,7 +63,7 @@ def test_ten_adamw_steps_equal_those_of_transformers(pair, tools):
 @pytest.fixture(scope="module")
 def one_device(pair, tools):
     """Train two steps on one device, and keep the state after each."""
-    steps = packed_steps(tools, 2, micro_batches=3)
+    steps = packed_steps(tools, 2, micro_batches=3, sequences=1)
     store = store_of(model := pair.build(), tools.stored_parameters(pair.ours))
     states, losses = [], []
     with engine_of(model, store, PARTITIONS[1], num_devices=1) as engine:
