@@ -68,7 +68,7 @@ def test_random_nets_train_bit_for_bit_as_in_a_plain_loop(
 
 
 def test_a_tensor_that_comes_twice_below_all_trained_layers_stays_one():
-    """The stage below the trained layer is told of one gradient for it, both when it first ran and when it runs again."""
+    """A stage gets one gradient for it, so it must be one tensor again when the stage runs again."""
     net = make_net(["twin", "named", "product"], ties=0)
     loop = PlainNet(net)
     inputs, labels = torch.ones(2, WIDTH), {"target": torch.zeros(2, WIDTH)}

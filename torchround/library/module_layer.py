@@ -103,7 +103,7 @@ def _each_tensor_once(
     flags: Iterable[bool] = (),
     without: bool = False,
 ) -> Any:
-    """Change each tensor by the next flag, or by `without` if there is none.
+    """Change each tensor by the next flag, or by `without` behind the last flag.
 
     A tensor that comes twice stays one, because the engine sends it once and takes one gradient for it.
     """
