@@ -65,3 +65,15 @@ def test_random_nets_train_bit_for_bit_as_in_a_plain_loop(
         assert_same_state(pipeline.state_dict(), loop.net)
         outputs = pipeline.forward(inputs, 1)
         assert torch.equal(outputs, loop.net.eval()(inputs))
+
+
+def test_a_tensor_that_comes_twice_below_all_trained_layers_stays_one():
+    """A stage gets one gradient for it, so it must be one tensor again when the stage runs again."""
+    net = make_net(["twin", "named", "product"], ties=0)
+    loop = PlainNet(net)
+    inputs, labels = torch.ones(2, WIDTH), {"target": torch.zeros(2, WIDTH)}
+    with Pipeline(net, 1, partition=Partition((2,), 2, (2,))) as pipeline:
+        assert pipeline.forward_backward(inputs, labels, distance) == loop.forward_backward(
+            inputs, labels, distance
+        )
+        pipeline.step()

@@ -1,7 +1,7 @@
 """Ordinary modules as layers of the engine: each member of an `nn.Sequential` becomes a `ModuleLayer` on `meta`."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class ModuleLayer(nn.Module):
             if makes_graph:
                 with torch.enable_grad():
                     output = self.module(value)
-                output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+                output = _each_tensor_once(output, lambda tensor, _: tensor.detach())
             else:
                 output = self.module(value)
         if not self.is_last or batch.loss_fn is None:
@@ -76,15 +76,13 @@ class ModuleLayer(nn.Module):
     def _as_received(self, hidden: Any, makes_graph: bool) -> Any:
         """Return the input with a gradient for the tensors that receive one in a plain loop, and for no others."""
         if makes_graph:
-            flags = iter(self.receives)
-            return pytree.tree_map_only(
-                Tensor, lambda tensor: tensor.detach().requires_grad_(next(flags, False)), hidden
+            return _each_tensor_once(
+                hidden, lambda tensor, wish: tensor.detach().requires_grad_(wish), self.receives, False
             )
         if all(self.receives) or not torch.is_grad_enabled():
             return hidden
-        flags = iter(self.receives)
-        return pytree.tree_map_only(
-            Tensor, lambda tensor: tensor if next(flags, True) else tensor.detach(), hidden
+        return _each_tensor_once(
+            hidden, lambda tensor, wish: tensor if wish else tensor.detach(), self.receives, True
         )
 
     def _drawing(self, batch: SampleBatch, offset: int) -> AbstractContextManager[None]:
@@ -97,6 +95,28 @@ class ModuleLayer(nn.Module):
             for path, mode in self._modes.items():
                 self.module.get_submodule(path).training = mode and is_training
             self._in_training = is_training
+
+
+def _each_tensor_once(
+    value: Any,
+    change: Callable[[Tensor, bool], Tensor],
+    flags: Iterable[bool] = (),
+    without: bool = False,
+) -> Any:
+    """Change each tensor by the next flag, or by `without` behind the last flag.
+
+    A tensor that comes twice stays one, because the engine sends it once and takes one gradient for it.
+    """
+    changed: dict[int, Tensor] = {}
+    left = iter(flags)
+
+    def changed_once(tensor: Tensor) -> Tensor:
+        flag = next(left, without)
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor, flag)
+        return changed[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, changed_once, value)
 
 
 def loss_of(loss_fn: LossFn, output: Any, labels: Any) -> Tensor:
