@@ -126,8 +126,9 @@ def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool
 
 def _reason(message: str, model_type: str) -> str:
     """Return a refusal without what it says of every type, as a cell."""
-    start = f"model_type {model_type!r} of transformers "
-    return " ".join(message.removeprefix(start).replace("|", "\\|").split())
+    message = message.removeprefix(f"model_type {model_type!r} of transformers ")
+    message = message.removeprefix("does not fit torchround's layers: ")
+    return " ".join(message.replace("|", "\\|").split())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -201,7 +201,7 @@ def choose_kernels() -> None:
     """Let MKL choose its kernels for this processor, on one thread.
 
     It does so at a function's first call in the process. Two threads at their first call may get kernels that round in
-    different ways: 5 of 2700 fresh processes with four threads had other roots or logarithms in one of them.
+    different ways: 5 of 2400 fresh processes with four threads had other roots or logarithms in one of them.
     """
     number = torch.ones(1)
     for function in (*(torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf), *(torch.sin, torch.cos)):

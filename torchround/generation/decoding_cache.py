@@ -1,4 +1,4 @@
-"""What the layers remember of a group of sequences, from one pass to the next."""
+"""The cache of a text: what the layers remember of a group of sequences, from one pass to the next."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Any optimizer of `torch.optim`, or one like it, on the fp32 weights in host memory.
+"""Host optimizers: any optimizer of `torch.optim`, or one like it, on the fp32 weights in host memory.
 
 The optimizer runs on a thread of its own, one or two steps behind its user. So there are two objects: the one that
 `make` returned, which only the thread uses, and `HostOptimizer.optimizer`, which the user and schedulers see. Both have
