@@ -120,8 +120,8 @@ def given_back_by_the_first_reader(original: Any, planted: Planted) -> Any:
 def given_back_at_once(original: Any, planted: Planted) -> Any:
     """Give a boundary's buffer back when it is sent, before any reader has it."""
 
-    def send(transfers: ActivationTransfers, key: Any, hidden: Any, readers: int) -> None:
-        original(transfers, key, hidden, readers)
+    def send(transfers: ActivationTransfers, key: Any, hidden: Any, readers: int, *rest: Any) -> None:
+        original(transfers, key, hidden, readers, *rest)
         planted.happens()
         tensors = transfers._board.wait(key)
         transfers._pool.give(tensors._buffer, [tensors.landed])
@@ -161,7 +161,7 @@ def integers_written_at_once(patch: pytest.MonkeyPatch) -> Planted:
 def temporary_without_a_ring(original: Any, planted: Planted) -> Any:
     """Copy a stage's output to the host straight from where the computation left it."""
 
-    def send(transfers: ActivationTransfers, key: Any, hidden: Any, readers: int) -> None:
+    def send(transfers: ActivationTransfers, key: Any, hidden: Any, readers: int, *rest: Any) -> None:
         planted.happens()
         device, packing = transfers._device, Packing.of(hidden)
         buffer = transfers._pool.take(packing.nbytes)
