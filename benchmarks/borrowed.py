@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -95,6 +95,11 @@ def peak_bytes_of_pass(model: LayeredModel, weights: Mapping[str, Tensor], micro
         hidden.backward()
 
     run()  # gradients, and whatever is made once
+    return peak_of_tensors(run)
+
+
+def peak_of_tensors(run: Callable[[], object]) -> int:
+    """Return the most bytes of tensors on the CPU alive at once during `run`, by the profiler's events."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
@@ -103,6 +108,7 @@ def peak_bytes_of_pass(model: LayeredModel, weights: Mapping[str, Tensor], micro
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
+    assert peak > 0, "the profiler saw no tensor"
     return peak
 
 

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.borrowed import peak_of_tensors as measure_peak_bytes  # noqa: F401  (one of the tools)
 from torchround.layer import (
     IGNORED_LABEL,
     HFNames,
@@ -132,17 +133,3 @@ def all_logits(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
 
 def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
     return model.layers[-1](hidden_before_head(model, batch), batch)
-
-
-def measure_peak_bytes(run):
-    """Return the highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    assert peak > 0
-    return peak
