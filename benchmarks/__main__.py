@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "data-wait": ("data", "WAIT"),
     "data-memory": ("data", "MEMORY"),
     "staleness": ("staleness", "STALENESS"),
+    "optimizer-study": ("optimizer_study", "OPTIMIZER_STUDY"),
     "machines": ("machines", "MACHINES"),
     "changed-weights": ("changed_weights", "CHANGED_WEIGHTS"),
     "overheads": ("overheads", "OVERHEADS"),

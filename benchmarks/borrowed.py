@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.frame import Benchmark, Report, median_ratio
 from benchmarks.plain_loops import materialise, random_step
 from benchmarks.step import TINY, Setup, add_options, engine_step
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.engine import Engine
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import HFNames, LayeredModel, MicroBatch
@@ -57,7 +57,7 @@ def _engine(setup: Setup, model: LayeredModel) -> tuple[Engine, HostStore]:
     store = build_store(model, setup.numbers, setup.hardware)
     store.initialize(model, seed=0)
     devices = setup.hardware.make_devices()
-    return build_engine(model, store, devices, setup.plan, setup.numbers, OptimizerTable()), store
+    return build_engine(model, store, devices, setup.plan, setup.numbers, AdamWTable()), store
 
 
 def copy_weights(
@@ -68,9 +68,7 @@ def copy_weights(
     for name, weight in weights.items():
         found = names[name]
         tensors |= {found: weight} if isinstance(found, str) else dict(zip(found, weight, strict=True))
-    for name, view in store.weights().items():
-        view.copy_(_gather(their_names[name], tensors))
-    store.refresh_device_weights()
+    store.write_weights({name: _gather(their_names[name], tensors) for name in store.weights()})
 
 
 def _gather(names: Any, tensors: Mapping[str, Tensor]) -> Tensor:

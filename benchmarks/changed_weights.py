@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from benchmarks.byte_model import draw_batch, model_config
 from benchmarks.frame import Benchmark, Report, in_turns
 from benchmarks.installed_text import documentation_of
-from benchmarks.staleness_cells import StudySize, draw_batch, model_config
-from torchround.config import OptimizerTable
+from benchmarks.staleness_cells import StudySize
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.exchange.start import share_weights
@@ -126,9 +127,7 @@ def tune(
 ) -> TunedRun:
     """Fine-tune these weights with new moments, on one machine of a group or alone."""
     store = new_store(size, group)
-    for name, weight in store.weights().items():
-        weight.copy_(weights[name])
-    store.refresh_device_weights()
+    store.write_weights({name: weights[name] for name in store.weights()})
     if group is not None:
         share_weights(store, group)
     before = sent_weight_bytes(group)
@@ -166,7 +165,7 @@ def train(
     settings = EngineSettings(rounds=MACHINES // num_machines, compress_weights=group is not None)
     losses, changed_shares = [], []
     parts = (model, store, [CpuDevice(0)], partition)
-    with Engine(*parts, optimizer=OptimizerTable(), settings=settings, machines=group) as engine:
+    with Engine(*parts, optimizer=AdamWTable(), settings=settings, machines=group) as engine:
         for step in range(run.steps):
             starts = torch.randint(len(text) - size.tokens, (size.sequences,), generator=generator)
             batch = [draw_batch(text, part, size) for part in starts.chunk(MACHINES)]

@@ -17,7 +17,7 @@ import torch
 from benchmarks.frame import Benchmark, Report, in_fresh_process, in_turns, peak_bytes, timed
 from benchmarks.timed_layers import empty_micro_batches, sleep_model
 from torchround.checkpoint import Checkpointer
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.saver import SaveSource
@@ -41,8 +41,8 @@ def filled_store(model: LayeredModel) -> HostStore:
     store = HostStore(model)
     store.allocate_gradients(rounds=1)
     for bundle in store.trained:
-        for index, flat in enumerate((bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient)):
-            assert flat is not None, "a trained bundle lacks a buffer"
+        assert bundle.gradient is not None, "a trained bundle lacks its gradient"
+        for index, flat in enumerate((*bundle.state(), bundle.gradient)):
             flat.uniform_(0.1 * index, 0.1 * index + 0.1)
     store.refresh_device_weights()
     return store
@@ -77,7 +77,7 @@ def beside(options: argparse.Namespace) -> Report:
         model = heavy_model(options.parameters, forward_s)
         partition = Partition((2, 2, 2), 2, (2, 2, 2))
         devices = [CpuDevice(index) for index in range(DEVICES)]
-        with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
+        with Engine(model, store, devices, partition, optimizer=AdamWTable()) as engine:
             blocks = SavedBlocks(engine, store, folder / "checkpoints", options.steps)
             blocks.run("none")  # not counted: the first steps allocate
             block_s = in_turns({mode: partial(blocks.run, mode) for mode in MODES}, options.turns)

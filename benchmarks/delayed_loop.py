@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.store.bundles import Bundle, owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.optim import adamw_update_, clip_scale, sum_of_squares
+from torchround.optim import clip_scale, sum_of_squares
+from torchround.optim.optimizer import make_optimizer
+from torchround.optim.update_pass import update_
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class DelayRule:
 
 
 class DelayedLoop:
-    """Ordinary autograd in fp32 and the engine's own AdamW, on the buffers of a host store.
+    """Ordinary autograd in fp32 and the engine's own update, on the buffers of a host store.
 
     `model` must be a plain one, without tied or frozen parameters, so that each layer has one bundle. `store` holds the
     newest state; the loop keeps the weights one update older itself.
@@ -44,13 +46,14 @@ class DelayedLoop:
         self,
         model: LayeredModel,
         store: HostStore,
-        optimizer: OptimizerTable,
+        optimizer: AdamWTable,
         rule: DelayRule,
         max_norm: float,
     ) -> None:
         assert len(store.bundles) == len(model.layers), "the loop knows models of one bundle for each layer"
         assert store.dtype == torch.float32, "the loop computes in fp32"
-        self._layers, self._store, self._optimizer = model.layers, store, optimizer
+        self._layers, self._store = model.layers, store
+        store.assign_rules(model, make_optimizer(optimizer))
         self._rule, self._max_norm = rule, max_norm
         store.allocate_gradients(rounds=1)
         self._newest = [bundle.device_weights[0] for bundle in store.bundles]
@@ -80,7 +83,7 @@ class DelayedLoop:
         for micro_batch in micro_batches:
             hidden = None
             for index, layer in enumerate(self._layers):
-                self._read(index, _state(self._store.bundles[index])[0])
+                self._read(index, self._store.bundles[index].fp32_weight)
                 hidden = layer(hidden, micro_batch)
             total += float(hidden)  # type: ignore[arg-type]
         return total / sum(micro_batch.num_labels() for micro_batch in micro_batches)
@@ -153,21 +156,11 @@ class DelayedLoop:
         return [clip_scale(math.sqrt(square), bound) for square, bound in zip(squares, bounds, strict=True)]
 
     def _update_bundle(self, bundle: Bundle, device_weight: Tensor, lr: float, scale: float) -> None:
-        weight, first, second = _state(bundle)
-        gradient, table = _gradient(bundle), self._optimizer
-        segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
-        for segment, weight_decay in zip(segments, (table.weight_decay, 0.0), strict=True):
-            adamw_update_(
-                weight[segment],
-                first[segment],
-                second[segment],
-                gradient[segment],
-                device_weight[segment],
+        for segment in bundle.segments:
+            update_(
+                bundle.update_buffers(segment, device_weight, self._store.step),
                 lr=lr,
-                betas=table.betas,
-                eps=table.eps,
-                weight_decay=weight_decay,
-                bias_correction_step=self._store.applied_updates,
+                update=self._store.applied_updates,
                 gradient_scale=scale,
                 predicts=self._rule.correction == "predict",
             )
@@ -176,13 +169,6 @@ class DelayedLoop:
 def _gradient(bundle: Bundle) -> Tensor:
     assert bundle.gradient is not None, "the store has no gradients yet"
     return bundle.gradient
-
-
-def _state(bundle: Bundle) -> tuple[Tensor, Tensor, Tensor]:
-    assert bundle.weight is not None and bundle.exp_avg is not None and bundle.exp_avg_sq is not None, (
-        "the loop knows no frozen parameters"
-    )
-    return bundle.weight, bundle.exp_avg, bundle.exp_avg_sq
 
 
 def _squared_norm(bundle: Bundle) -> float:

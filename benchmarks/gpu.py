@@ -27,7 +27,7 @@ from benchmarks.gpu_figures import (
     test_results,
 )
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
@@ -45,7 +45,7 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question
 from torchround.run.step_meter import flops_per_token, mfu
 
-OPTIMIZER = OptimizerTable(lr=LR)
+OPTIMIZER = AdamWTable(lr=LR)
 WARM_UP_STEPS = 2  # later steps allocate nothing more
 COMPILE: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 

@@ -1,13 +1,15 @@
 """Host memory: bytes per trained parameter while training, and the peak while reading a Hugging Face folder."""
 
 import argparse
+import ctypes
 import gc
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from safetensors.torch import save_file
 
 from benchmarks.frame import Benchmark, Report, in_fresh_process, peak_bytes, reset_peak, resident_bytes
 from benchmarks.plain_loops import LR, random_step
-from torchround.config import OptimizerTable, TrainingTable
-from torchround.engine.device import CpuDevice
+from benchmarks.study import markdown
+from torchround.config import EngineTable, TrainingTable
+from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
@@ -27,6 +30,9 @@ from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
 from torchround.models.common.config import TransformerConfig
+from torchround.run.engine_parts import build_store
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 FAMILY = FAMILIES["llama3"]
 ONE_SHORT_SEQUENCE = TrainingTable(seq_len=16, global_batch_size=1, micro_batch_size=1)
@@ -37,18 +43,67 @@ MOST_PEAK_OVER_STORE = 1.15
 # While training.
 
 
+@dataclass(frozen=True)
+class MemoryCase:
+    """What decides the bytes per parameter: the optimizer, the format of its state, and the update policy."""
+
+    optimizer: str
+    state: str
+    update: str
+    correction: str = "none"
+
+    def __str__(self) -> str:
+        corrected = "" if self.correction == "none" else " with prediction"
+        return f"{self.optimizer} {self.state}, {self.update}{corrected}"
+
+    @property
+    def numbers(self) -> RunNumbers:
+        """The settings of a run that trains one short sequence in bfloat16."""
+        engine = EngineTable(update=self.update, delay_correction=self.correction)
+        table = optimizer_tables()[self.optimizer].model_validate({"state": self.state})
+        return RunNumbers(ONE_SHORT_SEQUENCE, engine, optimizer=table)
+
+
+# Most resident bytes per trained parameter.
+BOUNDS: Mapping[MemoryCase, float] = {
+    MemoryCase("adamw", "exact", "sync"): 14.4,
+    MemoryCase("adamw", "exact", "async"): 16.4,
+    MemoryCase("adamw", "compact", "sync"): 8.5,
+    MemoryCase("adamw", "compact", "async"): 10.5,
+}
+CASES = [
+    *BOUNDS,
+    *(MemoryCase("adamw", state, "bounded") for state in ("exact", "compact")),
+    *(MemoryCase("adamw", state, "async", "predict") for state in ("exact", "compact")),
+    *(MemoryCase("muon", state, update) for state in ("exact", "compact") for update in ("sync", "async")),
+]
+# How far the store's bytes may be from the plan's, as a fraction.
+MOST_FROM_PLAN = 0.02
+KINDS = ("planned", "store", "resident")
+
+
 def training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the update policy and the size."""
+    """Add what is measured and the size."""
     parser.add_argument("--update", choices=sorted(POLICIES), default="sync", help="update policy")
+    parser.add_argument("--correction", choices=("none", "predict"), default="none", help="of `async`")
+    parser.add_argument(
+        "--optimizer", choices=sorted(optimizer_tables()), default="adamw", help="name of the optimizer"
+    )
+    parser.add_argument("--state", choices=("exact", "compact"), default="exact", help="format of its state")
+    parser.add_argument("--all", action="store_true", help="measure every optimizer, state and policy")
     parser.add_argument("--blocks", type=int, default=20, help="blocks of 12.8 M parameters")
 
 
 def training_memory(options: argparse.Namespace) -> Report:
-    """Measure in a process of its own."""
-    return in_fresh_process(train_tiny_then_large, options.update, options.blocks)
+    """Measure each case in a process of its own."""
+    asked = MemoryCase(options.optimizer, options.state, options.update, options.correction)
+    found = {}
+    for case in CASES if options.all else [asked]:
+        found[str(case)] = in_fresh_process(train_tiny_then_large, case, options.blocks)
+    return {"cases": found}
 
 
-def train_tiny_then_large(update: str, blocks: int) -> Report:
+def train_tiny_then_large(case: MemoryCase, blocks: int) -> Report:
     """Train a tiny model, then the measured one, and report resident bytes per parameter of the second."""
     large = replace(
         FAMILY.config_from_flavor("debug_25m"),
@@ -64,12 +119,12 @@ def train_tiny_then_large(update: str, blocks: int) -> Report:
         large, num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, ffn_size=128, vocab_size=512
     )
     # PyTorch imports some 110 MB for a first step of any model; they are not the measured model's.
-    first_steps = added_by_training(tiny, update)["added"]
-    found = added_by_training(large, update)
+    first_steps = added_by_training(tiny, case)["added"]
+    found = added_by_training(large, case)
     parameters = found["parameters"]
     return {
-        "update": update,
         "parameters": parameters,
+        "planned_bytes_per_parameter": found["planned"] / parameters,
         "store_bytes_per_parameter": found["store"] / parameters,
         "resident_bytes_per_parameter": found["added"] / parameters,
         "first_steps_of_any_model_mb": first_steps / 1e6,
@@ -77,28 +132,74 @@ def train_tiny_then_large(update: str, blocks: int) -> Report:
     }
 
 
-def added_by_training(config: TransformerConfig, update: str) -> dict[str, float]:
-    """Train two steps. Return the resident bytes that they added, the store's own bytes and the parameters.
+def added_by_training(config: TransformerConfig, case: MemoryCase) -> dict[str, float]:
+    """Train two steps. Return the resident bytes that they added, the store's, the plan's and the parameters.
 
-    What the virtual device holds is subtracted: on a GPU that is not host memory.
+    What the virtual device holds is subtracted: on a GPU that is not host memory. So are the tensors that its layers have
+    freed and the C library still keeps.
     """
-    gc.collect()
+    give_back_freed()
     before = resident_bytes()
-    model = FAMILY.build(config)
-    store = HostStore(model, torch.bfloat16, policy=POLICIES[update])
+    model, numbers = FAMILY.build(config), case.numbers
+    hardware = Hardware("cpu", 1, device_bytes=2**40)
+    store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
-    device = CpuDevice(0)
+    [device] = hardware.make_devices()
     partition = one_layer_a_stage(len(model.layers))
     micro_batches = random_step(ONE_SHORT_SEQUENCE, config.vocab_size, torch.Generator().manual_seed(0))
-    settings = EngineSettings(clip="layer" if update == "bounded" else "global")
-    with Engine(model, store, [device], partition, optimizer=OptimizerTable(), settings=settings) as engine:
+    settings = EngineSettings(clip="layer" if case.update == "bounded" else "global")
+    with Engine(model, store, [device], partition, optimizer=numbers.optimizer, settings=settings) as engine:
         for _ in range(2):
             engine.forward_backward(micro_batches)
             engine.step(LR)
         engine.drain()
-        gc.collect()
+        give_back_freed()
         added = resident_bytes() - before - device.peak_bytes()
-    return {"added": added, "store": store.nbytes(), "parameters": store.num_parameters()}
+    planned = run_question(model, numbers, hardware).state().state_bytes
+    return {"added": added, "planned": planned, "store": store.nbytes(), "parameters": store.num_parameters()}
+
+
+def give_back_freed() -> None:
+    """Let the C library return to the system what was freed, if it can (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def training_misses(figures: Report) -> list[str]:
+    """Return the cases that take more than they may, or whose store is not what the plan says."""
+    bounds, missed = {str(case): bound for case, bound in BOUNDS.items()}, []
+    for name, found in figures["cases"].items():
+        planned, store, resident = (found[f"{kind}_bytes_per_parameter"] for kind in KINDS)
+        if resident > bounds.get(name, math.inf):
+            missed.append(f"{name}: {resident:.2f} resident bytes per parameter, at most {bounds[name]}")
+        if abs(store / planned - 1) > MOST_FROM_PLAN:
+            missed.append(f"{name}: the store takes {store:.2f} bytes per parameter, planned {planned:.2f}")
+    return missed
+
+
+def training_table(figures: Report) -> str:
+    """Return the table of docs/optimizers.md."""
+    rows = [
+        [
+            name,
+            *(f"{found[f'{kind}_bytes_per_parameter']:.2f}" for kind in KINDS),
+        ]
+        for name, found in figures["cases"].items()
+    ]
+    return markdown(["bytes per trained parameter", *KINDS], rows)
+
+
+def training_headline(figures: Report) -> tuple[str, str]:
+    """Return the resident bytes of each case, and what their stores hold."""
+    cases = figures["cases"].items()
+    resident = "; ".join(f"{name}: {found['resident_bytes_per_parameter']:.2f}" for name, found in cases)
+    stores = ", ".join(f"{found['store_bytes_per_parameter']:.2f}" for _, found in cases)
+    return (
+        f"resident bytes per trained parameter: {resident}",
+        f"stores {stores}; RoundPipe 20.3 to 21.6 (published)",
+    )
 
 
 TRAINING = Benchmark(
@@ -106,14 +207,14 @@ TRAINING = Benchmark(
 
 Trains two short steps of a Llama-shaped model in bf16 (308 M parameters by default) after two steps of a model of 80
 thousand parameters, and subtracts what the virtual devices hold, which on a GPU is not host memory. The figure with
-what PyTorch imports for a first step is printed too.""",
+what PyTorch imports for a first step is printed too. --check asks for the bounds of AdamW, and for a store within
+2 % of what a plan counts.""",
     training_options,
     training_memory,
-    lambda figures: (
-        f"{figures['update']}: {figures['resident_bytes_per_parameter']:.2f} resident bytes per trained parameter",
-        f"the store alone {figures['store_bytes_per_parameter']:.2f}; RoundPipe 20.3 to 21.6 (published)",
-    ),
+    training_headline,
     "--blocks 1",
+    training_misses,
+    training_table,
 )
 
 
@@ -172,12 +273,11 @@ def read_folder(folder: Path, config: TransformerConfig) -> Report:
     reset_peak()
     before = resident_bytes()
     store = HostStore(model, torch.bfloat16)
-    # Reading writes no moments, and a page that was never written is not resident. Without this the peak would stay
-    # far below the store's size, and a second copy of the weights would not show.
+    # Reading writes no optimizer state, and a page that was never written is not resident. Without this the peak would
+    # stay far below the store's size, and a second copy of the weights would not show.
     for bundle in store.trained:
-        for moment in (bundle.exp_avg, bundle.exp_avg_sq):
-            assert moment is not None, "a trained bundle lacks a moment"
-            moment.zero_()
+        for flat in bundle.state():
+            flat.zero_()
     start_s = time.perf_counter()
     pretrained = PretrainedWeights(folder, FAMILY.hf_names(config), model.stored_shapes())
     store.initialize(model, 0, pretrained.load)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.modelled_link import LinkedDevice, ModelledTime
 from benchmarks.timed_layers import empty_micro_batches
 from torchround.accelerators import PLANNED_KIND
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
@@ -128,7 +128,7 @@ def measure_kept(costs: Costs, plan: Plan, bytes_per_s: float, steps: int, pace:
     settings = EngineSettings(rounds=plan.rounds, kept=plan.kept)
     ends: list[float] = []
     with Engine(
-        model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings, observer=clock
+        model, store, devices, plan.partition, optimizer=AdamWTable(), settings=settings, observer=clock
     ) as engine:
         before = None
         for _ in range(WARM_UP_STEPS + steps + 1):

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.frame import Benchmark, Report, in_turns, median_ratio
 from benchmarks.plain_loops import LR, random_step
-from torchround.config import OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, TrainingTable
 from torchround.engine.device import CpuDevice, Mark, Stream
 from torchround.engine.engine import Engine
 from torchround.engine.results import StageReport
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> Report:
         store.initialize(model, seed=0)
         settings = EngineSettings(kept=kept)
         return Engine(
-            model, store, [ProcessorTimedDevice(0)], partition, optimizer=OptimizerTable(), settings=settings
+            model, store, [ProcessorTimedDevice(0)], partition, optimizer=AdamWTable(), settings=settings
         )
 
     def one_step(running: Engine) -> StageTimes:

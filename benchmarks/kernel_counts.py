@@ -23,6 +23,7 @@ from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, bind
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.engine.worker.structure import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
+from torchround.optim import NO_STATE
 
 # They make a tensor and write nothing.
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
@@ -252,7 +253,7 @@ def count_layers(
 
     The micro-batch is on `meta`; `max_documents` is a number, as in a run.
     """
-    bundles, locations = collect_bundles(model, {})
+    bundles, locations = collect_bundles(model, {}, NO_STATE)
     store = SimpleNamespace(
         bundles=bundles,
         locations=locations,

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.frame import Benchmark, Report, in_turns, median_ratio
 from benchmarks.timed_layers import Sleeper, SleepLayer, empty_micro_batches
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.exchange.start import share_weights
@@ -202,7 +202,7 @@ def open_engine(setup: Setup, group: MachineGroup | None) -> Engine:
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
     settings = EngineSettings(rounds=plan.rounds)
     return Engine(
-        model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings, machines=group
+        model, store, devices, plan.partition, optimizer=AdamWTable(), settings=settings, machines=group
     )
 
 

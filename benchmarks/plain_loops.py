@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.config import OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, TrainingTable
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch, decayed_names
-from torchround.optim import adamw_update_, clip_scale, sum_of_squares
+from torchround.optim import EXACT, UpdateBuffers, clip_scale, sum_of_squares, update_
+from torchround.optim.rules.adamw import AdamWRule
 
 LR = 1e-4
 MAX_NORM = 1.0
@@ -44,7 +45,7 @@ def random_step(training: TrainingTable, vocab_size: int, generator: torch.Gener
 class SameArithmeticLoop:
     """Ordinary autograd over the whole model in fp32 and the engine's own AdamW, all in one memory."""
 
-    def __init__(self, model: LayeredModel, store: HostStore, optimizer: OptimizerTable) -> None:
+    def __init__(self, model: LayeredModel, store: HostStore, optimizer: AdamWTable) -> None:
         self._layers = model.layers
         self._optimizer = optimizer
         self._parameters = materialise(model, store.weights())
@@ -71,19 +72,19 @@ class SameArithmeticLoop:
         scale = clip_scale(math.sqrt(math.fsum(squares)), MAX_NORM)
         self._updates += 1
         for (name, parameter), (first, second) in zip(self._parameters.items(), self._moments, strict=True):
-            adamw_update_(
-                parameter.data.view(-1),
-                first.view(-1),
-                second.view(-1),
-                _gradient(parameter).reshape(-1),
-                parameter.data.view(-1),
-                lr=LR,
-                betas=self._optimizer.betas,
-                eps=self._optimizer.eps,
-                weight_decay=self._optimizer.weight_decay if name in self._decayed else 0.0,
-                bias_correction_step=self._updates,
-                gradient_scale=scale,
+            decay = self._optimizer.weight_decay if name in self._decayed else 0.0
+            weight = parameter.data.view(-1)
+            buffers = UpdateBuffers(
+                AdamWRule(self._optimizer.betas, self._optimizer.eps, decay),
+                EXACT,
+                weight,
+                residual=None,
+                current=None,
+                written=weight,
+                parts={"exp_avg": first.view(-1), "exp_avg_sq": second.view(-1)},
+                gradient=_gradient(parameter).reshape(-1),
             )
+            update_(buffers, lr=LR, update=self._updates, gradient_scale=scale)
             parameter.grad = None
 
 

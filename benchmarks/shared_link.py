@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.frame import Benchmark, Report
 from benchmarks.timed_layers import empty_micro_batches, sleep_model
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
@@ -114,7 +114,7 @@ def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[in
         device.watchers.append(log)
     settings = EngineSettings(turns=turns)
     with Engine(
-        model, store, devices, PARTITION, optimizer=OptimizerTable(), settings=settings, observer=log
+        model, store, devices, PARTITION, optimizer=AdamWTable(), settings=settings, observer=log
     ) as engine:
         for _ in range(options.steps):
             engine.forward_backward(empty_micro_batches(options.microbatches))

@@ -1,61 +1,19 @@
 """What stale weights cost: `sync`, `bounded`, `async` and predicted weights on real text, each at its own best rate."""
 
 import argparse
-import json
 import statistics
 import tempfile
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.frame import ROOT, Benchmark, Report
 from benchmarks.installed_text import documentation_of
-from benchmarks.staleness_cells import (
-    FIRST_RATES,
-    PRETRAINING,
-    Cell,
-    CellResult,
-    StudySize,
-    run_cell,
-    tuned_rate,
-    wanted_cells,
-)
-from benchmarks.staleness_report import draw, final_losses, step_seconds, tables, with_tables
-
-
-class AnotherStudyError(ValueError):
-    """A file of results that belongs to another study: other sizes, another text or another PyTorch."""
-
-
-class ResultFile:
-    """Results as lines of JSON: the first line describes the study, each other one is a cell."""
-
-    def __init__(self, path: Path, description: Report) -> None:
-        """Continue the file if there is one. Raises `AnotherStudyError` if it describes another study."""
-        self.path, self.description = path, description
-        self.results: dict[Cell, CellResult] = {}
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(description) + "\n", encoding="utf-8")
-        first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if json.loads(first) != json.loads(json.dumps(description)):
-            raise AnotherStudyError(f"{path} holds another study; give --results another name, or remove it")
-        # A line without its end is of a run that was killed while it wrote; the cell is run again.
-        whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):
-            path.write_text("".join([first, *whole]), encoding="utf-8")
-        for line in whole:
-            result = CellResult.from_json(line)
-            self.results[result.cell] = result
-
-    def add(self, result: CellResult) -> None:
-        """Append one cell."""
-        self.results[result.cell] = result
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(result.to_json() + "\n")
+from benchmarks.staleness_cells import FIRST_RATES, StudySize, run_cell, wanted_cells
+from benchmarks.staleness_report import draw, final_losses, step_seconds, tables
+from benchmarks.study import ResultFile, complete, read_description, with_tables
 
 
 def describe(size: StudySize) -> Report:
@@ -70,32 +28,6 @@ def describe(size: StudySize) -> Report:
         },
         "torch": torch.__version__,
     }
-
-
-def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> None:
-    """Run every missing cell, `workers` at a time, each with one thread; 0 runs them in this process."""
-    if workers == 0:
-        while wanted := wanted_cells(size, file.results):
-            file.add(run_cell(size, wanted[0], folder, tuned_rate(size, file.results, PRETRAINING, "sync")))
-        return
-    running: dict[Future[CellResult], Cell] = {}
-    with ProcessPoolExecutor(workers, get_context("spawn"), use_one_thread) as pool:
-        while True:
-            base_lr = tuned_rate(size, file.results, PRETRAINING, "sync")
-            free = [cell for cell in wanted_cells(size, file.results) if cell not in running.values()]
-            for cell in free[: workers - len(running)]:
-                running[pool.submit(run_cell, size, cell, folder, base_lr)] = cell
-            if not running:
-                return
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                file.add(done.result())
-                del running[done]
-                print(f"{len(file.results)} cells: {file.path}", flush=True)
-
-
-def use_one_thread() -> None:
-    """Compute with one thread: the bits of products depend on their number."""
-    torch.set_num_threads(1)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -148,13 +80,13 @@ def study(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "staleness.jsonl" if options.forget else options.results
         file = ResultFile(path, describe(size))
-        complete(size, file, options.workers, Path(folder))
+        complete(file, partial(wanted_cells, size), partial(run_cell, size, Path(folder)), options.workers)
     return report(size, file, options.picture, options.page)
 
 
 def read_results(path: Path) -> tuple[StudySize, ResultFile]:
     """Read the results of any study, complete or not, made with any text."""
-    description = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    description = read_description(path)
     fields = {**description["size"], "seeds": tuple(description["size"]["seeds"])}
     return StudySize(**fields), ResultFile(path, description)
 

@@ -1,33 +1,26 @@
-"""The cells of the study of staleness: which runs there are, how one is made, and what is run next.
+"""The cells of the study of staleness: which runs there are, how one is made, and what is run next."""
 
-A cell is one training run. Its result is one line of JSON and a function of the cell and the text alone, so a study
-that was interrupted continues where it was.
-"""
-
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.byte_model import draw_batch, held_out_batches, model_config
 from benchmarks.delayed_loop import DelayedLoop, DelayRule
 from benchmarks.installed_text import documentation_of
-from torchround.config import LRScheduleTable, OptimizerTable
+from benchmarks.study import TUNING_SEED, Cell, CellResult, Results, best_rate, tuning_cells
+from torchround.config import AdamWTable, LRScheduleTable
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
-from torchround.models.common.config import TransformerConfig
-from torchround.models.common.rope import Rope
 from torchround.optim.lr_schedule import LRSchedule
 
 MAX_NORM = 1.0
 # The models' own initial matrices (standard deviation 0.02) suit a width of 1600. At 64 they would be too small for
 # their products, and an update of 2e-3 would change a tenth of a weight.
 INITIAL_FACTOR = 5.0
-TUNING_SEED = 0
 PRETRAINING, FINE_TUNING = "pre-training", "fine-tuning"
 
 
@@ -81,45 +74,6 @@ FIRST_RATES: Mapping[str, tuple[float, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One training run: a mode on a task, with a peak learning rate and a seed."""
-
-    task: str
-    mode: str
-    lr: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """What a run leaves: held-out losses after `evaluated` steps. A run that diverged has a null among them."""
-
-    cell: Cell
-    evaluated: tuple[int, ...]
-    losses: tuple[float | None, ...]
-
-    @property
-    def final_loss(self) -> float:
-        """The held-out loss at the end, infinite if the run diverged."""
-        last = self.losses[-1]
-        return math.inf if last is None else last
-
-    def to_json(self) -> str:
-        """Return the result as one line."""
-        return json.dumps({**asdict(self.cell), "evaluated": self.evaluated, "losses": self.losses})
-
-    @classmethod
-    def from_json(cls, line: str) -> "CellResult":
-        """Read a line that `to_json` wrote."""
-        content = json.loads(line)
-        cell = Cell(*(content[key] for key in ("task", "mode", "lr", "seed")))
-        return cls(cell, tuple(content["evaluated"]), tuple(content["losses"]))
-
-
-Results = Mapping[Cell, CellResult]
-
-
 def wanted_cells(size: StudySize, results: Results) -> list[Cell]:
     """Return the cells that can be run now and are not among the results; empty once the study is complete.
 
@@ -142,46 +96,31 @@ def wanted_cells(size: StudySize, results: Results) -> list[Cell]:
 
 
 def _tuning_cells(size: StudySize, results: Results, task: str, mode: str) -> list[Cell]:
-    """Return the cells of a mode's tuning as far as they are known: the first rates, then beyond the better end."""
-    rates = sorted(FIRST_RATES[task])
-    while len(rates) < size.most_rates:
-        cells = [Cell(task, mode, lr, TUNING_SEED) for lr in rates]
-        if any(cell not in results for cell in cells):
-            break
-        losses = [results[cell].final_loss for cell in cells]
-        best = losses.index(min(losses))
-        if 0 < best < len(rates) - 1:
-            break
-        rates = [rates[0] / 2, *rates] if best == 0 else [*rates, rates[-1] * 2]
-    return [Cell(task, mode, lr, TUNING_SEED) for lr in rates]
+    return tuning_cells(task, mode, FIRST_RATES[task], size.most_rates, results)
 
 
 def tuned_rate(size: StudySize, results: Results, task: str, mode: str) -> float | None:
     """Return the rate with the lowest loss in a mode's tuning, or None while the tuning is incomplete."""
-    cells = _tuning_cells(size, results, task, mode)
-    if any(cell not in results for cell in cells):
-        return None
-    return min(cells, key=lambda cell: results[cell].final_loss).lr
+    return best_rate(_tuning_cells(size, results, task, mode), results)
 
 
 # One run.
 
 
-def run_cell(size: StudySize, cell: Cell, folder: Path, base_lr: float | None) -> CellResult:
+def run_cell(size: StudySize, folder: Path, cell: Cell, results: Results) -> CellResult:
     """Train the cell's run. `folder` keeps the weights of the base model, which is trained if it is missing."""
     loop, store = _new_loop(size, size.rules()[cell.mode], cell.seed)
     if cell.task == FINE_TUNING:
+        base_lr = tuned_rate(size, results, PRETRAINING, "sync")
         assert base_lr is not None, "fine-tuning needs the rate of the base model"
-        for name, values in _base_weights(size, folder, base_lr).items():
-            store.weights()[name].copy_(values)
-        store.refresh_device_weights()
+        store.write_weights(_base_weights(size, folder, base_lr))
         loop.start_anew()
     return _train(size, cell, loop)
 
 
 def _train(size: StudySize, cell: Cell, loop: DelayedLoop) -> CellResult:
     text, steps = documentation_of(size.package(cell.task)), size.steps(cell.task)
-    held_out = _held_out(text.held_out, size)
+    held_out = held_out_batches(text.held_out, size)
     schedule = LRSchedule(
         LRScheduleTable(warmup_steps=max(steps // 20, 1), decay="cosine", min_lr_factor=0.1), cell.lr, steps
     )
@@ -218,42 +157,6 @@ def _new_loop(size: StudySize, rule: DelayRule, seed: int) -> tuple[DelayedLoop,
     model = FAMILIES["llama3"].build(model_config(size))
     store = HostStore(model)
     store.initialize(model, seed=seed)
-    for weight in store.weights().values():
-        weight.mul_(INITIAL_FACTOR if weight.ndim == 2 else 1.0)
-    store.refresh_device_weights()
-    return DelayedLoop(model, store, OptimizerTable(), rule, MAX_NORM), store
-
-
-def model_config(size: StudySize) -> TransformerConfig:
-    """Return the shape of the model: one token for each byte."""
-    return TransformerConfig(
-        num_layers=size.blocks,
-        hidden_size=size.width,
-        num_heads=size.heads,
-        num_kv_heads=size.heads,
-        head_dim=size.width // size.heads,
-        ffn_size=size.ffn_size,
-        vocab_size=256,
-        rope=Rope(10000.0),
-        max_positions=8192,
-    )
-
-
-def _held_out(text: Tensor, size: StudySize) -> list[MicroBatch]:
-    """Cut the held-out text at even distances into micro-batches of the size of training."""
-    last = len(text) - size.tokens - 1
-    starts = torch.linspace(0, last, size.held_out_sequences, dtype=torch.float64).long()
-    return [draw_batch(text, part, size) for part in starts.split(size.sequences)]
-
-
-def draw_batch(text: Tensor, starts: Tensor, size: StudySize) -> MicroBatch:
-    """Make a micro-batch of the sequences that begin at `starts` (`[B]`) in `text` (`[bytes]` uint8)."""
-    drawn = torch.stack([text[start : start + size.tokens + 1] for start in starts.tolist()]).long()
-    positions = torch.arange(size.tokens).expand(len(starts), -1).contiguous()
-    return MicroBatch(
-        drawn[:, :-1].contiguous(),
-        drawn[:, 1:].contiguous(),
-        positions,
-        torch.zeros_like(positions),
-        max_documents=1,
-    )
+    for name, weight in store.weights().items():
+        store.write_weights({name: weight * (INITIAL_FACTOR if weight.ndim == 2 else 1.0)})
+    return DelayedLoop(model, store, AdamWTable(), rule, MAX_NORM), store

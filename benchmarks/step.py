@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.frame import Benchmark, Report, in_turns, median_ratio, timed
 from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import LayeredModel, MicroBatch
@@ -63,7 +63,7 @@ class Setup:
         """Build an engine and its store, always with the same initial weights."""
         store = build_store(self.model, self.numbers, self.hardware)
         store.initialize(self.model, seed=0)
-        devices, optimizer = self.hardware.make_devices(), OptimizerTable()
+        devices, optimizer = self.hardware.make_devices(), AdamWTable()
         engine = build_engine(self.model, store, devices, self.plan, self.numbers, optimizer, compiler)
         return engine, store
 
@@ -107,7 +107,7 @@ def beside_plain_loop(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)
     setup = Setup(options)
     engine, store = setup.engine()
-    plain = SameArithmeticLoop(setup.family.build(setup.config), store, OptimizerTable())
+    plain = SameArithmeticLoop(setup.family.build(setup.config), store, AdamWTable())
     with engine:
         steps = setup.compare(options.steps, {"plain": plain.step, "engine": engine_step(engine)})
     plain_s, engine_s = ([step.seconds for step in steps[side][1:]] for side in ("plain", "engine"))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
@@ -170,9 +170,7 @@ def measure_plan(costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] =
     settings = EngineSettings(rounds=plan.rounds, clip=clip, stale_layers=plan.stale_layers)
     results: list[StepResult] = []
     seconds = []  # the moments at which steps ended
-    with Engine(
-        model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings
-    ) as engine:
+    with Engine(model, store, devices, plan.partition, optimizer=AdamWTable(), settings=settings) as engine:
         for _ in range(WARM_UP_STEPS + steps + 1):
             results.append(engine.forward_backward(micro_batches))
             engine.step(lr=1e-3)

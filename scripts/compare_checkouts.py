@@ -3,10 +3,11 @@
     git worktree add ../before main
     python scripts/compare_checkouts.py ../before .
 
-Each checkout trains six small models by its own `train.py`: all three families, experts, `sync` and `async`, two rounds,
-LoRA with dropout, float16, whole-document packing, a given plan. Equal must be, for every run: loss, gradient norm,
+Each checkout trains eight small models by its own `train.py`: all three families, experts, every update, two rounds, LoRA
+with dropout, float16, whole-document packing, a given plan. Equal must be, for every run: loss, gradient norm,
 learning rate, tokens and skipped steps of each step; validation losses; the plan; every tensor of every checkpoint; and
-the state saved beside them. Exit codes: 0 all equal, 1 something differs, with the first differences of each run printed.
+the state saved beside them. Weights that a checkpoint holds as a 16-bit half and a residual are compared as the fp32 values
+that they make. Exit codes: 0 all equal, 1 something differs, with the first differences of each run printed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 from safetensors import safe_open
 
 METRICS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "validation_loss")
+RESIDUAL = "residual/"
 MOST_SHOWN = 5  # differences of one run
 
 COMMON = """
@@ -63,6 +65,14 @@ RUNS: dict[str, tuple[str, ...]] = {
     "lora-async": (
         *("--model.family=llama3", "--model.flavor=debug", "--engine.update=async", "--engine.rounds=2"),
         *("--lora.rank=4", "--lora.dropout=0.1", "--engine.accumulate_dtype=bfloat16"),
+    ),
+    "qwen3-async-uncorrected": (
+        *("--model.family=qwen3", "--model.flavor=debug", "--engine.update=async"),
+        "--engine.delay_correction=none",
+    ),
+    "llama3-bounded": (
+        *("--model.family=llama3", "--model.flavor=debug", "--engine.update=bounded"),
+        "--training.clip=layer",
     ),
     "given-plan": (
         *("--model.family=qwen3", "--model.flavor=debug_moe", "--engine.update=async"),
@@ -128,13 +138,26 @@ def logged(run: Path) -> Iterator[tuple[str, Any]]:
 def saved(run: Path) -> Iterator[tuple[str, Any]]:
     """Yield a digest of each tensor of each checkpoint, and the state saved beside them."""
     for step in sorted((run / "checkpoints").iterdir()):
+        tensors = {}
         for path in sorted(step.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  (the file is no mapping)
-                    yield f"{step.name}: {name}", digest(file.get_tensor(name))
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  (no mapping)
+        for name, tensor in tensors.items():
+            if not name.startswith(RESIDUAL):
+                yield f"{step.name}: {name}", digest(joined(name, tensor, tensors))
         state = json.loads((step / "state.json").read_text())
         state.pop("config", None)  # keys may come and go; what they do shows in the rest
         yield from ((f"{step.name}: state {key}", value) for key, value in state.items())
+
+
+def joined(name: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of a checkpoint, or the fp32 weight whose upper half it is if `tensors` has the residual too."""
+    kind, _, parameter = name.partition("/")
+    residual = tensors.get(RESIDUAL + parameter)
+    if kind != "weights" or residual is None:
+        return tensor
+    upper = tensor.view(torch.int16).to(torch.int32) << 16
+    return (upper + residual.to(torch.int32)).view(torch.float32)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ import torchround.pipeline.plan_report
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
+    COMPACT,
     PREDICT,
     STEPS,
     TIED,
@@ -49,6 +50,18 @@ MODES = {
     "kept, bounded": [KEEP_ALL, *BOUNDED, "--engine.stale_layers=2"],
     "kept, async, predict, adapters": [KEEP_ALL, ASYNC, PREDICT, "--lora.rank=2", "--lora.dropout=0.5"],
     "async, predict, tied, bfloat16": [ASYNC, PREDICT, TIED, "--training.dtype=bfloat16"],
+    "sync, split": ["--training.dtype=bfloat16"],
+    "sync, two rounds, compact, split": [TWO_ROUNDS, COMPACT, "--training.dtype=bfloat16"],
+    "async, compact, split": [ASYNC, UNCORRECTED, COMPACT, "--training.dtype=bfloat16"],
+    "async, predict, compact": [ASYNC, PREDICT, COMPACT, "--training.dtype=bfloat16"],
+    "muon, sync, split": ["--optimizer.name=muon", "--training.dtype=bfloat16"],
+    "muon, async, compact, two rounds": [
+        "--optimizer.name=muon",
+        ASYNC,
+        COMPACT,
+        TWO_ROUNDS,
+        "--training.dtype=bfloat16",
+    ],
 }
 
 
@@ -194,17 +207,17 @@ def test_an_update_that_cannot_be_completed_is_not_saved(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert small_runs("whole") == 0
-    adamw_update_, buffers = torchround.engine.optimizer_worker.adamw_update_, []
+    original, calls = torchround.engine.optimizer_worker.update_, []
 
-    def failing(weight, *arguments, bias_correction_step, **options):
-        if bias_correction_step == 4:
-            buffers.append(weight)
-            if len(buffers) > 3:  # in the middle of the model, and at each further try
+    def failing(buffers, *, update, **options):
+        if update == 4:
+            calls.append(buffers)
+            if len(calls) > 3:  # in the middle of the model, and at each further try
                 raise PlantedError("in an update")
-        adamw_update_(weight, *arguments, bias_correction_step=bias_correction_step, **options)
+        original(buffers, update=update, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torchround.engine.optimizer_worker, "adamw_update_", failing)
+        patch.setattr(torchround.engine.optimizer_worker, "update_", failing)
         assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
     assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
     assert small_runs.saved("faulty") == [2]

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULES
-    from torchround.config import OptimizerTable as OptimizerTable
+    from torchround.config import AdamWTable as AdamWTable
     from torchround.engine.device import AcceleratorDevice as AcceleratorDevice
     from torchround.engine.device import CpuDevice as CpuDevice
     from torchround.engine.engine import Engine as Engine
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULE
 
 _MODULES = {
     "AcceleratorDevice": "torchround.engine.device",
+    "AdamWTable": "torchround.config",
     "CpuDevice": "torchround.engine.device",
     "Engine": "torchround.engine.engine",
     "EngineSettings": "torchround.engine.settings",
@@ -33,7 +34,6 @@ _MODULES = {
     "LayerWork": "torchround.layer",
     "LayeredModel": "torchround.layer",
     "MicroBatch": "torchround.layer",
-    "OptimizerTable": "torchround.config",
     "Partition": "torchround.pipeline.partition",
     "Pipeline": "torchround.library.pipeline",
     "Plan": "torchround.pipeline.plan",

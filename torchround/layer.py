@@ -262,8 +262,11 @@ def decayed_names(model: LayeredModel) -> frozenset[str]:
     simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count as
     vectors. A model that lists its `decayed` parameters decides for itself.
     """
-    if model.decayed is not None:
-        return model.decayed
+    return matrix_names(model) if model.decayed is None else model.decayed
+
+
+def matrix_names(model: LayeredModel) -> frozenset[str]:
+    """Return the names of the matrices and of stacks of them. A module's `undecayed` parameters count as vectors."""
     return frozenset(
         f"{name}.{path}"
         for name, layer in zip(model.names, model.layers, strict=True)

@@ -290,7 +290,7 @@ class Trainer:
     def _initialize(self) -> None:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
         seed, model = self.config.run.seed, self._parts.model
-        pretrained = self._checkpoints.starting_weights() or self._parts.pretrained
+        pretrained = self._checkpoints.starting_weights(self.store) or self._parts.pretrained
         if pretrained is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
         else:

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.device_toy import device_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.config import PlanTable
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import HostAllocator, PageLocker
@@ -143,7 +143,7 @@ def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, r
     store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
     devices = [*hardware.make_devices()]
-    with build_engine(model, store, devices, plan, numbers, OptimizerTable()) as engine:
+    with build_engine(model, store, devices, plan, numbers, AdamWTable()) as engine:
         batches = [random_micro_batches(seq_len) for _ in range(2)]
         train(engine, batches, lr=1e-4)
         peak_bytes = devices[0].peak_bytes() - baseline_bytes

@@ -20,8 +20,7 @@ def engine_on(kind, family, workers, dtype=torch.float32, **options):
     model, store = own_model(family, devices)
     if dtype != torch.float32:
         rounded = inference_store(model, dtype, devices)
-        for name, view in rounded.weights().items():
-            view.copy_(store.weights()[name])
+        rounded.write_weights(store.weights())
         store = rounded
     return TextEngine(model, store, devices, **{"batch_size": 8, "tokens": 96} | options)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.planted_races import (
+    direction_before_it_landed,
     early_signal,
     forgets_who_is_busy,
     given_back_at_once,
@@ -19,6 +20,7 @@ from tests.support.planted_races import (
     gradient_before_it_landed,
     hand_part_of_the_input_on,
     integers_written_at_once,
+    late_look_aheads,
     late_updates,
     loss_read_before_it_landed,
     never_released,
@@ -55,6 +57,7 @@ LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 ROUNDED = ShortRun(dtype=torch.bfloat16)
 BEHIND = ShortRun("backward coarser", workers=2, policy=BOUNDED, steps=3, stale_layers=5)
+MATRICES = ShortRun(optimizer="muon")
 KEEPS = ShortRun("one layer a stage", settings=(("kept", KEPT["all"]),))
 
 
@@ -101,6 +104,15 @@ WAITS = {
     "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)": (
         *(replace(KEEPS, workers=3, micro_batches=1), starved(DOWN)),
     ),
+    "orthogonalise._enqueue: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)": (
+        *(MATRICES, starved(GRADIENTS_DOWN)),
+    ),
+    "orthogonalise._enqueue: device.wait(Stream.COMPUTE, device.record(Stream.ACTIVATION_UPLOAD))": (
+        *(MATRICES, starved(UP)),
+    ),
+    "orthogonalise._enqueue: device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))": (
+        *(MATRICES, starved(COMPUTE)),
+    ),
     "device_worker._run: self._device.wait(Stream.COMPUTE, filled)": (ONE, starved(WEIGHTS_UP)),
     "device_worker._clear_gradients: self._device.wait(Stream.COMPUTE, slot.released)": (
         *(ONE, starved(GRADIENTS_DOWN)),
@@ -125,6 +137,10 @@ EVENTS = {
         ONE,
         starved(GRADIENTS_DOWN),
     ),
+    "orthogonalise._enqueue: device.record(Stream.ACTIVATION_UPLOAD)": (MATRICES, starved(UP)),
+    "orthogonalise._enqueue: device.record(Stream.COMPUTE)": (MATRICES, starved(COMPUTE)),
+    "orthogonalise._enqueue: device.record(Stream.GRADIENT_DOWNLOAD)": (MATRICES, starved(GRADIENTS_DOWN)),
+    "orthogonalise.run: self._device.record(Stream.GRADIENT_DOWNLOAD)": (MATRICES, starved(GRADIENTS_DOWN)),
     "device_worker._finish: self._device.record(Stream.COMPUTE)": (ONE, starved(COMPUTE)),
 }
 # These decide which copy goes first. Bits do not depend on them, and tests of link turns and of the worker show the
@@ -188,6 +204,12 @@ OTHERS = {
     ),
     "rule 4: a part is given back before it is added": Mutant(
         part_given_back_before_it_is_added, PARTS, starved()
+    ),
+    "rule 9: a look-ahead is uploaded before it is written": Mutant(
+        skipped(Ordering, "before_look_ahead_upload"), MATRICES, starved(), late_look_aheads
+    ),
+    "rule 10: a direction is read before it has landed": Mutant(
+        direction_before_it_landed, MATRICES, starved(GRADIENTS_DOWN)
     ),
     # Buffers of the host.
     "a pool forgets which streams still read a buffer": Mutant(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
 from tests.support.toy import BLOCKS, PARTITIONS
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
@@ -40,6 +41,10 @@ def draw(seed: int) -> ShortRun:
     if seed % 5 == 3:
         more = drawn.choice([{"tied": True}, {"dtype": torch.bfloat16}, {"evaluates": True}])
         run = ShortRun(policy=BOUNDED, steps=3, stale_layers=drawn.choice((0, 2, 5)), **more)
+    if run.policy is not BOUNDED:
+        # Half of them with AdamW in fp32, whose reference is another loop.
+        optimizers = ["adamw"] * len(OPTIMIZERS) + list(OPTIMIZERS)
+        run = replace(run, optimizer=random.Random(f"optimizer of {seed}").choice(optimizers))
     workers, devices = drawn.choice(WORKERS)
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
@@ -108,6 +113,7 @@ def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
         ("tied", {False, True}),
         ("evaluates", {False, True}),
         ("tight_pool", {False, True}),
+        ("optimizer", set(OPTIMIZERS)),
     ):
         assert {getattr(run, name) for run in runs} == values
     assert {(run.workers, run.devices) for run in runs} == set(WORKERS)

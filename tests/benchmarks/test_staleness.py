@@ -2,27 +2,27 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.byte_model import draw_batch, model_config
 from benchmarks.delayed_loop import DelayedLoop, DelayRule
 from benchmarks.installed_text import documentation_of
-from benchmarks.staleness import AnotherStudyError, ResultFile, complete, describe, read_results
+from benchmarks.staleness import describe, read_results
 from benchmarks.staleness_cells import (
     FIRST_RATES,
     PRETRAINING,
-    Cell,
-    CellResult,
     StudySize,
-    draw_batch,
-    model_config,
+    run_cell,
     tuned_rate,
     wanted_cells,
 )
-from benchmarks.staleness_report import final_losses, tables, with_tables
-from torchround.config import EngineTable, OptimizerTable
+from benchmarks.staleness_report import final_losses, tables
+from benchmarks.study import AnotherStudyError, Cell, CellResult, ResultFile, complete, with_tables
+from torchround.config import AdamWTable, EngineTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
@@ -100,7 +100,7 @@ def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partit
         max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0
     )
     devices = [CpuDevice(0), CpuDevice(1)]
-    with Engine(model, store, devices, partition, optimizer=OptimizerTable(), settings=settings) as engine:
+    with Engine(model, store, devices, partition, optimizer=AdamWTable(), settings=settings) as engine:
         results = []
         for micro_batches in batches():
             results.append(engine.forward_backward(micro_batches))
@@ -108,7 +108,7 @@ def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partit
         engine.drain()
         losses = [result.loss() for result in results]
     own_model, own_store = new_store()
-    loop = DelayedLoop(own_model, own_store, OptimizerTable(), rule, MAX_NORM)
+    loop = DelayedLoop(own_model, own_store, AdamWTable(), rule, MAX_NORM)
     assert [loop.step(micro_batches, LR) for micro_batches in batches()] == losses
     views = store.named_views()
     assert all(torch.equal(view, views[name]) for name, view in own_store.named_views().items())
@@ -118,14 +118,14 @@ def test_bounded_with_no_stale_layer_is_sync_with_a_norm_for_each_layer() -> Non
     states = []
     for rule in (DelayRule("bounded", 0, clip="layer"), DelayRule("sync", clip="layer"), DelayRule("sync")):
         model, store = new_store()
-        loop = DelayedLoop(model, store, OptimizerTable(), rule, MAX_NORM)
+        loop = DelayedLoop(model, store, AdamWTable(), rule, MAX_NORM)
         states.append([loop.step(micro_batches, LR) for micro_batches in batches()])
     assert states[0] == states[1] != states[2]
 
 
 def finished(size: StudySize, path: Path) -> ResultFile:
     file = ResultFile(path, describe(size))
-    complete(size, file, 0, path.parent)
+    complete(file, partial(wanted_cells, size), partial(run_cell, size, path.parent), 0)
     return file
 
 

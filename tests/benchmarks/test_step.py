@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.plain_loops import LR, SameArithmeticLoop, random_step
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.models import FAMILIES
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
@@ -16,7 +16,7 @@ TRAINING = TrainingTable(seq_len=12, global_batch_size=4, micro_batch_size=2, dt
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_engine_and_plain_loop_reach_the_same_losses(tied):
-    family, engine_table, optimizer = FAMILIES["llama3"], EngineTable(devices="cpu"), OptimizerTable()
+    family, engine_table, optimizer = FAMILIES["llama3"], EngineTable(devices="cpu"), AdamWTable()
     config = family.config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=tied)
     model, hardware = family.build(config), find_hardware(engine_table)
     numbers = RunNumbers(TRAINING, engine_table)

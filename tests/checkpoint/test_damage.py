@@ -116,7 +116,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "newer format, not whole": (
         lambda path: (path / "manifest.json").write_text(
-            (path / "manifest.json").read_text().replace('"format": 2', '"format": 3')
+            (path / "manifest.json").read_text().replace('"format": 3', '"format": 4')
         ),
         "manifest.json was altered",
     ),
@@ -231,8 +231,8 @@ def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched
 
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "of a newer version": (
-        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=3, ranks=[1])),
-        "it has format 3, and this version reads up to format 2",
+        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=4, ranks=[1])),
+        "it has format 4, and this version reads up to format 3",
     ),
     "of another model": (
         lambda path: forge_tensors(path, one_tensor([2], [0, 8])),
@@ -270,7 +270,7 @@ def in_format_1(path: Path) -> None:
 def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path: Path) -> None:
     checkpointer = two_checkpoints(tmp_path)
     in_format_1(tmp_path / "step-2")
-    words = "format 1, which only versions before the first release wrote; legal: format 2"
+    words = "format 1, which only versions before the first release wrote; legal: formats 2 to 3"
     with pytest.raises(ForeignCheckpointError, match=words):
         verify_checkpoint(tmp_path / "step-2")
     with pytest.raises(ForeignCheckpointError, match=words):

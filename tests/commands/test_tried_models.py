@@ -217,10 +217,10 @@ def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch)
     assert main(["--run", str(run), "--step=7", *ASKED]) == 2
     assert "--step: given 7; legal: a step with a checkpoint" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 3)
+        patch.setattr(manifest, "FORMAT", 4)
         assert trained("newer") == run.parent / "newer"
     assert main(["--run", "outputs/newer", *ASKED]) == 2
-    assert "it has format 3, and this version reads up to format 2" in capsys.readouterr().err
+    assert "it has format 4, and this version reads up to format 3" in capsys.readouterr().err
     tensors = next((checkpoints / "step-2").glob("tensors-*"))
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1

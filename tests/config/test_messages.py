@@ -168,6 +168,16 @@ CONFLICTS = [
         ['given "predict" and "bounded"'],
     ),
     (
+        {"optimizer.name": "muon", "engine.update": "async", "engine.delay_correction": "predict"},
+        ["engine.delay_correction", "optimizer.name"],
+        ['given "predict" and "muon"', '"auto" or "none"'],
+    ),
+    (
+        {"optimizer.name": "muon", "engine.update": "bounded", "training.clip": "layer"},
+        ["engine.update", "optimizer.name"],
+        ['given "bounded" and "muon"', '"sync" or "async"'],
+    ),
+    (
         {"engine.stale_layers": "3"},
         ["engine.stale_layers", "engine.update"],
         ['given 3 and "sync"', '"auto"'],

@@ -29,13 +29,13 @@ WRONG = [
     Wrong(config.TrainingTable, {"max_norm": -0.5}),
     Wrong(config.TrainingTable, {"max_norm": float("nan")}),
     Wrong(config.TrainingTable, {"stepps": 3}),
-    Wrong(config.OptimizerTable, {"lr": True}),
-    Wrong(config.OptimizerTable, {"lr": "1e-3"}),
-    Wrong(config.OptimizerTable, {"lr": 0}),
-    Wrong(config.OptimizerTable, {"lr": float("inf")}),
-    Wrong(config.OptimizerTable, {"betas": [0.9]}),
-    Wrong(config.OptimizerTable, {"betas": [0.9, 1.0]}),
-    Wrong(config.OptimizerTable, {"betas": 0.9}),
+    Wrong(config.AdamWTable, {"lr": True}),
+    Wrong(config.AdamWTable, {"lr": "1e-3"}),
+    Wrong(config.AdamWTable, {"lr": 0}),
+    Wrong(config.AdamWTable, {"lr": float("inf")}),
+    Wrong(config.AdamWTable, {"betas": [0.9]}),
+    Wrong(config.AdamWTable, {"betas": [0.9, 1.0]}),
+    Wrong(config.AdamWTable, {"betas": 0.9}),
     Wrong(config.LRScheduleTable, {"min_lr_factor": 1.5}),
     Wrong(config.LRScheduleTable, {"decay": "exponential"}),
     Wrong(config.EngineTable, {"rounds": 0}),
@@ -67,7 +67,7 @@ def test_wrong_types_ranges_and_unknown_keys_are_refused(wrong: Wrong) -> None:
 
 
 def test_an_integer_is_legal_for_a_number_and_becomes_a_float() -> None:
-    lr = config.OptimizerTable(lr=1).lr
+    lr = config.AdamWTable(lr=1).lr
     assert (lr, type(lr)) == (1.0, float)
 
 
@@ -112,7 +112,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
             "grad_dtype",
         }
         | {"accumulate_dtype", "plan", "measure_steps", "hang_timeout_s", "compile", "cpu_threads"},
-        "optimizer": {"lr", "betas", "eps", "weight_decay"},
+        "optimizer": {"name", "lr", "weight_decay", "state"},
         "lr_schedule": {"warmup_steps", "decay", "min_lr_factor"},
         "checkpoint": {"interval_steps", "keep_latest_k", "load_path"},
         "validation": {"interval_steps", "sources", "max_batches"},
@@ -125,3 +125,4 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
     assert list(tables) == list(promised)
     missing = {name: promised[name] - set(table.model_fields) for name, table in tables.items() if table}
     assert not any(missing.values()), missing
+    assert {"betas", "eps"} <= set(config.AdamWTable.model_fields)

@@ -21,7 +21,8 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.optimizer_workers import update_threads
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.optim.kernel import AdamWKernel, KernelError
+from torchround.optim.kernel import CompiledUpdate
+from torchround.optim.kernel_kind import KernelError
 from torchround.run import engine_parts
 
 pytestmark = pytest.mark.compiles
@@ -42,13 +43,13 @@ def trained_state(compiled, dtype=torch.float32, policy=SYNC, steps=4, tied=Fals
 @pytest.fixture
 def calls(monkeypatch):
     """Record the number of elements that each kernel call updates."""
-    original, seen = AdamWKernel.__call__, []
+    original, seen = CompiledUpdate.__call__, []
 
-    def counting(self, weight, *others):
-        seen.append(weight.numel())
-        original(self, weight, *others)
+    def counting(self, buffers, numbers):
+        seen.append(buffers.numel)
+        original(self, buffers, numbers)
 
-    monkeypatch.setattr(AdamWKernel, "__call__", counting)
+    monkeypatch.setattr(CompiledUpdate, "__call__", counting)
     return seen
 
 
@@ -59,7 +60,7 @@ def test_training_is_bitwise_the_same_with_the_compiled_update(calls, dtype, pol
     assert calls == []
     assert_same_state(trained_state(True, dtype, policy, tied=True), plain)
     store = toy_store(toy_model(tied=True))
-    one_step = sorted(n for b in store.trained for n in (b.decayed, b.numel - b.decayed) if n > 1)
+    one_step = sorted(part.stop - part.start for bundle in store.trained for part in bundle.segments)
     checks = len(calls) - 4 * len(one_step)
     assert sorted(calls[checks:]) == sorted(one_step * 4)  # every segment of every step
 
@@ -74,7 +75,7 @@ def test_a_compiled_update_that_writes_no_device_weights_gives_the_same_bits(cal
 
 def test_an_update_whose_kernel_fails_is_completed_before_the_fault_is_raised(monkeypatch):
     expected = {name: view.clone() for name, view in trained_state(False, steps=1).items()}
-    original, seen = AdamWKernel.__call__, []
+    original, seen = CompiledUpdate.__call__, []
 
     def failing(self, *arguments):
         seen.append(None)
@@ -82,7 +83,7 @@ def test_an_update_whose_kernel_fails_is_completed_before_the_fault_is_raised(mo
             raise KernelError("planted")
         original(self, *arguments)
 
-    monkeypatch.setattr(AdamWKernel, "__call__", failing)
+    monkeypatch.setattr(CompiledUpdate, "__call__", failing)
     model = toy_model()
     store = toy_store(model)
     engine = toy_engine(model, store, PARTITION, 2, compile_update=True)
@@ -97,7 +98,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
     """The loss is there before the kernels are; and a compiler that takes long is no hang."""
     loss_is_known = threading.Event()
 
-    def slow_kernels(wanted, meanwhile, predicts):
+    def slow_kernels(wanted, meanwhile, threads):
         started = time.monotonic()
         while not loss_is_known.is_set() or time.monotonic() - started < 1.0:
             meanwhile()
@@ -117,7 +118,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
 
 
 def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
-    def endless_kernels(wanted, meanwhile, predicts):
+    def endless_kernels(wanted, meanwhile, threads):
         while True:
             meanwhile()
             time.sleep(0.01)

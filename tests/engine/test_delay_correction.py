@@ -16,7 +16,7 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
-from torchround.engine.store.host_store import OLDER_WEIGHTS
+from torchround.engine.store.state_views import OLDER_WEIGHTS
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS, LR = 8, 1e-2
@@ -73,13 +73,15 @@ def test_a_prediction_changes_training_from_the_third_step_on():
 
 def test_frozen_weights_are_never_predicted():
     model, store = predicting(frozen=(0, 2))
-    before = {b.index: b.authority.clone() for b in store.bundles if not b.trainable}
+    before = {b.index: b.device_weights[0].clone() for b in store.bundles if not b.trainable}
     loop = PredictingLoop(model, store, tied=False)
     with toy_engine(model, store, PARTITION, 2) as engine:
         losses = train(engine, BATCHES, LR)
     assert losses == loop.train_late(BATCHES, LR)
     assert len(before) == 2
-    assert all(torch.equal(store.bundles[index].authority, weights) for index, weights in before.items())
+    assert all(
+        torch.equal(store.bundles[index].device_weights[0], weights) for index, weights in before.items()
+    )
 
 
 class SkipStep:
@@ -192,16 +194,14 @@ def test_a_validation_computes_with_the_true_weights_and_leaves_no_trace():
         train(engine, BATCHES[4:], LR)
     assert_same_state(copies(store), expected)
     after_four = trained(batches=BATCHES[:4])[1].weights()
-    for name, view in truth.weights().items():
-        view.copy_(after_four[name])
-    truth.refresh_device_weights()
+    truth.write_weights(after_four)
     with toy_engine(model, truth, PARTITION, 2) as engine:
         assert engine.evaluate(BATCHES[5]).loss() == loss
 
 
 def test_predictions_take_no_host_memory_and_no_room_in_checkpoints():
     model = toy_model()
-    plain, predicts = (toy_store(model, torch.bfloat16, policy=policy) for policy in (ASYNC, ASYNC_PREDICT))
+    plain, predicts = (toy_store(model, torch.float16, policy=policy) for policy in (ASYNC, ASYNC_PREDICT))
     for store in (plain, predicts):
         with toy_engine(model, store, PARTITION, 2) as engine:
             train(engine, BATCHES, LR)
@@ -211,3 +211,15 @@ def test_predictions_take_no_host_memory_and_no_room_in_checkpoints():
     state = predicts.resume_state()
     assert state.pop("prediction") == {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-3}
     assert state == plain.resume_state()
+
+
+def test_a_prediction_is_saved_under_the_same_names_if_all_trained_parameters_have_weight_decay():
+    """As with adapters, whose parameters are matrices alone."""
+    model = toy_model()
+    for layer in model.layers:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.ndim > 1)
+    store = toy_store(model, policy=ASYNC_PREDICT)
+    with toy_engine(model, store, PARTITIONS["forward coarser"], 2) as engine:
+        train(engine, toy_batches(2, micro_batches=2))
+    assert store.resume_state()["prediction"].keys() == {"lr", "betas", "eps"}

@@ -5,7 +5,8 @@ import torch
 
 from tests.support.rounding import BF16, assert_close_in_sums
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.optim.split_weights import split
 from torchround.pipeline.plan import Plan
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
@@ -22,7 +23,7 @@ def trained_store(dtype, **engine_keys):
     hardware, numbers = find_hardware(table), RunNumbers(TrainingTable(dtype=dtype), table)
     store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
-    with build_engine(model, store, hardware.make_devices(), PLAN, numbers, OptimizerTable()) as engine:
+    with build_engine(model, store, hardware.make_devices(), PLAN, numbers, AdamWTable()) as engine:
         train(engine, BATCHES)
     assert store.applied_updates == 2
     return store
@@ -43,8 +44,12 @@ def test_device_weights_and_gradients_have_the_training_dtype_and_state_is_float
     store = trained_store(dtype)
     for bundle in store.trained:
         assert {bundle.device_weights[0].dtype, bundle.gradient.dtype} == {getattr(torch, dtype)}
-        assert {bundle.weight.dtype, bundle.exp_avg.dtype, bundle.exp_avg_sq.dtype} == {torch.float32}
-        assert torch.equal(bundle.device_weights[0], bundle.weight.to(bundle.device_weights[0].dtype))
+        weights = bundle.copy_weights(store.step)
+        moments = {flat.dtype for segment in bundle.segments for flat in segment.parts.values()}
+        assert {weights.dtype} | moments == {torch.float32}
+        assert (bundle.weight is None) == (dtype == "bfloat16")
+        expected = split(weights)[0] if bundle.weight is None else weights.to(bundle.device_weights[0].dtype)
+        assert torch.equal(bundle.device_weights[0], expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.plain_adamw import adamw_update_
 from tests.support.rounding import FP16
 from tests.support.toy import (
     MAX_NORM,
@@ -24,7 +25,7 @@ from tests.support.toy import (
 )
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.layer import decayed_names
-from torchround.optim import adamw_update_, clip_scale, sum_of_squares
+from torchround.optim import clip_scale, sum_of_squares
 from torchround.optim import stability as loss_scale
 
 PARTITION = PARTITIONS["forward coarser"]

@@ -23,7 +23,7 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.watch.race_checker import AccessLog, find_races
-from torchround.optim import HostOptimizer, SlowerOptimizerWarning
+from torchround.optim import NO_STATE, HostOptimizer, SlowerOptimizerWarning
 
 
 @pytest.fixture(autouse=True)
@@ -134,14 +134,14 @@ def test_a_fault_while_device_weights_are_written_is_overcome_by_a_second_try(mo
 )
 def test_who_cannot_use_it_says_so(policy, machines, words):
     model = toy_model()
-    store = HostStore(model, policy=policy, ownership=Ownership(0, machines), keeps_moments=False)
+    store = HostStore(model, policy=policy, ownership=Ownership(0, machines), optimizer=NO_STATE)
     with pytest.raises(EngineUsageError, match=words):
         host_engine(model, store, HostOptimizer(MAKERS["sgd"]), max_norm=0.0)
 
 
 def test_adamw_refuses_a_store_without_moments_and_a_step_without_a_rate():
     model, [batch] = toy_model(), toy_batches(1, micro_batches=2)
-    with pytest.raises(EngineUsageError, match="keeps_moments"):
+    with pytest.raises(EngineUsageError, match="keeps no state"):
         host_engine(model, moment_free(model), OPTIMIZER)
     with host_engine(model, toy_store(model), OPTIMIZER) as engine:
         engine.forward_backward(batch)

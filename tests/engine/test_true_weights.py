@@ -37,9 +37,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
         weights = {name: view.clone() for name, view in store.weights().items()}
     assert all(map(torch.equal, [bundle.device_weights[0] for bundle in store.bundles], device_weights))
     other = toy_store(model, dtype, policy=SYNC)
-    for name, view in other.weights().items():
-        view.copy_(weights[name])
-    other.refresh_device_weights()
+    other.write_weights(weights)
     with toy_engine(model, other, partition, 1) as engine:
         assert engine.evaluate(held_out).loss() == newest != between
         for bundle, values in zip(other.bundles, device_weights, strict=True):

@@ -60,9 +60,7 @@ def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int
         # The weights went up once: one stage is in each end of a device's space.
         assert uploaded[0] - uploaded[-1] == sum(bundle.numel * 4 for bundle in store.bundles)
         engine.drain()
-        for weight in store.weights().values():
-            weight.mul_(0.5)
-        store.refresh_device_weights()
+        store.write_weights({name: weight * 0.5 for name, weight in store.weights().items()})
         expected = [PlainAny(model, store).run(batch).item() for batch in batches]
         for _ in range(4):
             assert engine.evaluate(batches).loss_sums() == expected

@@ -77,7 +77,7 @@ def plant_on_host(patch, fuse):
 
     for site, module, name in (
         ("gradient norm", landed_gradients, "sum_of_squares"),
-        ("update", optimizer_worker, "adamw_update_"),
+        ("update", optimizer_worker, "update_"),
     ):
         patch.setattr(module, name, with_fuse(site, getattr(module, name)))
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import Child, ForkServer
-from tests.support.small_run import ASYNC, BOUNDED, PREDICT, UNCORRECTED, SmallRuns
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
-KILLS = 25  # for each way to train
+KILLS, FEWER_KILLS = 25, 8  # for each way to train, and for each way to keep its state
+SPLIT = "--training.dtype=bfloat16"
 STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
@@ -43,19 +44,27 @@ def announced(child: Child) -> int:
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [[], [ASYNC, UNCORRECTED], [ASYNC, PREDICT], [*BOUNDED]],
-    ids=["sync", "async", "async, predict", "bounded"],
+    ("mode", "all_kills"),
+    [
+        pytest.param([], KILLS, id="sync"),
+        pytest.param([ASYNC, UNCORRECTED], KILLS, id="async"),
+        pytest.param([ASYNC, PREDICT], KILLS, id="async, predict"),
+        pytest.param([*BOUNDED], KILLS, id="bounded"),
+        pytest.param([SPLIT], FEWER_KILLS, id="split"),
+        pytest.param([ASYNC, UNCORRECTED, COMPACT, SPLIT], FEWER_KILLS, id="async, compact, split"),
+        pytest.param(["--optimizer.name=muon", SPLIT], FEWER_KILLS, id="muon"),
+    ],
 )
 def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_uninterrupted_one(
-    fork_server: ForkServer, tmp_path: Path, mode: list[str]
+    fork_server: ForkServer, tmp_path: Path, mode: list[str], all_kills: int
 ) -> None:
     runs, moment, kills, number = SmallRuns(tmp_path), random.Random(5), 0, 0
     whole = fork_server.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
-    while kills < KILLS:
+    while kills < all_kills:
         number += 1
-        kills += kill_until_complete(fork_server, runs, f"run-{number}", mode, moment, at_most=KILLS - kills)
+        left = all_kills - kills
+        kills += kill_until_complete(fork_server, runs, f"run-{number}", mode, moment, at_most=left)
         runs.assert_same(f"run-{number}", "whole", step=STEPS)
 
 

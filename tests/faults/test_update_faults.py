@@ -257,23 +257,23 @@ def check_predictions_continue(store):
     assert_same_state(with_newest(store), states[STEPS])
 
 
-@pytest.mark.parametrize("hit", [1, 13, 14])
+@pytest.mark.parametrize("hit", [1, 12, 13])
 @pytest.mark.parametrize("when", [before, after])
 def test_a_predicted_update_that_fails_is_completed_with_its_predictions(monkeypatch, when, hit):
     bomb, store = Bomb(PlantedError, hit), toy_store(toy_model(), policy=ASYNC_PREDICT)
     with monkeypatch.context() as patch:
-        when(optimizer_worker, "adamw_update_")(patch, bomb)
+        when(optimizer_worker, "update_")(patch, bomb)
         with pytest.raises(PipelineError, match="planted") as raised:
             train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
     assert raised.value.__cause__ is bomb.raised
-    assert store.step == 1 + (hit - 1) // 14
+    assert store.step == 1
     check_predictions_continue(store)
 
 
 def test_a_predicted_update_that_fails_twice_leaves_a_store_that_is_marked(monkeypatch):
     store = toy_store(toy_model(), policy=ASYNC_PREDICT)
     with monkeypatch.context() as patch:
-        twice(before(optimizer_worker, "adamw_update_"))(patch, Bomb(PlantedError, 3))
+        twice(before(optimizer_worker, "update_"))(patch, Bomb(PlantedError, 3))
         with pytest.raises(PipelineError, match="do not save it"):
             train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
     assert not store.is_consistent and engine_threads() == []

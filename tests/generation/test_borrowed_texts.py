@@ -31,8 +31,7 @@ def made():
         devices = [CpuDevice(index) for index in range(num_devices)]
         store = inference_store(model, torch.float32, devices)
         weights = theirs.state_dict()
-        for name, view in store.weights().items():
-            view.copy_(weights[names[name]])
+        store.write_weights({name: weights[names[name]] for name in store.weights()})
         return theirs, TextEngine(model, store, devices, **{"batch_size": 8, "tokens": 64} | options)
 
     return make

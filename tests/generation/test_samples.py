@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.toy_texts import prompts
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.store.bundles import ASYNC_PREDICT
@@ -37,7 +37,7 @@ def run(partition: Partition, num_devices: int, with_samples: bool) -> tuple[lis
     store.initialize(model, seed=3)
     devices = [CpuDevice(index) for index in range(num_devices)]
     texts, losses = [], []
-    with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
+    with Engine(model, store, devices, partition, optimizer=AdamWTable()) as engine:
         for step in range(3):
             result = engine.forward_backward(batches(step))
             engine.step(lr=3e-2)

@@ -27,9 +27,10 @@ def trained(request, tmp_path, tools):
     add_adapters(model, family.hf_names(config), LoraShape(4, 12.0, 0.0, TARGETS))
     store = HostStore(model)
     store.initialize(model, 0)
-    for key, view in store.weights().items():
+    for key, filling in store.filling().items():
         if key.endswith("lora_b"):
-            view.normal_(std=0.1, generator=torch.Generator().manual_seed(len(key)))
+            with filling as weight:
+                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(len(key)))
     # num_layers and vocab_size are not the flavor's own: the base's config.json says so
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(family.config_to_hf(config)))

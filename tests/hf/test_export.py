@@ -167,6 +167,28 @@ def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_
     assert synced[-2:] == [unfinished, tmp_path] and {tmp_path, *written} == set(synced[:-2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_does(
+    releases, tmp_path, monkeypatch, dtype
+):
+    monkeypatch.setattr("torchround.hf.export.PIECE_BYTES", 100)
+    release = releases("qwen3 moe")
+    model, generator = release.family.build(release.config), torch.Generator().manual_seed(1)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in model.stored_shapes().items()}
+    exports = []
+    for split in (True, False):
+        store = HostStore(model, torch.bfloat16 if split else torch.float32)
+        store.write_weights(values)
+        assert ("residual/head.norm.weight" in store.named_views()) == split
+        path = save_run(tmp_path / str(split), store, family=release.family.name, hf_path=str(release.folder))
+        exports.append(tmp_path / f"exported-{split}")
+        name = str(dtype).removeprefix("torch.")
+        assert export_hf.main([str(path), str(exports[-1]), f"--dtype={name}"]) == 0
+    assert_same_tensors(*exports)
+    head = all_tensors(exports[0])["model.norm.weight"]
+    assert torch.equal(head, values["head.norm.weight"].to(dtype))
+
+
 def test_tensors_longer_than_a_piece_are_read_and_written_whole(releases, tmp_path, monkeypatch):
     monkeypatch.setattr("torchround.hf.pretrained.PIECE_BYTES", 200)
     monkeypatch.setattr("torchround.hf.export.PIECE_BYTES", 100)

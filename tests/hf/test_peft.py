@@ -49,9 +49,12 @@ def adapted(release, targets, read=None):
     store.initialize(model, 0, weights.load)
     if read is None:
         generator = torch.Generator().manual_seed(2)
-        for name, view in store.weights().items():
-            if name.endswith("lora_b"):
-                view.normal_(std=0.1, generator=generator)
+        drawn = {
+            name: torch.randn(value.shape, generator=generator) * 0.1
+            for name, value in store.weights().items()
+            if name.endswith("lora_b")
+        }
+        store.write_weights(drawn)
     return SimpleNamespace(model=model, store=store, names=names)
 
 

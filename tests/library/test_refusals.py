@@ -203,3 +203,18 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
         pipeline.step()
         pipeline.state_dict()
     assert "the update of step 1 was left out: the loss is not finite" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "adam"}, 'legal: "adamw".*, a class of torch.optim'),
+        ({"state": "tiny"}, "state: .*exact"),
+        ({"optimizer": torch.optim.SGD, "state": "compact"}, "for our own optimizers"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+    ],
+    ids=["unknown", "unknown format", "format of another's state", "out of range"],
+)
+def test_settings_of_our_own_optimizers_are_checked_by_their_tables(options, words) -> None:
+    with pytest.raises(PipelineUsageError, match=words):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), **options)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.support.rounding import assert_close_in_sums
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
@@ -211,15 +211,13 @@ def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers
     ]
     reference = torch.optim.AdamW(decays, lr=1e-3, **settings)
     store = HostStore(ours)
-    for name, view in store.weights().items():
-        view.copy_(tools.stored_parameters(ours)[name].detach())
-    store.refresh_device_weights()
+    store.write_weights({name: tools.stored_parameters(ours)[name].detach() for name in store.weights()})
     engine = Engine(
         ours,
         store,
         [CpuDevice(index) for index in range(2)],
         Partition((1, 2), 2, (2, 1)),
-        optimizer=OptimizerTable(**settings, weight_decay=0.1),
+        optimizer=AdamWTable(**settings, weight_decay=0.1),
         settings=EngineSettings(max_norm=1.0, hang_timeout_s=60.0),
     )
     with engine:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import decayed_names
 from torchround.models import FAMILIES, LoraShape, add_adapters
@@ -33,8 +34,20 @@ def test_the_store_lays_out_what_decays_first(name: str, flavor: str) -> None:
     model = FAMILIES[name].build(FAMILIES[name].config_from_flavor(flavor, num_layers=2))
     decayed = decayed_names(model)
     for bundle in HostStore(model).bundles:
-        for parameter in bundle.parameters:
-            assert (parameter.start < bundle.decayed) == (parameter.name in decayed), parameter.name
+        places = sorted(bundle.parameters, key=lambda parameter: parameter.start)
+        decay = [parameter.name in decayed for parameter in places]
+        assert decay == sorted(decay, reverse=True)
+        assert decaying(bundle) == {parameter.name for parameter in places} & decayed
+
+
+def decaying(bundle: Bundle) -> set[str]:
+    """Return the names of the parameters whose rule lets them decay."""
+    return {
+        parameter.name
+        for segment in bundle.segments
+        for parameter in bundle.parameters
+        if segment.start <= parameter.start < segment.stop and segment.rule.weight_decay > 0
+    }
 
 
 def test_adapters_decay() -> None:
@@ -50,13 +63,7 @@ def test_a_model_may_say_by_name_what_decays() -> None:
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", num_layers=1))
     chosen = frozenset(name for name in model.stored_shapes() if "norm" in name)
     store = HostStore(replace(model, decayed=chosen))
-    decaying = {
-        parameter.name
-        for bundle in store.bundles
-        for parameter in bundle.parameters
-        if parameter.start < bundle.decayed
-    }
-    assert decaying == chosen and chosen
-    assert not any(bundle.decayed for bundle in HostStore(replace(model, decayed=frozenset())).bundles)
+    assert set().union(*map(decaying, store.bundles)) == chosen and chosen
+    assert not any(map(decaying, HostStore(replace(model, decayed=frozenset())).bundles))
     with pytest.raises(ValueError, match="does not store.*block.0.nothing"):
         replace(model, decayed=chosen | {"block.0.nothing"})

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork
-from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
+from torchround.pipeline.cards import (
+    ASSUMED_DEVICE,
+    DEVICES,
+    DeviceSpec,
+    UnknownPeakError,
+    device_names,
+    find_device,
+)
 from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
     Costs,
@@ -22,6 +29,7 @@ from torchround.pipeline.costs import (
     stage_seconds,
 )
 from torchround.pipeline.partition import Stage, StageKind
+from torchround.pipeline.update_costs import JobWork, newton_schulz_flops
 
 # RoundPipe's artifact: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.
 PUBLISHED = {
@@ -95,7 +103,12 @@ def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_n
     works = [Work(flops, backward_flops=2 * flops), Work(flops, backward_flops=flops), Work(0.0)]
     sizes = [ParameterCounts(100), ParameterCounts(0, 100), ParameterCounts(0)]
     costs = costs_from_work(
-        ["full", "frozen", "none"], works, sizes, ASSUMED_DEVICE, optimizer_bytes_per_s=2800
+        ["full", "frozen", "none"],
+        works,
+        sizes,
+        ASSUMED_DEVICE,
+        optimizer_bytes_per_s=2800,
+        update_bytes=[2800, 0, 0],
     )
     full, frozen, none = costs.layers
     assert full.forward_s == pytest.approx(1.0) and full.backward_s == pytest.approx(2.0)
@@ -250,3 +263,22 @@ def test_kept_names_that_a_layer_lacks_are_refused(kept: list[tuple[str, ...]], 
 def test_wrong_parts_in_a_file_are_named(keys: dict[str, object], message: str) -> None:
     with pytest.raises(CostsError, match=message):
         Costs.from_json(json.dumps({"layers": [{"forward_s": 1, "backward_s": 2, **keys}]}))
+
+
+def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way() -> None:
+    """Five steps on a 2 x 3 matrix and on a stack of four 5 x 2 ones, by hand: m^2 n and m^3 of the shorter side m."""
+    assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * (4 * 4 * 3 + 2 * 8)
+    assert newton_schulz_flops((4, 5, 2), 5) == 4 * 5 * (4 * 4 * 5 + 2 * 8)
+    card = DeviceSpec("card", 24, 10, {"bfloat16": 1e12, "float16": 2e12})
+    job = JobWork(6e11, 6_600_000_000, 40, 50) + JobWork(6e11, 0, 60, 10)
+    layer, other = costs_from_work(
+        ["block", "head"],
+        [Work(1.0), Work(1.0)],
+        [ParameterCounts(1)] * 2,
+        card,
+        "float16",
+        jobs=[job, JobWork()],
+    ).layers
+    assert layer.job_s == pytest.approx(2.0) and layer.job_link_s == pytest.approx(1.0)
+    assert (layer.job_slot_bytes, layer.job_scratch_bytes) == (60, 50)
+    assert (other.job_s, other.job_link_s, other.job_slot_bytes) == (0, 0, 0)

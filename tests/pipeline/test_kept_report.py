@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.counted_rules import FULL
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.kept_report import ratio_text, report_kept
@@ -27,6 +28,7 @@ def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
 QUESTION = RunQuestion(
     costs_for=costs_for,
     parameters=ParameterCounts(trained=1000),
+    updates=FULL,
     seq_len=1024,
     global_batch_size=8,
     micro_batch_size=1,

@@ -8,6 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.counted_rules import (
+    ADAMW,
+    COMPACT_ADAMW,
+    COMPACT_MUON,
+    FULL,
+    MUON,
+    SPLIT,
+)
 from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import (
@@ -21,6 +29,7 @@ from torchround.pipeline.memory import (
     stage_weight_bytes,
 )
 from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
 
 # weights, gradients, activations, boundary, workspace
 LAYERS = Costs(
@@ -142,18 +151,65 @@ def test_rounds_in_flight_are_all_that_devices_can_begin_while_one_is_unfinished
 
 
 @pytest.mark.parametrize(
+    ("rule", "sync", "async_", "predicting", "bounded"),
+    [
+        (ADAMW, 14, 16, 18, 16),
+        (COMPACT_ADAMW, 8 + 1 / 32, 10 + 1 / 32, 12 + 1 / 32, 10 + 1 / 32),
+        (MUON, 12, 14, None, None),
+        (COMPACT_MUON, 9 + 1 / 64, 11 + 1 / 64, None, None),
+    ],
+    ids=["adamw", "compact adamw", "muon", "compact muon"],
+)
+def test_host_bytes_per_trained_parameter_of_split_weights(
+    rule: RuleCosts, sync: float, async_: float, predicting: float | None, bounded: float | None
+) -> None:
+    """Each holds a 16-bit gradient, 16-bit device weights (two versions in async), a residual or an fp32 weight, and state."""
+    split = UpdateCosts((rule,), splits_weights=True)
+    predicts = replace(split, predicts=True)
+    cases = [("sync", split, sync), ("sync", predicts, sync), ("async", split, async_)]
+    cases += [("async", predicts, predicting), ("bounded", split, bounded)]
+    for update, updates, expected in cases:
+        memory = host_state(ParameterCounts(64_000), update, 1, 2, 2, updates)
+        assert expected is None or memory.total_bytes == 64_000 * expected
+
+
+@pytest.mark.parametrize(
     ("update", "element", "expected"), [("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)]
 )
-def test_host_bytes_per_trained_parameter(update: str, element: int, expected: int) -> None:
-    """Expect 16 bytes (sync) and 18 (async) with 16-bit weights: 2 or 4 weights, 2 gradient, 12 optimizer; 20 in float32."""
-    memory = host_state(ParameterCounts(1000), update, 1, element, element)
+def test_host_bytes_per_trained_parameter_of_fp32_weights(update: str, element: int, expected: int) -> None:
+    """Expect 16 bytes (sync) and 18 (async) in float16: 2 or 4 weights, 2 gradient, 12 optimizer; 20 in float32."""
+    memory = host_state(ParameterCounts(1000), update, 1, element, element, FULL)
     assert memory.total_bytes == 1000 * expected
 
 
+def test_each_rule_counts_for_its_own_parameters() -> None:
+    updates = UpdateCosts((ADAMW, MUON), splits_weights=True)
+    counts = ParameterCounts(1000, bundles=((600, 1), (400, 1)), bundle_rules=((600, 0), (100, 300)))
+    assert host_state(counts, "sync", 1, 2, 2, updates).total_bytes == 14 * 700 + 12 * 300
+    assert updates.saved_bytes(counts.by_rule) == 12 * 700 + 8 * 300
+
+
+def test_the_traffic_of_an_update_is_what_it_reads_and_writes() -> None:
+    """Gradient in; weights and values in and out; device weights out, which split weights are read from too."""
+    assert FULL.traffic_bytes([1], "sync", 2, 2) == 2 + 2 * 12 + 2
+    assert SPLIT.traffic_bytes([1], "async", 2, 2) == 2 + 2 * (2 + 2) + 2 * 8
+    assert SPLIT.traffic_bytes([1], "bounded", 2, 2) == FULL.traffic_bytes([1], "bounded", 2, 2)
+    compact = UpdateCosts((COMPACT_ADAMW,), splits_weights=True)
+    assert compact.traffic_bytes([1], "sync", 2, 2) == 2 + 8 + 2 * (2 + 1 / 32)
+    # Muon reads gradient and momentum once more, and writes and reads two bytes that travel to a device and back.
+    muon = UpdateCosts((MUON,), splits_weights=True)
+    assert muon.traffic_bytes([1], "sync", 2, 2) == 2 + 8 + 2 * 4 + (2 + 4 + 2) + 2
+    assert SPLIT.adding_share([1], "sync", 2, 2) == pytest.approx(10 / 26)
+
+
 def test_frozen_tied_and_summed_parameters_cost_what_they_hold() -> None:
-    assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2).total_bytes == 2 * 1000
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2).gradient_bytes == 8 * 100 + 2 * 900
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2).gradient_bytes == 6 * 900 + 8 * 100
+    assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2, FULL).total_bytes == 2 * 1000
+    assert (
+        host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2, FULL).gradient_bytes == 8 * 100 + 2 * 900
+    )
+    assert (
+        host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2, FULL).gradient_bytes == 6 * 900 + 8 * 100
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"recompute": "all"}, {"device_bytes": -1}, {"host_bytes": -1}])

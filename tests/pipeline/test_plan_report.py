@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.counted_rules import FULL
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
 from torchround.pipeline.memory import GIB
@@ -35,6 +36,7 @@ def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
 QUESTION = RunQuestion(
     costs_for=costs_for,
     parameters=ParameterCounts(28 * MIB),
+    updates=FULL,
     seq_len=2048,
     global_batch_size=16,
     micro_batch_size=2,

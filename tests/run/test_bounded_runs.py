@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.support.small_run import STEPS, SmallRuns, before_step, interrupt, small_runs
 from torchround.commands import configured_model, export_hf
-from torchround.engine.store.host_store import OLDER_WEIGHTS
+from torchround.engine.store.state_views import OLDER_WEIGHTS
 
 __all__ = ["small_runs"]
 

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from tests.support.machines import run_machines
 from tests.support.small_run import (
     ASYNC,
+    COMPACT,
     STEPS,
     SmallRuns,
     before_step,
     files_of,
+    fp32_weights,
     interrupt,
     small_family,
     small_runs,
@@ -135,8 +137,11 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs: SmallRuns, s
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_two_machines_begin_with_the_weights_of_another_run(small_runs: SmallRuns) -> None:
-    assert small_runs("run") == 0
+@pytest.mark.parametrize("form", [(), ("--training.dtype=bfloat16", COMPACT)], ids=["fp32", "split, compact"])
+def test_two_machines_begin_with_the_weights_of_another_run(
+    small_runs: SmallRuns, form: tuple[str, ...]
+) -> None:
+    assert small_runs("run", *form) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     overrides = ["--run.name=other", "--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
 
@@ -144,12 +149,12 @@ def test_two_machines_begin_with_the_weights_of_another_run(small_runs: SmallRun
         options = options_of(*overrides)
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         assert not checkpoints.restore(store, a_loader([]))
-        starting = checkpoints.starting_weights()
+        starting = checkpoints.starting_weights(store)
         assert starting is not None
-        starting.load(store.weights())
+        starting.load(store.filling())
         return store
 
-    expected = small_runs.state("run")
+    expected = fp32_weights(small_runs.state("run"))
     for store in run_machines(2, begin):
         weights = store.weights()
         assert weights and all(torch.equal(weights[name], expected[f"weights/{name}"]) for name in weights)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.run.test_counted_memory import RandomSetting
 from tests.support.machines import run_machines
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.data import cut
 from torchround.engine.store.ownership import Ownership
 from torchround.machines.group import MachineGroup
@@ -47,7 +47,7 @@ class MachineSetting(RandomSetting):
         store = build_store(model, self.numbers, hardware, ownership=ownership)
         store.initialize(model, 0)
         devices = hardware.make_devices()
-        tables = self.numbers, OptimizerTable()
+        tables = self.numbers, AdamWTable()
         with build_engine(model, store, devices, plan, *tables, machines=group) as engine:
             reserve_buffers(engine, self.training, self.validates)
             reserved = engine.pool.allocated_bytes

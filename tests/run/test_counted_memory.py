@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
@@ -63,7 +64,14 @@ class RandomSetting:
         if kept == "half" and self.fields["num_layers"] == 1:
             kept = "all"  # of one block, every other one is none
         self.engine = self.engine.model_copy(update={"keep_activations": kept})
-        self.numbers = RunNumbers(self.training, self.engine)
+        self.engine = self.engine.model_copy(
+            update={
+                "delay_correction": draw.choice(["auto", "none"]) if self.engine.update == "async" else "auto"
+            }
+        )
+        table = AdamWTable if is_bounded else draw.choice([AdamWTable, MuonTable])
+        self.optimizer = table(state=draw.choice(["exact", "compact"]))
+        self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
     def model(self) -> LayeredModel:
         family = FAMILIES[self.family]
@@ -102,7 +110,7 @@ class RandomSetting:
         store = build_store(model, self.numbers, hardware)
         store.initialize(model, 0)
         devices = hardware.make_devices()
-        with build_engine(model, store, devices, plan, self.numbers, OptimizerTable()) as engine:
+        with build_engine(model, store, devices, plan, self.numbers, self.optimizer) as engine:
             reserve_buffers(engine, self.training, self.validates)
             reserved = engine.pool.allocated_bytes
             parts = [cut(self.batch(seed), self.training.micro_batch_size) for seed in range(3)]
@@ -116,7 +124,8 @@ class RandomSetting:
             assert engine.pool.allocated_bytes == reserved, "steps took more than was reserved before them"
             peaks = [device.peak_bytes() for device in devices]
             assert max(peaks) <= self.device_bytes
-            activations = max(stage.compute_bytes for stage in plan.stages) * self.devices
+            scratch = max(layer.job_scratch_bytes for layer in self.question().costs().layers)
+            activations = max(scratch, *(stage.compute_bytes for stage in plan.stages)) * self.devices
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
 
 

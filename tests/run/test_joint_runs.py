@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.support.machines import run_machines
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
-from torchround.config import Config, RunTable
+from torchround.config import AdamWTable, Config, RunTable
 from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
@@ -27,11 +27,13 @@ from torchround.layer import LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
+from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import RETRY_S, save_with_patience
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import joint_losses
 
 STEP = 7
@@ -47,15 +49,21 @@ def adapted_model() -> LayeredModel:
 
 
 def trained_store(
-    model: LayeredModel, dtype: torch.dtype, policy: UpdatePolicy, rank: int = 0, size: int = 1
+    model: LayeredModel,
+    dtype: torch.dtype,
+    policy: UpdatePolicy,
+    rank: int = 0,
+    size: int = 1,
+    optimizer: Optimizer | None = None,
 ) -> HostStore:
     """Return a machine's part of a store as some steps could have left it: every value is drawn by its name."""
-    store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size))
+    store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size), optimizer=optimizer)
     store.step = STEP
     views = {**store.named_views(), **{f"weights/{name}": view for name, view in store.weights().items()}}
     for name, view in views.items():
-        view.copy_(torch.rand(view.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))))
-    store.prediction = Prediction(1e-3, (0.9, 0.95), 1e-8) if policy.predicts else None
+        drawn = torch.rand(view.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+        view.copy_(drawn if view.is_floating_point() else drawn * 127)  # codes and residuals are integers
+    store.prediction = Prediction(1e-3, {"betas": (0.9, 0.95), "eps": 1e-8}) if policy.predicts else None
     store.resume(STEP, STEP, prediction=store.prediction and store.prediction.state())
     return store
 
@@ -66,12 +74,15 @@ def restored(
     policy: UpdatePolicy,
     load: Callable[..., Any],
     size: int,
+    optimizer: Optimizer | None = None,
 ) -> Any:
     """Return the function with which a machine restores a store, and gets the device weights of all."""
 
     def restore(group: MachineGroup) -> HostStore:
-        store = HostStore(build(), dtype, policy=policy, ownership=Ownership(group.rank, size))
-        loaded = load(store.loadable_views(), team=MachineTeam.of(group))
+        ownership = Ownership(group.rank, size)
+        store = HostStore(build(), dtype, policy=policy, ownership=ownership, optimizer=optimizer)
+        forms = SavedForms.of(store)
+        loaded = load(store.loadable_views(), team=MachineTeam.of(group), converter=forms)
         state = loaded.state
         store.resume(loaded.step, state["applied_updates"], prediction=state.get("prediction"))
         share_weights(store, group)
@@ -114,6 +125,38 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
                 assert all(map(torch.equal, ours.device_weights, expected.device_weights))
         assert together.keys() == whole.named_views().keys()
         assert all(torch.equal(view, together[name]) for name, view in whole.named_views().items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")],
+)
+@pytest.mark.parametrize(("dtype", "policy"), [(torch.float32, SYNC), (torch.bfloat16, ASYNC)], ids=str)
+def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
+    tmp_path: Path, dtype: torch.dtype, policy: UpdatePolicy, before: str, after: str
+) -> None:
+    """Two machines save in bfloat16, with split weights; one and three load, and hold the same bits."""
+    was, is_now = (make_optimizer(AdamWTable(state=state)) for state in (before, after))
+
+    def save(group: MachineGroup) -> None:
+        store = trained_store(toy_model(), torch.bfloat16, ASYNC, group.rank, group.size, was)
+        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(
+            STEP, store.named_views(), store.resume_state()
+        )
+
+    run_machines(2, save)
+    load = partial(
+        load_checkpoint, tmp_path / f"step-{STEP}", optional=lambda name: name.startswith("master_")
+    )
+    alone = HostStore(toy_model(), dtype, policy=policy, optimizer=is_now)
+    alone.step = STEP  # versions are where the restored stores have them
+    loaded = load(alone.loadable_views(), converter=SavedForms.of(alone))
+    assert bool(loaded.converted) == (before != after or dtype == torch.float32)
+    together: dict[str, Tensor] = {}
+    for store in run_machines(3, restored(toy_model, dtype, policy, load, 3, is_now)):
+        together |= store.named_views()
+    assert together.keys() == alone.named_views().keys()
+    assert all(torch.equal(view, together[name]) for name, view in alone.named_views().items())
 
 
 # The folder.

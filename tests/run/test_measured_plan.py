@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.counted_rules import FULL
 from tests.support.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
@@ -97,6 +98,7 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far() -> 
     question = RunQuestion(
         costs_for=lambda *shape: costs,
         parameters=ParameterCounts(trained=1),
+        updates=FULL,
         seq_len=8,
         global_batch_size=8,
         micro_batch_size=1,

@@ -4,19 +4,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from scripts.compare_checkouts import RUNS, differences, main
+from scripts.compare_checkouts import RUNS, differences, joined, main
 from tests.support.source_files import ROOT
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_a_checkout_equals_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT), str(ROOT)]) == 0
     verdicts = capsys.readouterr().out.splitlines()
     assert len(verdicts) == len(RUNS) and all(line.endswith("values, equal") for line in verdicts)
 
 
+@pytest.mark.slow
 def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "torchround", tmp_path / "torchround")
     shutil.copy(ROOT / "train.py", tmp_path)
@@ -31,3 +32,16 @@ def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_value_that_one_side_lacks_is_a_difference() -> None:
     assert list(differences({"a": 1, "b": 2}, {"a": 1})) == ["b: 2 before, not there after"]
+
+
+def test_a_weight_in_two_halves_is_compared_as_the_value_that_they_make() -> None:
+    """The halves are made by integers here: the upper half of the bits plus 0x8000, and what is left."""
+    weight = torch.tensor([1.0, -1.0 - 2.0**-8, 1.0 + 2.0**-8, 3e38, -1e-42, 0.1, -0.0])
+    tensors = {"weights/w": torch.empty(7, dtype=torch.bfloat16), "residual/w": torch.empty(7).short()}
+    for index, bits in enumerate(weight.view(torch.int32).tolist()):
+        upper = (bits + 0x8000) >> 16
+        tensors["weights/w"].view(torch.int16)[index] = upper
+        tensors["residual/w"][index] = bits - (upper << 16)
+    found = joined("weights/w", tensors["weights/w"], tensors)
+    assert torch.equal(found.view(torch.int32), weight.view(torch.int32))
+    assert joined("weights/other", weight, tensors) is weight

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import pipeline_tables
+from scripts import muon_table, pipeline_tables
 from torchround.commands.simulate_schedules import main
 from torchround.pipeline.plan_report import plan_for
 
@@ -33,6 +33,11 @@ def test_a_table_in_a_page_is_what_simulation_gives(path: Path, name: str) -> No
     table = pipeline_tables.TABLES[name]()
     assert pipeline_tables.table_in(page, name) == table
     assert pipeline_tables.with_table(page, name, table) == page
+
+
+@pytest.mark.documented
+def test_the_table_of_muons_work_on_devices_is_what_simulation_gives() -> None:
+    assert muon_table.muon_table() in pipeline_tables.PAGES[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("model", range(len(pipeline_tables.MODELS)))

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from tests.support.plain_adamw import adamw_update_
 from tests.support.toy import MAX_NORM, OPTIMIZER
 from torchround.layer import LayeredModel, MicroBatch, decayed_names
-from torchround.optim import adamw_update_, clip_scale, layer_max_norm, sum_of_squares
+from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
 
 
 class BoundedLoop:

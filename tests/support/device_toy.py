@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.rounding import ties_up
 from tests.support.toy import PlainLoop, toy_engine
 from torchround.engine.device import AcceleratorDevice, Device
 from torchround.engine.engine import Engine
@@ -94,7 +95,9 @@ class DeviceLoop(PlainLoop):
         return sum(losses) / labels
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        data = parameter.data.to(self._device, self._dtype, copy=True)
+        # Frozen weights are not split, so PyTorch rounds them.
+        rounded = ties_up(parameter.data, self._dtype) if parameter.requires_grad else parameter.data
+        data = rounded.to(self._device, self._dtype, copy=True)
         leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
         if leaf.requires_grad:
             leaf.grad_dtype = torch.float32

@@ -1,9 +1,12 @@
 """The toy model with frozen layers whose weights stay in a file, and a ring of readers that is small for it."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tests.support.toy import toy_model, toy_store
 from torchround.engine import buffer_reservation
@@ -44,5 +47,11 @@ def mapped_store(model: LayeredModel, base: Path | None, **options) -> HostStore
         whole = map_file(base)
         mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
     store, source = HostStore(model, mapped=mapped, **options), toy_store(frozen_model()).weights()
-    store.initialize(model, 0, lambda views: [view.copy_(source[name]) for name, view in views.items()])
+
+    def read(views: Mapping[str, AbstractContextManager[Tensor]]) -> None:
+        for name, filling in views.items():
+            with filling as view:
+                view.copy_(source[name])
+
+    store.initialize(model, 0, read)
     return store

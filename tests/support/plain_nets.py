@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.plain_adamw import adamw_update_
 from torchround.library.sample_batch import SampleBatch, cut
 from torchround.library.seeds import drawing, layer_seed
-from torchround.optim.adamw import adamw_update_
 
 Optimizer = torch.optim.Optimizer
 

@@ -10,10 +10,11 @@ from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
 from torchround.engine import pass_data
 from torchround.engine.device import AcceleratorDevice, Event, PastEvent, Stream
+from torchround.engine.directions import Directions
 from torchround.engine.engine import Engine
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.engine.ordering import GRADIENT_LANDED, Ordering
+from torchround.engine.ordering import DIRECTION_LANDED, GRADIENT_LANDED, Ordering
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import ActivationTransfers, HostTensors
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
@@ -34,6 +35,18 @@ def gradient_before_it_landed(patch: pytest.MonkeyPatch) -> Planted:
         return landing
 
     patch.setattr(Ordering, "before_gradient_read", at_once)
+    return planted
+
+
+def direction_before_it_landed(patch: pytest.MonkeyPatch) -> Planted:
+    """Rule 10: the optimizer reads a direction once its download is enqueued."""
+    planted = Planted()
+
+    def at_once(ordering: Ordering, bundle: int, step: int) -> Any:
+        planted.happens()
+        return ordering._board.wait(DIRECTION_LANDED(step, bundle))
+
+    patch.setattr(Ordering, "before_direction_read", at_once)
     return planted
 
 
@@ -84,6 +97,17 @@ def late_updates(patch: pytest.MonkeyPatch) -> None:
         update(worker, *arguments)
 
     patch.setattr(OptimizerWorker, "_update", updating)
+
+
+def late_look_aheads(patch: pytest.MonkeyPatch) -> None:
+    """Let the optimizer be late with each look-ahead. No fault by itself."""
+    write = Directions.look_ahead
+
+    def writing(directions: Directions, *arguments: Any) -> None:
+        linger()
+        write(directions, *arguments)
+
+    patch.setattr(Directions, "look_ahead", writing)
 
 
 def newest_buffers_first(patch: pytest.MonkeyPatch) -> None:
@@ -304,7 +328,7 @@ def loss_read_before_it_landed(patch: pytest.MonkeyPatch) -> Planted:
         boundary.reader_ends(PastEvent(), pool)
         return value
 
-    patch.setattr("torchround.engine.optimizer_worker.read_loss", at_once)
+    patch.setattr("torchround.engine.pass_data.read_loss", at_once)
     patch.setattr("torchround.engine.results.read_loss", at_once)
     patch.setattr(Engine, "_synchronize", lambda engine, event: None)
     return planted

@@ -1,5 +1,6 @@
 """Random layers, partitions and limits for the planner's tests."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -14,10 +15,11 @@ BYTES = st.integers(0, 100)
 
 
 @st.composite
-def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
+def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool = False) -> Costs:
     """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates.
 
-    Half of them keep parts of some layers.
+    Half of them keep parts of some layers. With `jobs`, half have jobs of the update on devices; their copies take
+    no longer than any job computes.
     """
     num_layers = draw(st.integers(1, max_layers))
     updates = updates and draw(st.booleans())
@@ -28,9 +30,20 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
     ]
     named = tuple(_named(part, index) for index, part in enumerate(layers))
     drawn = Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
+    if jobs and draw(st.booleans()):
+        link_s = draw(st.sampled_from([0.0, 0.2]))
+        busy = [layer if draw(st.booleans()) else _with_job(draw, layer, link_s) for layer in drawn.layers]
+        drawn = Costs(tuple(busy), drawn.hop_s)
     if not draw(st.booleans()):
         return drawn
     return drawn.keeping([draw(kept_of(layer)) for layer in drawn.layers])
+
+
+def _with_job(draw: st.DrawFn, layer: LayerCost, link_s: float) -> LayerCost:
+    job_s = draw(st.floats(0.2, 3.0))
+    return replace(
+        layer, job_s=job_s, job_link_s=link_s, job_slot_bytes=draw(BYTES), job_scratch_bytes=draw(BYTES)
+    )
 
 
 def kept_of(layer: LayerCost) -> st.SearchStrategy[tuple[str, ...]]:

@@ -14,11 +14,22 @@ gradient.
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 FP32 = 2.0**-24
 BF16 = 2.0**-8
 FP16 = 2.0**-11
+
+
+def ties_up(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values as device weights are rounded: in bfloat16 with ties up in magnitude, otherwise as PyTorch does.
+
+    So are the device weights of split weights, which a store keeps in `sync` and in `async` without prediction.
+    """
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32).to(dtype)
 
 
 def assert_close_in_sums(

@@ -12,16 +12,19 @@ from torch import Tensor
 from tests.simulated_accelerator.host_threads import Controls, HostThreads
 from tests.support.bounded_loop import BoundedLoop
 from tests.support.device_toy import DeviceLoop, device_engine
-from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.stateful_loop import StatefulLoop
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, fp32_state, toy_batches, toy_model, toy_store
 from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.store.bundles import BOUNDED, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
+from torchround.optim import make_optimizer
 
 LR = 1e-2
-STATE_OF_A_LOOP = ("weights", "exp_avg", "exp_avg_sq")
 MakeDevice = Callable[[torch.device, int], AcceleratorDevice]
 
 
@@ -94,7 +97,7 @@ class ShortRun:
 
     With `evaluates`, an evaluation runs beside each step. With `tight_pool` nothing is reserved in the pool of host
     buffers, so that each buffer is used again as soon as it comes back. With `growing`, later micro-batches have more
-    tokens. `settings` are the engine's.
+    tokens. `optimizer` is one of `OPTIMIZERS`, `settings` are the engine's.
     """
 
     partition: str = "forward coarser"
@@ -111,6 +114,7 @@ class ShortRun:
     growing: bool = False
     model: str = "toy"
     stale_layers: int = 0
+    optimizer: str = "adamw"
     settings: tuple[tuple[str, Any], ...] = ()
 
     def batches(self) -> list[list[MicroBatch]]:
@@ -157,7 +161,8 @@ class Outcome:
 def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
     """Train on the simulated accelerator. Only weights and moments count as state."""
     model = run.build()
-    store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
+    table = OPTIMIZERS[run.optimizer]
+    store = toy_store(model, run.dtype, policy=run.policy, pinned=True, optimizer=make_optimizer(table))
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     partition, results = PARTITIONS[run.partition], []
     with pytest.MonkeyPatch.context() as patched:
@@ -165,6 +170,7 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
             patched.setattr(HostPool, "reserve", lambda pool, counts: None)
         with device_engine(
             *("simulated", model, store, partition, run.workers, run.devices, make),
+            optimizer=table,
             **{"rounds": run.rounds, "stale_layers": run.stale_layers, **dict(run.settings)},
         ) as engine:
             for micro_batches in run.batches():
@@ -174,11 +180,8 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
                 engine.step(LR)
             engine.drain()
             losses = [result.loss() for result in results]
-    state = {
-        name: view.clone()
-        for name, view in store.named_views().items()
-        if name.split("/")[0] in STATE_OF_A_LOOP
-    }
+    views = fp32_state(store) if run.optimizer == "adamw" else store.named_views()
+    state = {name: view.clone() for name, view in views.items() if not name.startswith(OLDER_WEIGHTS)}
     store.close()
     return Outcome(losses, state)
 
@@ -191,6 +194,9 @@ def reference(run: ShortRun) -> Outcome:
     if run.policy is BOUNDED:
         return _bounded_reference(run, model, weights)
     loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
+    if run.optimizer != "adamw":
+        table = OPTIMIZERS[run.optimizer]
+        loop = StatefulLoop(model, weights, run.tied, table, run.dtype, run.rounds, device="simulated")
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     losses, waiting = [], None
     for micro_batches in run.batches():
@@ -220,5 +226,5 @@ def _bounded_reference(run: ShortRun, model: LayeredModel, weights: Mapping[str,
         if run.evaluates:
             losses.append(loop.evaluate(held_out))
         losses.append(loop.step(micro_batches, LR))
-    state = {name: value for name, value in loop.state().items() if name.split("/")[0] in STATE_OF_A_LOOP}
+    state = {name: value for name, value in loop.state().items() if not name.startswith(OLDER_WEIGHTS)}
     return Outcome(losses, state)

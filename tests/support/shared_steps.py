@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.support.machines import run_machines
-from tests.support.toy import PARTITIONS, linked, toy_engine, toy_model, toy_store, watched
+from tests.support.toy import OPTIMIZER, PARTITIONS, linked, toy_engine, toy_model, toy_store, watched
+from torchround.config import OptimizerTable
 from torchround.engine.engine import Engine
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
@@ -16,7 +17,7 @@ from torchround.engine.update_report import UpdateReport
 from torchround.engine.watch.race_checker import AccessLog
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.machines.group import MachineGroup
-from torchround.optim import SpikeBounds
+from torchround.optim import SpikeBounds, make_optimizer
 from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.partition import Partition
 
@@ -36,7 +37,8 @@ class Outcome:
 class Case:
     """A run of a small model. `model` makes it; `rounds` are those of each machine.
 
-    `store` are options of the host store, `spikes` the arguments of its `SpikeBounds`; `before` may change its weights.
+    `optimizer` is None for the default one of the toy model. `store` are options of the host store, `spikes` the arguments
+    of its `SpikeBounds`; `before` may change its weights.
     If it `evaluates`, each machine evaluates some of a batch beside the second step.
     """
 
@@ -46,6 +48,7 @@ class Case:
     num_devices: int = 2
     rounds: int = 1
     dtype: torch.dtype = torch.float32
+    optimizer: OptimizerTable | None = None
     store: Mapping[str, Any] = field(default_factory=dict)
     spikes: tuple[Any, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,18 +59,20 @@ class Case:
     def run(self, group: MachineGroup | None = None, log: AccessLog | None = None) -> Outcome:
         """Train on this machine of a group, or alone. `log` records the run for the race checker."""
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
-        model = self.model()
+        model, table = self.model(), self.optimizer or OPTIMIZER
+        options = {**self.store, "optimizer": make_optimizer(table)}
         # Filled as one machine fills it: what others own is dropped.
-        whole = toy_store(model, self.dtype, **self.store)
+        whole = toy_store(model, self.dtype, **options)
         self.before(whole)
         spikes = SpikeBounds(*self.spikes)
-        store = HostStore(model, self.dtype, **self.store, spikes=spikes, ownership=Ownership(rank, size))
+        store = HostStore(model, self.dtype, **options, spikes=spikes, ownership=Ownership(rank, size))
         copy_state(whole, store)
         engine = toy_engine(
             *(model, store, self.partition, self.num_devices),
             observer=log,
             wrap=lambda device: device if log is None else watched(linked(device), log),
             machines=group,
+            optimizer=table,
             rounds=self.rounds,
             **self.settings,
         )
@@ -81,9 +86,9 @@ class Case:
 def copy_state(source: HostStore, target: HostStore) -> None:
     """Copy a whole store into the part of it that a machine holds."""
     for theirs, ours in zip(source.bundles, target.bundles, strict=True):
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            if getattr(ours, kind) is not None:
-                getattr(ours, kind).copy_(getattr(theirs, kind))
+        if ours.is_owned:
+            for there, here in zip(theirs.state(), ours.state(), strict=True):
+                here.copy_(there)
         for there, here in zip(theirs.device_weights, ours.device_weights, strict=True):
             here.copy_(there)
 

@@ -26,6 +26,9 @@ from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, Family
+from torchround.optim.split_weights import join
+from torchround.run.several_machines import AgreedStop
+from torchround.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 LAYERS = 5  # embedding, three blocks, head
@@ -65,6 +68,7 @@ ASYNC = "--engine.update=async"
 PREDICT = "--engine.delay_correction=predict"
 UNCORRECTED = "--engine.delay_correction=none"
 BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=3")
+COMPACT = "--optimizer.state=compact"
 TIED = "--model.flavor=tied"
 TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"
 
@@ -203,6 +207,28 @@ def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def interrupt(number: int = signal.SIGTERM) -> None:
     signal.raise_signal(number)
+
+
+def stop_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run save what it has loaded, and nothing else."""
+    train = Trainer._measure_and_train
+
+    def stopped(trainer: Trainer, stop: AgreedStop) -> tuple[str, int]:
+        interrupt()
+        return train(trainer, stop)
+
+    monkeypatch.setattr(Trainer, "_measure_and_train", stopped)
+
+
+def fp32_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint in fp32."""
+    return {
+        name: join(tensor, state[name.replace("weights/", "residual/")])
+        if tensor.dtype == torch.bfloat16
+        else tensor
+        for name, tensor in state.items()
+        if name.startswith("weights/")
+    }
 
 
 def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:

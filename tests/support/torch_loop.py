@@ -6,7 +6,7 @@ from tests.support.toy import MAX_NORM, PARTITIONS, PlainLoop, toy_store
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.optim import clip_scale
+from torchround.optim import NO_STATE, clip_scale
 
 PARTITION = PARTITIONS["backward coarser"]
 MAKERS = {
@@ -83,4 +83,4 @@ def train(engine, batches, after=lambda: None):
 
 
 def moment_free(model, **options):
-    return toy_store(model, keeps_moments=False, **options)
+    return toy_store(model, optimizer=NO_STATE, **options)

@@ -12,22 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.config import OptimizerTable
+from tests.support.plain_adamw import adamw_update_
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice, Device, DeviceWatcher
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
 from torchround.engine.worker.slots import aligned
 from torchround.keeping import keep
 from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, decayed_names
-from torchround.optim import adamw_update_, clip_scale, sum_of_squares
+from torchround.optim import clip_scale, sum_of_squares
 from torchround.pipeline.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
 # eps is well above the rounding of a gradient, see `rounding.py`: weights can be compared between computations that
 # round differently.
-OPTIMIZER = OptimizerTable(lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+OPTIMIZER = AdamWTable(lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
 MAX_NORM = 0.5
 
 # L = 7 layers each: one stage, the finest cut, and asymmetric cuts.
@@ -165,6 +167,7 @@ def toy_engine(
     observer=None,
     wrap: Callable = lambda device: device,
     machines=None,
+    optimizer=OPTIMIZER,
     **settings,
 ) -> Engine:
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
@@ -176,7 +179,7 @@ def toy_engine(
         store,
         devices,
         partition,
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         settings=settings,
         observer=observer,
         machines=machines,
@@ -293,6 +296,13 @@ def layer_scales(squares: dict[str, float], sizes: dict[str, int]) -> dict[str, 
         share = sum(sizes[peer] for peer in peers) / sum(sizes.values())
         scales[name] = clip_scale(norm, MAX_NORM * math.sqrt(share))
     return scales
+
+
+def fp32_state(store: HostStore) -> dict[str, Tensor]:
+    """Return `HostStore.named_views` as a plain loop has them: with whole fp32 weights in place of split ones."""
+    views = {name: view for name, view in store.named_views().items() if not name.startswith(RESIDUAL)}
+    trained = {p.name for bundle in store.owned for p in bundle.parameters}
+    return views | {f"{WEIGHTS}/{n}": value for n, value in store.weights().items() if n in trained}
 
 
 def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -81,8 +81,7 @@ def own_model(family: str, devices: list[Device] | None = None) -> tuple[Layered
     model, names = ours.build(config), ours.hf_names(config)
     store = inference_store(model, torch.float32, devices or [CpuDevice(0)])
     released = released_tensors(theirs)
-    for name, view in store.weights().items():
-        view.copy_(_gathered(names[name], released))
+    store.write_weights({name: _gathered(names[name], released) for name in store.weights()})
     return model, store
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
@@ -101,9 +101,7 @@ def store_of(
 ) -> HostStore:
     """Make a store with these weights, by stored name."""
     store = HostStore(model, dtype)
-    for name, view in store.weights().items():
-        view.copy_(weights[name].detach())
-    store.refresh_device_weights()
+    store.write_weights({name: weights[name].detach() for name in store.weights()})
     return store
 
 
@@ -114,7 +112,7 @@ def engine_of(model: LayeredModel, store: HostStore, partition: Partition, num_d
         store,
         [CpuDevice(index) for index in range(num_devices)],
         partition,
-        optimizer=OptimizerTable(**ADAMW, weight_decay=DECAY),
+        optimizer=AdamWTable(**ADAMW, weight_decay=DECAY),
         settings=EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0),
     )
 

@@ -125,9 +125,9 @@ BOUNDED_SITES: dict[str, tuple[Site, str]] = {
     "reading the losses": (before(OptimizerWorker, "_read_losses"), "either"),
     "deciding": (before(BoundedOptimizerWorker, "_decide"), "either"),
     "waiting for readers": (inside("_apply_to", Ordering, "before_device_weight_write"), "whole"),
-    "an update": (before(optimizer_worker, "adamw_update_"), "whole"),
-    "an update after its end": (after(optimizer_worker, "adamw_update_"), "whole"),
-    "an update, twice": (twice(before(optimizer_worker, "adamw_update_")), "mixed"),
+    "an update": (before(optimizer_worker, "update_"), "whole"),
+    "an update after its end": (after(optimizer_worker, "update_"), "whole"),
+    "an update, twice": (twice(before(optimizer_worker, "update_")), "mixed"),
     "between an update and its announcement": (before(BoundedOptimizerWorker, "_end_bundle"), "mixed"),
 }
 # These need layers whose device weights lag.

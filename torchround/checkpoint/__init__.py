@@ -7,6 +7,7 @@ from torchround.checkpoint.checkpointer import (
     open_checkpoint,
     verify_checkpoint,
 )
+from torchround.checkpoint.conversion import Conversion, Converter, Layout, Receiver
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -20,12 +21,16 @@ from torchround.checkpoint.tensor_file import SaveWatch
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Conversion",
+    "Converter",
     "DamagedCheckpointError",
     "ForeignCheckpointError",
+    "Layout",
     "Loaded",
     "MachineTeam",
     "NoCheckpointError",
     "NoSpaceError",
+    "Receiver",
     "SaveWatch",
     "load_checkpoint",
     "open_checkpoint",

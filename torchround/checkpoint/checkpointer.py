@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchround.checkpoint.conversion import Converter, NoConverter, layout_of
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -41,13 +42,15 @@ def _nothing_is_optional(name: str) -> bool:
 class Loaded:
     """The result of a load besides the tensors: the step, and the state as it was given to `save`.
 
-    `filled` are the names of the tensors that were read. Optional ones may be missing in the checkpoint.
+    `filled` are the names of the tensors that were read. Optional ones may be missing in the checkpoint. `converted`
+    are the names of the tensors that it holds in another form; other machines may have read them.
     """
 
     step: int
     state: dict[str, Any]
     path: Path
     filled: frozenset[str]
+    converted: frozenset[str] = frozenset()
 
 
 class Checkpointer(StepFolders):
@@ -58,7 +61,7 @@ class Checkpointer(StepFolders):
     """
 
     best_step: int | None = None
-    """Step of a checkpoint that is kept whatever its age."""
+    """Step of a checkpoint that is kept at any age."""
 
     def __init__(
         self,
@@ -104,11 +107,15 @@ class Checkpointer(StepFolders):
         return self.named(step)
 
     def load_latest(
-        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _nothing_is_optional
+        self,
+        tensors: Mapping[str, Tensor],
+        optional: Callable[[str], bool] = _nothing_is_optional,
+        converter: Converter | None = None,
     ) -> Loaded | None:
         """Fill `tensors` in place from the newest usable checkpoint. Returns None if there are no checkpoints.
 
-        Tensors of an `optional` name may be missing in the checkpoint, or in `tensors`. A warning names a damaged
+        Tensors of an `optional` name may be missing in the checkpoint, or in `tensors`. The checkpoint may hold tensors
+        in another form that the `converter` knows. A warning names a damaged
         checkpoint, and the one before it is tried, which overwrites every tensor. Raises `ForeignCheckpointError` if
         the newest intact one is of another model or version, and `CheckpointError` if there are checkpoints but none
         can be used. The tensors may then hold parts of several checkpoints and must not be trained on.
@@ -116,7 +123,7 @@ class Checkpointer(StepFolders):
         failures: list[str] = []
         for step in reversed(self.joint_steps()):
             try:
-                return self._load(step, tensors, optional)
+                return self._load(step, tensors, optional, converter or NoConverter())
             except DamagedCheckpointError as error:
                 failures.append(str(error))
                 if self.team.rank == 0:
@@ -193,15 +200,18 @@ class Checkpointer(StepFolders):
                 missing_on_all.setdefault((step, checksum), {*missing}).intersection_update(missing)
         return sorted({step for (step, _), missing in missing_on_all.items() if not missing})
 
-    def _load(self, step: int, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]) -> Loaded:
+    def _load(
+        self, step: int, tensors: Mapping[str, Tensor], optional: Callable[[str], bool], converter: Converter
+    ) -> Loaded:
         if self.team.is_alone:
             path = self.checkpoints()[step]
-            return _load(path, read_manifest(path, step), tensors, optional)
+            return _load(path, read_manifest(path, step), tensors, optional, converter)
         opened = self.open_step(step)
-        state, stored = opened.load(tensors, optional)
+        state, plan = opened.load(tensors, optional, converter)
         if opened.here is not None and self.team.keeps_folder:
             self.settle(step, opened.here)
-        return Loaded(step, state, self.named(step), frozenset(stored))
+        filled = plan.filled(layout_of(tensors))
+        return Loaded(step, state, self.named(step), filled, plan.converted)
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
         """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
@@ -236,10 +246,12 @@ def load_checkpoint(
     tensors: Mapping[str, Tensor],
     optional: Callable[[str], bool] = _nothing_is_optional,
     team: MachineTeam | None = None,
+    converter: Converter | None = None,
 ) -> Loaded:
     """Fill `tensors` in place from the one checkpoint at `path`, except `optional` ones that it does not hold.
 
     Files, sizes, state, and the name, dtype and shape of every tensor are checked before the first byte is written.
+    Tensors may be stored in another form that the `converter` knows.
     The tensors' bytes are checked as they are read, so that they are read once. Only after an error about a checksum
     are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
 
@@ -247,10 +259,10 @@ def load_checkpoint(
     """
     path = Path(path)
     if team is None or team.is_alone:
-        return _load(path, open_checkpoint(path), tensors, optional)
+        return _load(path, open_checkpoint(path), tensors, optional, converter or NoConverter())
     opened = open_together(path, team)
-    state, stored = opened.load(tensors, optional)
-    return Loaded(opened.manifest.step, state, path, frozenset(stored))
+    state, plan = opened.load(tensors, optional, converter or NoConverter())
+    return Loaded(opened.manifest.step, state, path, plan.filled(layout_of(tensors)), plan.converted)
 
 
 def open_together(path: Path, team: MachineTeam) -> JointCheckpoint:
@@ -301,11 +313,15 @@ def _refuse_other_folders(path: Path, is_part: bool = False) -> None:
 
 
 def _load(
-    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
+    converter: Converter,
 ) -> Loaded:
-    state, stored = check_structure(path, manifest, tensors, optional)
-    read_into(path, manifest, tensors)
-    return Loaded(manifest.step, state, path, frozenset(stored))
+    state, plan = check_structure(path, manifest, tensors, optional, converter)
+    read_into(path, manifest, plan.destinations(tensors))
+    return Loaded(manifest.step, state, path, plan.filled(layout_of(tensors)), plan.converted)
 
 
 def _is_complete(path: Path, step: int, is_part: bool) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchround.checkpoint.conversion import Converter, Layout, ReadingPlan, TensorSink, layout_of
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from torchround.checkpoint.machine_team import MachineTeam, Outcome
 from torchround.checkpoint.manifest import (
@@ -31,12 +32,9 @@ from torchround.checkpoint.manifest import (
     read_state,
 )
 from torchround.checkpoint.step_folder import (
-    Layout,
     add_header,
     check_contents,
     checked_header,
-    differences_of,
-    layout_of,
     read_file,
     tensor_files,
 )
@@ -71,9 +69,9 @@ class JointCheckpoint:
         self._together(check if names else lambda: None, "checked its files of")
 
     def load(
-        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
-    ) -> tuple[dict[str, Any], set[str]]:
-        """Fill this machine's `tensors`. Returns the state, and the names of the stored tensors that it wanted.
+        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool], converter: Converter
+    ) -> tuple[dict[str, Any], ReadingPlan]:
+        """Fill this machine's `tensors`. Returns the state, and how the tensors were read.
 
         Checks and errors are as for `load_checkpoint`, over the tensors of all machines, and the same on all of them.
         """
@@ -90,12 +88,15 @@ class JointCheckpoint:
         everything: Layout = {}
         for layout in wanted:
             everything |= layout
-        if differences := differences_of(stored, everything, optional):
+        plan = ReadingPlan(stored, converter.conversions(stored, everything))
+        if differences := plan.differences(everything, optional):
             # An altered byte of a header must not look like another model, so the checksums decide first.
             self.verify()
             raise ForeignCheckpointError(self.path, differences, state)
-        self._read(tensors, {name: _wanting(wanted, header) for name, header in headers.items()})
-        return state, stored.keys() & tensors.keys()
+        needed = [plan.needed(layout) for layout in wanted]
+        machines = {name: _needing(needed, header) for name, header in headers.items()}
+        self._read(plan.destinations(tensors), machines)
+        return state, plan
 
     def state(self) -> dict[str, Any]:
         """Return the state, which one machine reads for all. Raises `DamagedCheckpointError`, the same on all."""
@@ -124,13 +125,13 @@ class JointCheckpoint:
         state: dict[str, Any] = found[self._reader_of(STATE_FILE)]["state"]
         return state, {name: _decoded(header) for part in found for name, header in part["headers"].items()}
 
-    def _read(self, tensors: Mapping[str, Tensor], wanting: Mapping[str, Sequence[int]]) -> None:
-        """Fill `tensors`, file by file. `wanting` are the machines that want some of a file, by its name."""
-        own = [name for name in wanting if self.team.rank in wanting[name]]
+    def _read(self, tensors: Mapping[str, Tensor | TensorSink], needing: Mapping[str, Sequence[int]]) -> None:
+        """Fill `tensors`, file by file. `needing` are the machines that need some of a file, by its name."""
+        own = [name for name in needing if self.team.rank in needing[name]]
         total_bytes = sum(self.manifest.files[name].size_bytes for name in own)
         progress = Progress(f"reading {self.path}", total_bytes, size_text)
         errors: list[DamagedCheckpointError] = []
-        for name, machines in wanting.items():
+        for name, machines in needing.items():
             holders = self.holders[name]
             away = [rank for rank in machines if rank not in holders]
             try:
@@ -174,7 +175,7 @@ class JointCheckpoint:
         if failure is not None:
             raise DamagedCheckpointError(self.path, f"{name} cannot be read: {failure}") from failure
 
-    def _receive(self, name: str, peer: int, tensors: Mapping[str, Tensor]) -> None:
+    def _receive(self, name: str, peer: int, tensors: Mapping[str, Tensor | TensorSink]) -> None:
         """Read a file that machine `peer` sends."""
         size_bytes = self.manifest.files[name].size_bytes
         source = _ReceivedFile(
@@ -285,8 +286,8 @@ def _put_together(
     return JointCheckpoint(team, manifest, path, own.get(team.rank), held)
 
 
-def _wanting(wanted: Sequence[Layout], header: Layout) -> list[int]:
-    return [rank for rank, layout in enumerate(wanted) if not header.keys().isdisjoint(layout)]
+def _needing(needed: Sequence[frozenset[str]], header: Layout) -> list[int]:
+    return [rank for rank, names in enumerate(needed) if not names.isdisjoint(header)]
 
 
 def _encoded(layout: Layout) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint folder lists what it must contain, so that a missing or altered part is found by name.
 
-    {"format": 2, "step": 120, "files": {"state.json": {"size_bytes": 812, "xxh3_128": "5e0f.."}, ...}, "xxh3_128": ".."}
+    {"format": 3, "step": 120, "files": {"state.json": {"size_bytes": 812, "xxh3_128": "5e0f.."}, ...}, "xxh3_128": ".."}
 
 The checksum at the end covers the manifest without it, in every format from 2 on. It tells a newer format from an
 altered byte. The file is accepted only if it is, byte for byte, what this program would write, so every altered byte
@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from torchround.untrusted.strict_json import parse_json
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
-FORMAT = 2
+FORMAT = 3
+"""The format that is written. From 3 on, optimizers have state of their own, and weights may be split in two."""
+FIRST_FORMAT = 2
+"""The oldest format that is read."""
 CHECKSUM = "xxh3_128"
 """Key of a checksum in the manifest: XXH3 with 128 bits, as 32 hexadecimal digits."""
 
@@ -49,10 +52,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step of a checkpoint, and every other file of its folder."""
+    """The step of a checkpoint, every other file of its folder, and the number of the folder's format."""
 
     step: int
     files: dict[str, FileRecord]
+    format: int = field(default_factory=lambda: FORMAT)
 
     def encode(self) -> bytes:
         """Return the bytes of `manifest.json`."""
@@ -60,7 +64,7 @@ class Manifest:
             name: {"size_bytes": record.size_bytes, CHECKSUM: record.checksum}
             for name, record in self.files.items()
         }
-        content: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
+        content: dict[str, Any] = {"format": self.format, "step": self.step, "files": files}
         content[CHECKSUM] = checksum_of(json.dumps(content).encode())
         return json.dumps(content, indent=1).encode()
 
@@ -136,15 +140,15 @@ def parse_manifest(folder: Path, written: bytes) -> Manifest:
             str(name): FileRecord(record["size_bytes"], record[CHECKSUM])
             for name, record in content["files"].items()
         }
-        manifest = Manifest(content["step"], files)
-        numbers = [manifest.step, *(record.size_bytes for record in files.values())]
+        manifest = Manifest(content["step"], files, content["format"])
+        numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
         checksums = [record.checksum for record in files.values()]
         # The values end up in messages, so each must be plain before they are compared as text.
         is_plain = all(map(_is_count, numbers)) and all(map(_is_checksum, checksums))
         unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         unaltered = False
-    if not unaltered or STATE_FILE not in files:
+    if not unaltered or STATE_FILE not in files or not FIRST_FORMAT <= manifest.format <= FORMAT:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} was altered")
     return manifest
 
@@ -158,7 +162,7 @@ def _refuse_other_formats(folder: Path, content: dict[str, Any]) -> None:
     if found == 1 and "crc32" in content:
         raise ForeignCheckpointError(
             folder,
-            f"it has format 1, which only versions before the first release wrote; legal: format {FORMAT}",
+            f"it has format 1, which only versions before the first release wrote; legal: formats {FIRST_FORMAT} to {FORMAT}",
         )
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
     is_newer = _is_count(found) and found > FORMAT

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from torchround.checkpoint.conversion import Converter, Layout, ReadingPlan, TensorSink, layout_of
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from torchround.checkpoint.fsync import sync_entry, write_synced
 from torchround.checkpoint.manifest import (
@@ -33,8 +33,6 @@ from torchround.checkpoint.tensor_file import (
 )
 from torchround.pipeline.memory import size_text
 from torchround.untrusted.progress import Progress
-
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_tensors(
@@ -60,12 +58,15 @@ def write_manifest(path: Path, step: int, records: Mapping[str, FileRecord], sta
 
 
 def check_structure(
-    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
-) -> tuple[dict[str, Any], set[str]]:
-    """Check state and headers, and that the folder holds `tensors` and nothing else.
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
+    converter: Converter,
+) -> tuple[dict[str, Any], ReadingPlan]:
+    """Check state and headers, and that the folder holds `tensors` and nothing else, in a form that `converter` knows.
 
-    Tensors of an `optional` name may be missing on either side. Returns the state, and the names of the stored tensors
-    that are wanted.
+    Tensors of an `optional` name may be missing on either side. Returns the state, and how the tensors are read.
 
     Raises `DamagedCheckpointError`. Raises `ForeignCheckpointError` if every byte is as it was written but tensors are
     missing, superfluous, or of another dtype or shape; the message lists them.
@@ -74,11 +75,13 @@ def check_structure(
     stored: Layout = {}
     for name in tensor_files(manifest):
         add_header(stored, path, name, checked_header(path, name))
-    if differences := differences_of(stored, layout_of(tensors), optional):
+    wanted = layout_of(tensors)
+    plan = ReadingPlan(stored, converter.conversions(stored, wanted))
+    if differences := plan.differences(wanted, optional):
         # An altered byte of a header must not look like another model, so the checksums decide first.
         check_contents(path, manifest, manifest.files)
         raise ForeignCheckpointError(path, differences, state)
-    return state, stored.keys() & tensors.keys()
+    return state, plan
 
 
 def checked_header(path: Path, name: str) -> Layout:
@@ -96,11 +99,6 @@ def add_header(stored: Layout, path: Path, name: str, header: Layout) -> None:
     stored.update(header)
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Return dtype and shape of each tensor."""
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
 def check_contents(
     path: Path,
     manifest: Manifest,
@@ -116,7 +114,7 @@ def check_contents(
         check_file(path, name, manifest, found)
 
 
-def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor | TensorSink]) -> None:
     """Read every tensor's bytes into place, and compare each file's checksum once the file is read."""
     total_bytes = sum(record.size_bytes for record in manifest.files.values())
     progress = Progress(f"reading {path}", total_bytes, size_text)
@@ -125,7 +123,7 @@ def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
         progress.advance(manifest.files[name].size_bytes)
 
 
-def read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor | TensorSink]) -> None:
     """Read the wanted `tensors` of the file `name` into place. Raises `DamagedCheckpointError`."""
     try:
         found = read_tensor_file(path / name, tensors)
@@ -137,21 +135,3 @@ def read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, T
 def tensor_files(manifest: Manifest) -> list[str]:
     """Return the names of the files that hold tensors."""
     return [name for name in manifest.files if name != STATE_FILE]
-
-
-def differences_of(stored: Layout, wanted: Layout, optional: Callable[[str], bool]) -> str:
-    """Return how the stored tensors differ from the wanted ones; "" if they do not."""
-
-    def show(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
-        return f"{str(entry[0]).removeprefix('torch.')} {list(entry[1])}"
-
-    missing = [f"{name} is missing" for name in wanted if name not in stored and not optional(name)]
-    extra = [f"{name} is not part of it" for name in stored if name not in wanted and not optional(name)]
-    changed = [
-        f"{name} is {show(stored[name])} instead of {show(wanted[name])}"
-        for name in wanted
-        if name in stored and stored[name] != wanted[name]
-    ]
-    differences = missing + extra + changed
-    shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
-    return f"{len(differences)} tensors are not this model's: {shown}" if differences else ""

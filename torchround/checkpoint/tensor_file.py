@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchround.checkpoint.conversion import TensorSink
 from torchround.checkpoint.uncached_io import (
     LARGEST_BLOCK_BYTES,
     PIECE_BYTES,
@@ -199,8 +200,8 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return found
 
 
-def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Read the file's bytes into the tensors that its header names. Returns the checksum of the whole file.
+def read_tensor_file(path: Path, tensors: Mapping[str, Tensor | TensorSink]) -> str:
+    """Read the file's bytes into the tensors or sinks that its header names. Returns the checksum of the whole file.
 
     The caller has checked the header against `tensors`, which may leave some out. Raises `ValueError` if the file
     ends early.
@@ -209,7 +210,7 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
         return read_tensors(file, one_pass, tensors)
 
 
-def read_tensors(file: ByteSource, one_pass: UncachedPass, tensors: Mapping[str, Tensor]) -> str:
+def read_tensors(file: ByteSource, one_pass: UncachedPass, tensors: Mapping[str, Tensor | TensorSink]) -> str:
     """Read a whole tensor file from any source, as `read_tensor_file` does."""
     length = file.read(LENGTH_BYTES)
     header = file.read(int.from_bytes(length, "little"))
@@ -217,11 +218,14 @@ def read_tensors(file: ByteSource, one_pass: UncachedPass, tensors: Mapping[str,
     entries = parse_json(header)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if name in tensors:
-            _read_into(file, one_pass, memory_of(tensors[name]))
-        else:
+        destination = tensors.get(name)
+        if destination is None:
             begin, end = entry["data_offsets"]
             _read_past(file, one_pass, end - begin)
+        elif isinstance(destination, TensorSink):
+            _read_through(file, one_pass, destination)
+        else:
+            _read_into(file, one_pass, memory_of(destination))
     return one_pass.end()
 
 
@@ -246,6 +250,17 @@ def _read_into(file: ByteSource, one_pass: UncachedPass, memory: memoryview) -> 
             if not num_read:
                 raise ValueError(f"it ends {len(rest)} bytes before a tensor does")
             rest = rest[num_read:]
+
+
+def _read_through(file: ByteSource, one_pass: UncachedPass, sink: TensorSink) -> None:
+    """Give a tensor's elements to `sink`, a piece at a time. Raises `ValueError` if the file ends first."""
+    # The size was settled when the header was checked: a header that changes meanwhile cannot make the sink overflow.
+    nbytes = sink.numel * sink.dtype.itemsize
+    scratch = torch.empty(min(nbytes, PIECE_BYTES), dtype=torch.uint8)
+    for start in range(0, nbytes, PIECE_BYTES):
+        piece = scratch[: nbytes - start]
+        _read_into(file, one_pass, memory_of(piece))
+        sink.take(start // sink.dtype.itemsize, piece.view(sink.dtype))
 
 
 def _read_past(file: ByteSource, one_pass: UncachedPass, nbytes: int) -> None:

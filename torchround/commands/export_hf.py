@@ -26,6 +26,7 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.commands.checkpoint_weights import checkpoint_weights
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.commands.released_folder import open_weights
 from torchround.data import TokenizerError
@@ -34,7 +35,7 @@ from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
-from torchround.hf.tensor_folder import StoredTensor, read_header
+from torchround.hf.tensor_folder import StoredTensor
 from torchround.layer import HFNames
 from torchround.models import (
     FAMILIES,
@@ -236,16 +237,6 @@ def card_facts(
         records=read_records(metrics, step),
         adapters=request.adapters,
     )
-
-
-def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name."""
-    found = {}
-    for path in sorted(checkpoint.glob("tensors-*.safetensors")):
-        for name, tensor in read_header(path).items():
-            if name.startswith("weights/"):
-                found[name.removeprefix("weights/")] = tensor
-    return found
 
 
 def config_content(

@@ -84,7 +84,7 @@ def question_of(
     """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
     return run_question(
         model,
-        RunNumbers(config.training, config.engine, config.machines),
+        RunNumbers(config.training, config.engine, config.machines, config.optimizer),
         hardware,
         mapped,
         validates=config.validation.interval_steps > 0,
@@ -298,6 +298,8 @@ def _device_line(report: PlanReport) -> str:
     )
     if memory.kept_bytes:
         parts += f", kept activations {size_text(memory.kept_bytes)}"
+    if memory.job_bytes:
+        parts += f", matrices of the optimizer {size_text(memory.job_bytes)}"
     if memory.constant_bytes:
         parts += f", constant buffers {size_text(memory.constant_bytes)}"
     of = "" if limit is None else f" of {size_text(limit)} usable"

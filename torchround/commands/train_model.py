@@ -63,7 +63,7 @@ from torchround.run.joining import (
     with_agreed_rounds,
 )
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
-from torchround.run.resume import resumed_stale_layers
+from torchround.run.resume import require_same_optimizer, resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.run_parts import RunParts
 from torchround.run.samples import RunSamples
@@ -169,7 +169,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers = RunNumbers(config.training, config.engine, config.machines)
+    numbers = RunNumbers(config.training, config.engine, config.machines, config.optimizer)
     hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
@@ -218,6 +218,7 @@ def check_start(options: Options, machines: RunMachines) -> None:
     if not options.is_named_on_command_line:
         folder.refuse_another_config()
     require_load_path(options.config, folder)
+    require_same_optimizer(options.config, folder.checkpointer())
 
 
 def dry_run(options: Options) -> int:

@@ -5,6 +5,7 @@ folder's files hold in that type stays in the files.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
+from torchround.commands.checkpoint_weights import checkpoint_weights
 from torchround.commands.configured_model import Mapped, build_model, find_weights, model_config
-from torchround.commands.export_hf import checkpoint_weights
 from torchround.commands.generation_files import read_object
 from torchround.commands.released_folder import open_weights
 from torchround.config import ConfigError, Options, parse_command_line, show
@@ -44,17 +45,18 @@ class CheckpointWeights:
     stored: dict[str, StoredTensor]
     base: PretrainedWeights | None = None
 
-    def load(self, views: Mapping[str, Tensor]) -> None:
+    def load(self, views: Mapping[str, AbstractContextManager[Tensor]]) -> None:
         """Fill the views that the checkpoint or the base has, each converted to its view's type. Raises `HFError`."""
         total_bytes = sum(tensor.nbytes for name, tensor in self.stored.items() if name in views)
         progress = Progress(f"reading {self.folder}", total_bytes, size_text)
         with TensorFiles() as files:
             for name, tensor in self.stored.items():
-                if tensor.shape != views[name].shape:
-                    raise HFError(
-                        f"{self.folder}: {name} is {list(tensor.shape)}, and this model's is {list(views[name].shape)}"
-                    )
-                read_plain(files, tensor, views[name])
+                with views[name] as view:
+                    if tensor.shape != view.shape:
+                        raise HFError(
+                            f"{self.folder}: {name} is {list(tensor.shape)}, and this model's is {list(view.shape)}"
+                        )
+                    read_plain(files, tensor, view)
                 progress.advance(tensor.nbytes)
         if self.base is not None:
             self.base.load(views)

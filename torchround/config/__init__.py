@@ -5,6 +5,7 @@ from torchround.config.config import Config, EngineTable, PlanTable
 from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
 from torchround.config.load import load_config
+from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
     CheckpointTable,
     LoraTable,
@@ -12,7 +13,6 @@ from torchround.config.tables import (
     MachinesTable,
     MetricsTable,
     ModelTable,
-    OptimizerTable,
     RunTable,
     TraceTable,
     TrainingTable,
@@ -22,6 +22,7 @@ from torchround.config.toml_writer import to_toml
 
 __all__ = [
     "MODEL_FOLDER",
+    "AdamWTable",
     "CheckpointTable",
     "Config",
     "ConfigError",

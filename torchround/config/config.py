@@ -9,6 +9,7 @@ from pydantic import Field
 
 from torchround.config.data_tables import DataTable, TokenizerTable
 from torchround.config.key_types import Legal, Many, Name, NonNegativeInt, PositiveFloat, PositiveInt, Table
+from torchround.config.optimizer_tables import AdamWTable, ChosenOptimizer
 from torchround.config.tables import (
     CheckpointTable,
     LoraTable,
@@ -16,7 +17,6 @@ from torchround.config.tables import (
     MachinesTable,
     MetricsTable,
     ModelTable,
-    OptimizerTable,
     RunTable,
     TraceTable,
     TrainingTable,
@@ -73,11 +73,11 @@ class EngineTable(Table):
     update: Literal["sync", "async", "bounded"] = "sync"
     """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: it uses the
     weights after t - 1 updates, so that the end of one step overlaps with the start of the next. `async` takes 2 bytes
-    more host memory per trained parameter, and the delay of one step can hurt pre-training from scratch. `bounded`:
-    each layer is updated once its own gradient is complete. The forward of step t uses the weights after t - 1 updates
-    in the first `stale_layers` layers; everything else uses those after t updates. Steps overlap as in `async`, with the
-    memory of `sync`. It needs `training.clip = "layer"` or `training.max_norm = 0`, one round, and another
-    `training.dtype` than float16."""
+    more host memory per trained parameter, 4 with `delay_correction`, and the delay of one step can hurt pre-training
+    from scratch. `bounded`: each layer is updated once its own gradient is complete. The forward of step t uses the
+    weights after t - 1 updates in the first `stale_layers` layers; everything else uses those after t updates. Steps
+    overlap as in `async`, with one version of the weights (in bfloat16 2 bytes more than `sync`). It needs `training.clip = "layer"` or `training.max_norm = 0`, one round, and another
+    `training.dtype` than float16. Muon cannot update layer by layer."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
     """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
@@ -87,8 +87,9 @@ class EngineTable(Table):
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
     """Correction of the delay in `async`. `auto`: `predict` in `async`, which loses less than `none` there
-    (docs/staleness.md). `predict`: devices compute with weights one update ahead of the newest, along the
-    direction of the last update (AdamW's moments, no weight decay). It takes no memory and no second pass. Checkpoints
+    (docs/staleness.md), and `none` with optimizers that cannot predict (Muon). `predict`: devices compute with weights one update ahead of the newest, along the
+    direction of the last update (AdamW's moments, no weight decay). It takes no second pass; in bfloat16 it takes 2 bytes of host memory per trained
+    parameter, because predicted weights cannot be half of the true ones (docs/optimizers.md). Checkpoints
     and exports hold the true weights, and validations compute with them: each then writes the device weights twice
     more. Needs `update = "async"`."""
 
@@ -134,11 +135,11 @@ class EngineTable(Table):
     must be longer than the longest stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Code that Inductor compiles. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
-    Inductor writes code for (`cuda`, `xpu`), and the optimizer update from 2^25 trained parameters on; smaller models do
+    """Code that is compiled. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
+    Inductor writes code for (`cuda`, `xpu`), and the optimizer update from 2^21 trained parameters on; smaller models do
     not win the time back. `false`: nothing.
 
-    The compiled optimizer update is several times as fast, with the same bits. Compiling it takes one core about 20 s
+    The compiled optimizer update is several times as fast, with the same bits. Compiling it takes one core about 1 s
     while the first step runs. Layers are compiled during the first step, once for each kind of layer and each size of
     micro-batch: 10 to 60 s each, once per GPU. Compiled layers are faster if elementwise steps take a large part
     of the time. A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in
@@ -167,7 +168,7 @@ class Config(Table):
     data: DataTable
     training: TrainingTable = Field(default_factory=TrainingTable)
     engine: EngineTable = Field(default_factory=EngineTable)
-    optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
+    optimizer: ChosenOptimizer = Field(default_factory=AdamWTable)
     lr_schedule: LRScheduleTable = Field(default_factory=LRScheduleTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
     validation: ValidationTable = Field(default_factory=ValidationTable)

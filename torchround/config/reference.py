@@ -14,6 +14,7 @@ from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import KeyType, Table, describe
 from torchround.config.model_shape import ShapeTable
+from torchround.config.optimizer_tables import OptimizerTable, optimizer_tables
 
 USAGE = """\
 usage: python train.py --config NAME.toml [--table.key VALUE ...]
@@ -47,7 +48,7 @@ file's. A bare word that is not TOML is a string. `--print-config` prints the re
 
 def usage() -> str:
     """Write the flags, then each key with what is legal, its default and its documentation."""
-    return USAGE + "".join(_usage_table(f"[{name}]", table) for name, table in _tables())
+    return USAGE + "".join(_usage_table(title, table) for title, table in _tables())
 
 
 def page() -> str:
@@ -57,15 +58,22 @@ def page() -> str:
         ("Elements of `data.sources` and `validation.sources`", SourceTable),
         ("`engine.plan`", PlanTable),
     ]
-    sections = [(f"`[{name}]`", table) for name, table in _tables()]
+    sections = [(f"`{title}`", table) for title, table in _tables()]
     return PAGE_HEAD + "".join(_page_table(title, table) for title, table in [*sections, *inner])
 
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
+    """Yield each table with its title. The optimizers' follow each other."""
     for name, info in Config.model_fields.items():
         table = KeyType.of_field(info).table()
         assert table is not None, f"{name} is a table"
-        yield name, table
+        if table is not OptimizerTable:
+            yield f"[{name}]", table
+            continue
+        for optimizer, its_table in optimizer_tables().items():
+            # A program's own optimizers are not part of this documentation.
+            if its_table.__module__.startswith("torchround."):
+                yield f'[{name}], name = "{optimizer}"', its_table
 
 
 def _usage_table(title: str, table: type[Table]) -> str:

@@ -4,9 +4,9 @@ The second half checks what tables demand of each other. It opens no files and n
 that opens a file, a device or a model checks what that demands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from torchround.config.config import Config, PlanTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import KeyType, describe, locate
+from torchround.config.optimizer_tables import optimizer_tables, table_for
 from torchround.config.usual_names import nearest_value, usual_key
 
 DEFAULT_STEPS = 1000
@@ -72,7 +73,7 @@ def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> str:
 
 
 def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
-    located = [(*locate(KeyType(Config), _path(details)), details) for details in error.errors()]
+    located = [(*_locate(raw, _path(details)), details) for details in error.errors()]
     # Pydantic also reports the table around a wrong key, and a union once per member: one line per key is enough.
     inside = {key for key, _, _ in located}
     seen = set()
@@ -81,6 +82,16 @@ def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
         if key not in seen and not is_outer:
             seen.add(key)
             yield mistake(raw.source_of(key), key, _message(raw, key, key_type, details))
+
+
+def _locate(raw: RawConfig, path: Sequence[int | str]) -> tuple[str, KeyType]:
+    """Follow the path of an error. Below `optimizer` the table is the one that the name there chooses."""
+    if path == ("optimizer", "name"):
+        return "optimizer.name", KeyType(Literal[tuple(optimizer_tables())])
+    if path[0] == "optimizer" and len(path) > 1:
+        key, key_type = locate(KeyType(table_for(raw.tables["optimizer"])), path[1:])
+        return f"optimizer.{key}", key_type
+    return locate(KeyType(Config), path)
 
 
 def _path(details: ErrorDetails) -> tuple[int | str, ...]:
@@ -125,16 +136,21 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     if not outer:
         return f"unknown table; legal: {', '.join(known)}{hint}"
     # A name that is like no key of this table may be a key of another.
-    elsewhere = [f"{other}.{name}" for other, keys in all_keys().items() if name in keys]
+    elsewhere = [f"{other}.{name}" for other, keys in all_keys().items() if name in keys and other != outer]
     if elsewhere and not hint:
         hint = f"; nearest: {', '.join(elsewhere)}"
+    others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]
+    if outer == "optimizer" and others:
+        hint = f"; it is a key of optimizer.name = {' and '.join(others)}"
     return f"unknown key, given {show(given)}; legal in {outer}: {', '.join(known)}{hint}"
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of each table, in the order of the documentation."""
     tables = {name: KeyType.of_field(info).table() for name, info in Config.model_fields.items()}
-    return {name: tuple(table.model_fields) for name, table in tables.items() if table is not None}
+    keys = {name: tuple(table.model_fields) for name, table in tables.items() if table is not None}
+    every_optimizer = (key for table in optimizer_tables().values() for key in table.model_fields)
+    return keys | {"optimizer": tuple(dict.fromkeys(every_optimizer))}
 
 
 # Conflicts: each check yields the keys that cannot be used together and a message with their values.
@@ -302,6 +318,14 @@ def _engine(config: Config) -> Iterator[Conflict]:
     if correction == "predict" and update != "async":
         message = f'given "{correction}" and "{update}"; legal: "auto" or "none", or update = "async", which has the delay'
         yield ("engine.delay_correction", "engine.update"), message
+    elif correction == "predict" and not config.optimizer.can_predict:
+        name = config.optimizer.name
+        message = f'given "{correction}" and "{name}", whose state does not tell its next step; legal: "auto" or "none"'
+        yield ("engine.delay_correction", "optimizer.name"), message
+    if update == "bounded" and not config.optimizer.updates_by_layer:
+        name = config.optimizer.name
+        message = f'given "{update}" and "{name}", whose steps wait for the devices; legal: "sync" or "async"'
+        yield ("engine.update", "optimizer.name"), message
     if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
         message = (
             f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "

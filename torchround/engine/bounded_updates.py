@@ -12,7 +12,6 @@ whose layers are of two versions.
 import math
 import time
 
-import torch
 from torch import Tensor
 
 from torchround.engine.errors import PipelineError
@@ -20,7 +19,6 @@ from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.update_report import LEARNING_RATE
-from torchround.optim.kernel import UpdateDtypes
 
 
 class BoundedOptimizerWorker(OptimizerWorker):
@@ -60,13 +58,6 @@ class BoundedOptimizerWorker(OptimizerWorker):
             fault = "the gradient is not finite"
         self._finish_step(step, overcome, norm, skipped, fault, left_out=names)
 
-    def _dtypes(self) -> set[UpdateDtypes]:
-        """Return what updates will meet. Lagging bundles write fp32 weights in place of device weights."""
-        lagging = [bundle for bundle in self._store.trained if self._store.lags(bundle)]
-        return super()._dtypes() | {
-            (bundle.gradient.dtype, torch.float32) for bundle in lagging if bundle.gradient is not None
-        }
-
     def _write_lagging(self, step: int) -> None:
         """Write version `step` of device weights that lag, after the step's forward has uploaded the version before."""
         for bundle in self._store.trained:
@@ -81,8 +72,8 @@ class BoundedOptimizerWorker(OptimizerWorker):
                 self._begin_update()
             start_s = time.perf_counter()
             device_weights = bundle.device_weights[0]
-            self._board.observer.touched(reads=[bundle.authority], writes=[device_weights])
-            device_weights.copy_(bundle.authority)
+            self._board.observer.touched(reads=[bundle.fp32_weight], writes=[device_weights])
+            device_weights.copy_(bundle.fp32_weight)
             self._busy_s += time.perf_counter() - start_s
             self._ordering.updated(bundle.index, step - 1)
 
@@ -108,7 +99,7 @@ class BoundedOptimizerWorker(OptimizerWorker):
         start_s = time.perf_counter()
         self._landed.add(bundle, step, parts, landings)
         if is_whole:
-            self._squares[bundle.index] = self._landed.norm_squared(bundle)
+            self._squares |= self._landed.squares(bundle)
         self._busy_s += time.perf_counter() - start_s
 
     def _apply_to(self, bundle: Bundle, step: int, lr: float) -> PipelineError | None:
@@ -127,7 +118,7 @@ class BoundedOptimizerWorker(OptimizerWorker):
 
     def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
         # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
-        return bundle.authority if self._store.lags(bundle) else super()._written_weights(bundle, step)
+        return bundle.fp32_weight if self._store.lags(bundle) else super()._written_weights(bundle, step)
 
     def _leave_out(self, bundle: Bundle, step: int) -> None:
         """Make version `step + 1` of a bundle equal to version `step`."""

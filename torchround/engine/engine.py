@@ -1,6 +1,6 @@
 """The controller: turns batches into stage jobs, hands them out in dispatch order, and returns their results.
 
-    engine = Engine(model, store, devices, partition, optimizer=OptimizerTable())
+    engine = Engine(model, store, devices, partition, optimizer=AdamWTable())
     result = engine.forward_backward(micro_batches)   # returns once dispatched
     engine.step(lr=3e-4)                              # likewise: the update runs beside the devices
     loss = result.loss()                              # waits
@@ -18,6 +18,7 @@ from torchround.engine.board import Board, HandOverKey, Observer
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Device, Event
+from torchround.engine.direction_dispatch import DirectionDispatch
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
@@ -96,8 +97,9 @@ class Engine:
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
-        allocate_gradients(store, optimizer, self.settings)
+        allocate_gradients(store, model, optimizer, self.settings)
         self._optimizer = optimizer
+        self._directions = DirectionDispatch(store, self._board, len(devices))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
         self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
         # Before anything is allocated on devices: it may refuse the optimizer.
@@ -155,7 +157,9 @@ class Engine:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._passes.make_room(self._step)
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
-            tasks = share_tasks(share, self.partition, len(self.devices), self._next_slot)
+            first_slot = self._next_slot
+            tasks = share_tasks(share, self.partition, len(self.devices), first_slot)
+            tasks, before = self._directions.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
             self._dispatch(pass_, tasks)
             # After the jobs: devices are not to wait, and the optimizer has nothing to do
@@ -166,7 +170,9 @@ class Engine:
                 self._board.post(TRAINING_PASS(self._step), pass_)
             self._exchange.begin(self._step, share)
             self._calls, self._rounds = self._calls + 1, share.total_rounds
-            return self._track(pass_, tasks)
+            result = self._track(pass_, tasks)
+            self._hand_out_directions(first_slot + before)
+            return result
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
@@ -180,6 +186,8 @@ class Engine:
             post_hyperparameters(self._board, self._optimizer, self._step, lr)
             if self.settings.accumulates:
                 self._board.post(NEXT_CALL(self._step, self._calls), None)
+            if self._directions.begin(self._step):
+                self._hand_out_directions()
             self._step += 1
             self._calls = self._rounds = 0
 
@@ -202,6 +210,7 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)
+            self._hand_out_directions()
             stages = self.forward_stages if gives_outputs else None
             where = (len(self.devices), self._next_slot)
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
@@ -219,6 +228,7 @@ class Engine:
         with self._life.call():
             if self._calls:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
+            self._hand_out_directions()
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.owned], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
@@ -230,6 +240,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
+            self._hand_out_directions()
             self._passes.wait()
             # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
             # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
@@ -305,6 +316,12 @@ class Engine:
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
+    def _hand_out_directions(self, first_slot: int | None = None) -> None:
+        """Hand out the direction jobs that wait, by default in the next slots. AdamW has none."""
+        slots = self._directions.hand_out(self._next_slot if first_slot is None else first_slot)
+        self._next_slot += len(slots)
+        self._passes.add_directions(slots)
+
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
         self._passes.add(result)
@@ -353,6 +370,8 @@ class Engine:
         What is posted already can be had even after a fault.
         """
         with self._life.call(is_there=self._board.ready(key)):
+            if self._directions.is_awaited(key):
+                self._hand_out_directions()
             value = self._watchdog.wait(key)
             if isinstance(value, HostTensors):
                 self._synchronize(value.landed)

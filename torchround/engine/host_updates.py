@@ -54,8 +54,8 @@ class HostOptimizerWorker(OptimizerWorker):
         gradients: dict[str, Tensor] = {}
         for bundle in self._store.owned:
             self._location = self._location_of(bundle)
-            gradient, weight = bundle.gradient, bundle.weight
-            assert gradient is not None and weight is not None, "a trained bundle lacks a buffer"
+            gradient, weight = bundle.gradient, bundle.fp32_weight
+            assert gradient is not None, "a trained bundle lacks its gradient"
             self._before_update(bundle, step)
             self._board.observer.touched(reads=(), writes=[gradient, weight])
             factor = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
@@ -67,8 +67,8 @@ class HostOptimizerWorker(OptimizerWorker):
     def _update_bundle(self, bundle: Bundle, step: int, *_: Any) -> None:
         """Write a bundle's device weights from the fp32 weights. Can be repeated."""
         device_weights = self._written_weights(bundle, step)
-        self._board.observer.touched(reads=[bundle.authority], writes=[device_weights])
-        device_weights.copy_(bundle.authority)
+        self._board.observer.touched(reads=[bundle.fp32_weight], writes=[device_weights])
+        device_weights.copy_(bundle.fp32_weight)
 
 
 def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:
@@ -78,5 +78,5 @@ def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:
     for location in itertools.chain.from_iterable(store.locations):
         bundle, parameter = store.bundles[location.bundle], location.parameter
         if bundle.trainable:
-            weights.setdefault(parameter.name, parameter.view(bundle.authority))
+            weights.setdefault(parameter.name, parameter.view(bundle.fp32_weight))
     return list(weights.items())

@@ -1,9 +1,10 @@
 """Gradients on the host: where a step's parts land, their sum in fp32, and its norm."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchround.engine.board import Observer
+from torchround.engine.direction_jobs import directed_parameters
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
@@ -67,34 +68,56 @@ class LandedGradients:
             self._landings.give(buffer, busy=[])
             self._ordering.part_consumed(bundle.index, step, part)
 
-    def norm_squared(self, bundle: Bundle) -> float:
-        """Return the squared norm, added parameter by parameter so that it does not depend on the layout."""
+    def squares(self, bundle: Bundle) -> dict[int, float]:
+        """Return the squared norms of a whole gradient, as `StepSums.squares` has them.
+
+        They are added parameter by parameter, so that they do not depend on the layout.
+        """
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._observer.touched(reads=[gradient], writes=())
-        return math.fsum(
-            float(sum_of_squares(parameter.view(gradient).reshape(-1))) for parameter in bundle.parameters
-        )
+        directed = {parameter.name for parameter in directed_parameters(bundle)}
+        parts: dict[int, list[float]] = {bundle.index: []}
+        for parameter in bundle.parameters:
+            key = unclipped(bundle.index) if parameter.name in directed else bundle.index
+            parts.setdefault(key, []).append(float(sum_of_squares(parameter.view(gradient).reshape(-1))))
+        return {key: math.fsum(found) for key, found in parts.items()}
+
+
+def clipped_norm(squares: Mapping[int, float]) -> float:
+    """Return the norm of all clipped parameters."""
+    return math.sqrt(math.fsum(square for key, square in squares.items() if key >= 0))
+
+
+def unclipped(index: int) -> int:
+    """Return the key, among squared norms by bundle, of the bundle's parameters that are not clipped."""
+    return -1 - index
 
 
 class Clipping:
     """The factor on each bundle's gradient: by the norm of the whole gradient, or, with "layer", by the bundle's own."""
 
     def __init__(self, store: HostStore, max_norm: float, clip: str) -> None:
-        sizes = {
-            bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
-            for bundle in store.trained
-        }
+        sizes = {bundle.index: _clipped_numel(bundle) for bundle in store.trained}
         self._by_layer = clip == "layer"
         self._max_norms = {
             index: layer_max_norm(max_norm, size, sum(sizes.values())) if self._by_layer else max_norm
             for index, size in sizes.items()
+            if size
         }
 
     def factor(self, bundle: Bundle, norm: float, squares: float, loss_scale: float = 1.0) -> float:
         """Return the factor that clips the bundle's gradient and undoes the loss scale.
 
-        `norm` is the whole gradient's, without the loss scale, `squares` the bundle's squared norm with it.
+        `norm` is that of all clipped parameters, without the loss scale, `squares` the bundle's own part of its square
+        with it.
         """
         clipped = math.sqrt(squares) / loss_scale if self._by_layer else norm
-        return clip_scale(clipped, self._max_norms[bundle.index]) / loss_scale
+        max_norm = self._max_norms.get(bundle.index, 0.0)  # none if no parameter of the bundle is clipped
+        return clip_scale(clipped, max_norm) / loss_scale
+
+
+def _clipped_numel(bundle: Bundle) -> int:
+    """Count the elements that are clipped. Orthogonalisation takes a matrix of any scale, so those are not."""
+    directed = sum(parameter.shape.numel() for parameter in directed_parameters(bundle))
+    return sum(parameter.shape.numel() for parameter in bundle.parameters) - directed

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from torchround.config import OptimizerTable
 from torchround.engine.board import Board
 from torchround.engine.device import use_threads_here
+from torchround.engine.directions import Directions
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import StepExchange, StepSums
-from torchround.engine.landed_gradients import Clipping
+from torchround.engine.landed_gradients import Clipping, clipped_norm
 from torchround.engine.ordering import Ordering
-from torchround.engine.pass_data import read_loss
+from torchround.engine.pass_data import read_losses
 from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
@@ -33,10 +33,11 @@ from torchround.engine.update_report import (
     UpdateReport,
     further_calls,
 )
-from torchround.engine.worker.activation_transfers import LOSS
-from torchround.optim import UpdateProgress, adamw_update_
-from torchround.optim.adamw import UpdateKernel
-from torchround.optim.kernel import UpdateDtypes, get_kernels
+from torchround.optim import UpdateProgress
+from torchround.optim.kernel import get_kernels
+from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.node_threads import NodeThreads, nodes_of_machine
+from torchround.optim.update_pass import UpdateKernel, update_
 
 
 class OptimizerWorker:
@@ -54,7 +55,6 @@ class OptimizerWorker:
         board: Board,
         ordering: Ordering,
         pool: HostPool,
-        settings: OptimizerTable,
         max_norm: float,
         clip: str,
         on_failure: Callable[[PipelineError], None],
@@ -69,15 +69,16 @@ class OptimizerWorker:
         self._pool = pool
         self._exchange = exchange
         self._landed = exchange.landed
-        self._settings = settings
         self._clipping = Clipping(store, max_norm, clip)
+        self._directions = Directions(store, ordering, board.observer)
         self._on_failure = on_failure
         self._num_threads = num_threads
+        self._threads = NodeThreads(num_threads, nodes_of_machine())
         self.moves = 0
         self._compiles = compiles
         self._accumulates = accumulates
         self._first_step = store.step
-        self._kernels: Mapping[UpdateDtypes, UpdateKernel] = {}
+        self._kernels: Mapping[KernelKind, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
         self._losses: list[float] = []
         self._loss = 0.0
@@ -96,9 +97,7 @@ class OptimizerWorker:
         try:
             use_threads_here(self._num_threads)
             if self._compiles:
-                self._kernels = get_kernels(
-                    self._dtypes(), self._while_compiling, self._store.policy.predicts
-                )
+                self._kernels = get_kernels(self._kinds(), self._while_compiling, self._threads)
             for step in itertools.count(self._first_step):
                 self._run_step(step)
         except Stopped:
@@ -106,6 +105,8 @@ class OptimizerWorker:
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             failure = self._exchange.located(error)
             self._on_failure(failure or self._failure(error, self._store.is_consistent))
+        finally:
+            self._threads.close()
 
     def _run_step(self, step: int) -> None:
         """Take a step's gradient as it lands, and apply it once it is whole."""
@@ -115,16 +116,23 @@ class OptimizerWorker:
         if self._accumulates:
             for further in further_calls(self._board, pass_):
                 self._collect(further)
-            self._measure()
-        self._update(step, self._board.wait(LEARNING_RATE(step)))
+            self._measure(step)
+        lr = self._board.wait(LEARNING_RATE(step))
+        self._directions.wait(step)
+        self._update(step, lr)
 
-    def _dtypes(self) -> set[UpdateDtypes]:
-        """Return the pairs of dtypes, of gradients and of device weights, that updates will meet."""
-        return {
-            (bundle.gradient.dtype, bundle.device_weights[0].dtype)
+    def _kinds(self) -> set[KernelKind]:
+        """Return the kinds of updates that steps will make."""
+        step = self._store.step
+        kinds = (
+            KernelKind.of(
+                bundle.update_buffers(segment, self._written_weights(bundle, step), step),
+                self._store.policy.predicts,
+            )
             for bundle in self._store.owned
-            if bundle.gradient is not None
-        }
+            for segment in bundle.segments
+        )
+        return {kind for kind in kinds if kind is not None}
 
     def _while_compiling(self) -> None:
         self._board.raise_if_stopped()
@@ -149,7 +157,7 @@ class OptimizerWorker:
             self._landed.add(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
             if not self._accumulates and self._landed.are_last(bundle, share, parts):
-                self._squares[bundle.index] = self._landed.norm_squared(bundle)
+                self._take_whole(bundle, step)
             self._busy_s += time.perf_counter() - start - (self._landed.waited_s - waited_s)
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
         losses = self._read_losses(pass_)
@@ -157,20 +165,22 @@ class OptimizerWorker:
         self._squares = dict(sums.squares)
         self._add_losses(sums.losses, pass_)
 
-    def _measure(self) -> None:
+    def _measure(self, step: int) -> None:
         """Compute the norm of the sum of several calls."""
         start_s = time.perf_counter()
         for bundle in reversed(self._store.owned):
             self._board.raise_if_stopped()
             self._location = self._location_of(bundle)
-            self._squares[bundle.index] = self._landed.norm_squared(bundle)
+            self._take_whole(bundle, step)
         self._busy_s += time.perf_counter() - start_s
 
+    def _take_whole(self, bundle: Bundle, step: int) -> None:
+        """Take the norm of a gradient that is whole, and hand its look-aheads to a device."""
+        self._squares |= self._landed.squares(bundle)
+        self._directions.look_ahead(bundle, step)
+
     def _read_losses(self, pass_: Pass) -> list[float]:
-        return [
-            read_loss(self._board.wait(LOSS(pass_.index, m)), self._pool)
-            for m in range(len(pass_.micro_batches))
-        ]
+        return read_losses(pass_, self._board.wait, self._pool)
 
     def _add_losses(self, losses: Sequence[float], pass_: Pass) -> None:
         """Add a call's loss to the step's: the gradient is that of the sum of all calls' losses."""
@@ -192,7 +202,7 @@ class OptimizerWorker:
         if skipped:
             overcome = self._advance_version(step)
         else:
-            overcome = self._apply(step, lr, norm, loss_scale)
+            overcome = self._apply(step, lr, clipped_norm(self._squares) / loss_scale, loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
         self._busy_s += time.perf_counter() - start - self._waited_for_save_s
@@ -230,6 +240,7 @@ class OptimizerWorker:
             self._loss,
             self._landed.waited_s,
             *self._exchange.take_bytes(),
+            self._directions.landed,
         )
         self._landed.waited_s = 0.0
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
@@ -264,7 +275,7 @@ class OptimizerWorker:
         # Before the bundles: the bias correction of this update counts it.
         self._store.applied_updates += 1
         if self._store.policy.predicts:
-            self._store.prediction = Prediction(float(lr), self._settings.betas, self._settings.eps)
+            self._store.prediction = Prediction.of(self._store.trained, float(lr))
         for bundle in self._store.owned:
             self._location = self._location_of(bundle)
             self._before_update(bundle, step)
@@ -285,7 +296,7 @@ class OptimizerWorker:
     ) -> PipelineError | None:
         """Update a bundle; if that fails, once more. Returns the fault that the second try overcame."""
         overcome: PipelineError | None = None
-        progress = (UpdateProgress(), UpdateProgress())
+        progress = [UpdateProgress() for _ in bundle.segments]
         start_s = time.perf_counter()
         try:
             self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
@@ -306,33 +317,24 @@ class OptimizerWorker:
         step: int,
         lr: float,
         gradient_scale: float,
-        progress: tuple[UpdateProgress, UpdateProgress],
-        kernels: Mapping[UpdateDtypes, UpdateKernel],
+        progress: Sequence[UpdateProgress],
+        kernels: Mapping[KernelKind, UpdateKernel],
     ) -> None:
-        """Apply AdamW to the parameters with weight decay, then to the others. A retry continues from `progress`."""
-        weight, first, second, gradient = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient
-        assert weight is not None and first is not None and second is not None and gradient is not None, (
-            "a trained bundle lacks a buffer"
-        )
-        device_weight = self._written_weights(bundle, step)
-        self._board.observer.touched(reads=[gradient], writes=[weight, first, second, device_weight])
-        segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
-        decays = (self._settings.weight_decay, 0.0)
-        for segment, weight_decay, done in zip(segments, decays, progress, strict=True):
-            adamw_update_(
-                weight[segment],
-                first[segment],
-                second[segment],
-                gradient[segment],
-                device_weight[segment],
+        """Update the segments of a bundle, one after the other. A retry continues from `progress`, one for each."""
+        written = self._written_weights(bundle, step)
+        assert bundle.gradient is not None, "a trained bundle lacks its gradient"
+        self._board.observer.touched(reads=bundle.inputs(step), writes=[*bundle.state(), written])
+        for segment, done in zip(bundle.segments, progress, strict=True):
+            buffers = bundle.update_buffers(segment, written, step)
+            own_scale = self._directions.scale(step) if segment.rule.uses_direction else gradient_scale
+            kind = KernelKind.of(buffers, self._store.policy.predicts) if kernels else None
+            update_(
+                buffers,
                 lr=lr,
-                betas=self._settings.betas,
-                eps=self._settings.eps,
-                weight_decay=weight_decay,
-                bias_correction_step=self._store.applied_updates,
-                gradient_scale=gradient_scale,
+                update=self._store.applied_updates,
+                gradient_scale=own_scale,
                 progress=done,
-                kernel=kernels.get((gradient.dtype, device_weight.dtype)),
+                kernel=kernels.get(kind) if kind is not None else None,
                 predicts=self._store.policy.predicts,
             )
 

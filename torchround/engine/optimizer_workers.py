@@ -18,19 +18,22 @@ from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.update_report import LEARNING_RATE
+from torchround.layer import LayeredModel
 from torchround.optim import HostOptimizer, HostOptimizerError
+from torchround.optim.optimizer import make_optimizer
 
 
 def allocate_gradients(
-    store: HostStore, optimizer: OptimizerTable | HostOptimizer, settings: EngineSettings
+    store: HostStore, model: LayeredModel, optimizer: OptimizerTable | HostOptimizer, settings: EngineSettings
 ) -> None:
-    """Give the store the gradient buffers that the optimizer reads. Raises `EngineUsageError` if the two do not fit.
+    """Let the optimizer's rules update the store, and give it the gradient buffers that they read.
+
+    Raises `EngineUsageError` if the store and the optimizer do not fit.
 
     The rounds decide which gradients add up on the host, and so which pool buffers they need. PyTorch's optimizers
     take gradients in the dtype of their weights, which is fp32.
     """
-    is_foreign = isinstance(optimizer, HostOptimizer)
-    if is_foreign:
+    if isinstance(optimizer, HostOptimizer):
         if store.policy is BOUNDED:
             raise EngineUsageError(
                 "bounded updates update layer by layer; a HostOptimizer needs sync or async"
@@ -41,12 +44,33 @@ def allocate_gradients(
             )
         if store.ownership.num_machines > 1:
             raise EngineUsageError("a HostOptimizer works on one machine; on several use AdamW")
-    elif not store.keeps_moments and store.trained:
-        raise EngineUsageError(
-            "the host store keeps no moments, which AdamW needs; make it with keeps_moments=True"
-        )
-    needs_sum = is_foreign and store.gradient_dtype != torch.float32
+        if store.splits_weights:
+            raise EngineUsageError(
+                "a HostOptimizer needs fp32 weights, and the host store splits them; make it with optimizer=NO_STATE"
+            )
+    else:
+        try:
+            store.assign_rules(model, make_optimizer(optimizer))
+        except ValueError as error:
+            raise EngineUsageError(
+                f"the host store is not of this optimizer: {error}; make it with optimizer=make_optimizer(table)"
+            ) from error
+        _check_policy(store, optimizer)
+    needs_sum = isinstance(optimizer, HostOptimizer) and store.gradient_dtype != torch.float32
     store.allocate_gradients(settings.rounds, settings.accumulates or needs_sum)
+
+
+def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
+    """Raise `EngineUsageError` if the optimizer cannot update as the store's policy asks."""
+    if store.policy is BOUNDED and not optimizer.updates_by_layer:
+        raise EngineUsageError(
+            f"bounded updates update layer by layer, and the steps of {optimizer.name} wait for the devices; use sync or async"
+        )
+    if store.policy.predicts and not optimizer.can_predict:
+        raise EngineUsageError(
+            f"predicted device weights need a state that tells the next step, and {optimizer.name} has none; use async "
+            "without prediction"
+        )
 
 
 def make_optimizer_worker(
@@ -68,7 +92,6 @@ def make_optimizer_worker(
         board,
         ordering,
         pool,
-        OptimizerTable() if isinstance(optimizer, HostOptimizer) else optimizer,
         settings.max_norm,
         settings.clip,
         on_failure,

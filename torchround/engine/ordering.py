@@ -1,7 +1,8 @@
-"""The eight ordering rules: which thread may read or write what, and when.
+"""The ten ordering rules: which thread may read or write what, and when.
 
 Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
-saves beside training, rules 7 and 8 are for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
+saves beside training, rules 7 and 8 are for several machines, rules 9 and 10 for directions that devices compute for
+the optimizer. Each rule is one method of `Ordering`, and each has a test that breaks it.
 
 | rule | who waits | until |
 |---|---|---|
@@ -13,6 +14,8 @@ saves beside training, rules 7 and 8 are for several machines. Each rule is one 
 | 6 | the optimizer, before it overwrites a version being saved | the save has read it |
 | 7 | the optimizer, before it overwrites a version being sent to other machines | all of them have been sent it |
 | 8 | a device, before it writes a gradient into the landing window | the parts that were there are consumed |
+| 9 | a device, before it uploads a look-ahead | the optimizer has written it |
+| 10 | the optimizer, before it reads a direction, and before it writes the next look-ahead in its place | its download has finished |
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
@@ -22,7 +25,8 @@ weights that changed.)
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
 | `FIRST_SIZES` | `passes.py` | 0 | `StagingSizes` of the first pass | C | D |
-| `STAGE_JOB` | `passes.py` | slot | `StageJob` | C | D |
+| `STAGE_JOB` | `passes.py` | slot | `StageJob` or `DirectionJob` | C | D |
+| `DIRECTIONS_ENQUEUED` | `direction_jobs.py` | slot | nothing | D | C |
 | `TRAINING_PASS` | `passes.py` | step | `Pass`, whose gradients O adds up | C | O |
 | `NEXT_CALL` | `update_report.py` | step, call | another `Pass` of the step, or None at its end | C | O |
 | `CALL_ADDED` | `update_report.py` | pass | nothing: its gradients and losses are in the sums | O | C |
@@ -46,6 +50,8 @@ weights that changed.)
 | `GRADIENT_LANDED` | here, rule 3 | step, bundle, part | `Event` of the download, its buffer | D | O |
 | `GRADIENT_CONSUMED` | here, rule 4 | step, bundle | nothing | O | D |
 | `PART_CONSUMED` | here, rule 4 | step, bundle, part | nothing | O | D |
+| `LOOK_AHEAD` | here, rule 9 | step, bundle | nothing | O | D |
+| `DIRECTION_LANDED` | here, rule 10 | step, bundle | `LandedDirection`, with the `Event` of its download | D | O |
 | `SETTLED` | here, before a save | version | state beside the weights | O | S, C |
 | `READ_BY_SAVE` | here, rule 6 | version, bundle, save | nothing | S | O |
 | `SAVER_ENDED` | here, rule 6 | 0 | nothing | S | O |
@@ -65,6 +71,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Event
+from torchround.engine.direction_jobs import LandedDirection
 from torchround.engine.errors import Stopped
 from torchround.engine.store.host_memory import HostBuffer
 
@@ -80,6 +87,8 @@ GRADIENT_CONSUMED = HandOver[None](
 PART_CONSUMED = HandOver[None](
     "the optimizer to have added part {2} of step {0}'s gradient of bundle {1} (ordering rule 4)"
 )
+LOOK_AHEAD = HandOver[None]("the look-aheads of step {0} of bundle {1} (ordering rule 9)")
+DIRECTION_LANDED = HandOver[LandedDirection]("the directions of step {0} of bundle {1} (ordering rule 10)")
 SETTLED = HandOver[Mapping[str, object]]("version {0} of every bundle, to save it")
 READ_BY_SAVE = HandOver[None]("save {2} to have read version {0} of bundle {1} (ordering rule 6)")
 SAVER_ENDED = HandOver[None]("the end of the saver")
@@ -87,7 +96,7 @@ SENT = HandOver[None]("version {0} of bundle {1} to be sent to machine {2} (orde
 
 
 class Ordering:
-    """The eight ordering rules, one method each, named for what the caller is about to do.
+    """The ten ordering rules, one method each, named for what the caller is about to do.
 
     `versions` is the number of device-weight buffers of a bundle: version `v` is in buffer `v % versions`.
     """
@@ -324,10 +333,32 @@ class Ordering:
             for machine in machines
         ]
 
+    # Rules 9 and 10. A direction comes back into the memory of the look-ahead that it was computed from.
+
+    def before_look_ahead_upload(self, bundle: int, step: int) -> None:
+        """Rule 9: wait until the look-aheads of this bundle are written."""
+        self._board.wait(LOOK_AHEAD(step, bundle))
+
+    def look_ahead_written(self, bundle: int, step: int) -> None:
+        """Post that the look-aheads of this bundle are written."""
+        self._board.signal(LOOK_AHEAD(step, bundle))
+
+    def before_direction_read(self, bundle: int, step: int) -> LandedDirection:
+        """Rule 10: wait until the download of the directions has finished. The look-aheads may be overwritten then too."""
+        key = DIRECTION_LANDED(step, bundle)
+        landed = self._board.wait(key)
+        self._board.synchronize(landed.event, key)
+        return landed
+
+    def direction_landed(self, bundle: int, step: int, landed: LandedDirection) -> None:
+        """Post that the download of the directions is enqueued; it has finished after the event of `landed`."""
+        self._board.post(DIRECTION_LANDED(step, bundle), landed)
+
     def retire(self, below: int) -> None:
         """Forget versions and steps under `below`, which no thread will ask for again."""
-        for kind in (WEIGHTS, GRADIENT_CONSUMED, PART_CONSUMED):
+        for kind in (WEIGHTS, GRADIENT_CONSUMED, PART_CONSUMED, LOOK_AHEAD):
             self._board.retire(kind, below)
+        self._board.retire(DIRECTION_LANDED, below)
         self._board.retire(UPLOADED, below)
         self._board.retire(GRADIENT_LANDED, below)
         self._board.retire(SETTLED, below)

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from torchround.engine.board import Observer
+from torchround.engine.board import Observer, WaitForHandOver
 from torchround.engine.device import Event, PastEvent
+from torchround.engine.passes import Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.activation_transfers import HostTensors
+from torchround.engine.worker.activation_transfers import LOSS, HostTensors
 from torchround.engine.worker.slots import Packing, fill
 from torchround.engine.worker.structure import FLAT, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
@@ -59,6 +60,11 @@ def read_loss(boundary: HostTensors, pool: HostPool) -> float:
     value = float(loss_sum)  # read before the buffer is given back
     boundary.reader_ends(PastEvent(), pool)
     return value
+
+
+def read_losses(pass_: Pass, wait: WaitForHandOver, pool: HostPool) -> list[float]:
+    """Return the sum of the token losses of each micro-batch of a pass, in their order. Waits until all have landed."""
+    return [read_loss(wait(LOSS(pass_.index, m)), pool) for m in range(len(pass_.micro_batches))]
 
 
 def read_output(boundary: HostTensors, pool: HostPool) -> Hidden:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from torchround.engine.board import HandOver
+from torchround.engine.direction_jobs import DirectionJob
+from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
@@ -76,6 +78,11 @@ class StageJob:
     part_numbers: dict[tuple[int, int], int]
     window: int
 
+    def location(self, actor: str, names: Sequence[str], micro_batch: int | None) -> FaultLocation:
+        """Describe the job of a device, `actor`, while it is at a micro-batch. `names` are the layers'."""
+        stage = self.task.stage
+        return FaultLocation(actor, stage.kind.value, tuple(names[stage.start : stage.stop]), micro_batch)
+
     @property
     def slots_left(self) -> int:
         """The number of the pass's stage slots after this one."""
@@ -85,7 +92,7 @@ class StageJob:
 
 # Posted before the first stage job, so that every device has its buffers by then.
 FIRST_SIZES = HandOver[tuple[StagingSizes, ...]]("the first pass")
-STAGE_JOB = HandOver[StageJob]("stage slot {0} to be handed out")
+STAGE_JOB = HandOver[StageJob | DirectionJob]("stage slot {0} to be handed out")
 TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
 
 

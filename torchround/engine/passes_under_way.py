@@ -1,6 +1,6 @@
 """The passes that an engine has dispatched and not yet forgotten."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchround.engine.board import Board, HandOverKey, WaitForHandOver
 from torchround.engine.device import Event
@@ -38,6 +38,11 @@ class PassesUnderWay:
     def add(self, result: StepResult) -> None:
         """Take a pass that is dispatched."""
         self._results.append(result)
+
+    def add_directions(self, slots: Sequence[int]) -> None:
+        """Take the slots of direction jobs that are handed out with the newest pass, or after it."""
+        if slots:
+            self._results[-1].direction_slots += tuple(slots)
 
     def make_room(self, step: int) -> None:
         """Wait for the pass before the last, and forget hand-overs that no thread will ask for again.

@@ -14,6 +14,7 @@ from statistics import median
 
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
+from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.ordering import Ordering
@@ -146,6 +147,7 @@ class StepResult:
         self._num_micro_batches = len(pass_.micro_batches)
         self._is_shared = pass_.share is not None and pass_.share.num_machines > 1
         self.tasks = tasks
+        self.direction_slots: tuple[int, ...] = ()  # among the tasks, or after them
         self.pool = pool
         self._wait = wait
         self._loss_sums: list[float] | None = None
@@ -240,6 +242,9 @@ class StepResult:
         If the step `is_open`, its update is not waited for: the pass ends once its gradient is in the step's sum.
         """
         self.wait()
+        # Otherwise a device that is late could look for its job when that is forgotten.
+        for slot in self.direction_slots:
+            self._wait(DIRECTIONS_ENQUEUED(slot))
         if self.pass_.training:
             self._wait(CALL_ADDED(self.pass_.index)) if is_open else self.update()
 
@@ -256,9 +261,12 @@ class StepResult:
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)
         board.retire(CALL_ADDED, pass_.index)
-        if self.tasks:  # a machine may have no part in a step
-            board.retire(STAGE_JOB, self.tasks[0].slot)
-            board.retire(STAGE_ENQUEUED, self.tasks[0].slot)
+        # Direction jobs come before a pass that begins with a backward. A machine may have no part in a step.
+        slots = [*(task.slot for task in self.tasks[:1]), *self.direction_slots]
+        if slots:
+            board.retire(STAGE_JOB, min(slots))
+            board.retire(STAGE_ENQUEUED, min(slots))
+            board.retire(DIRECTIONS_ENQUEUED, min(slots))
 
     def keep(self) -> None:
         """Take the losses or outputs out of the engine's pool, which is about to close. They may be missing after a fault."""

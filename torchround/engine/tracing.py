@@ -158,6 +158,10 @@ class StepTraces(DeviceWatcher):
         for report in result.reports():
             for span in report.spans:
                 yield self._started(report.task.device, span, result.step)
+        for landed in result.update().directions:
+            layers = range(landed.layer, landed.layer + 1)
+            span = DeviceSpan(TaskKind.ORTHOGONALISE, landed.start, landed.end, layers=layers)
+            yield self._started(landed.device, span, result.step)
 
     def _noted_copies(self) -> Iterator[Started]:
         places = {device.name: index for index, device in enumerate(self._devices)}

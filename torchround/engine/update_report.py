@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchround.engine.board import Board, HandOver
+from torchround.engine.direction_jobs import LandedDirection
 from torchround.engine.passes import Pass
 
 
@@ -30,6 +31,7 @@ class UpdateReport:
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
     `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what this machine has sent to them
     since the step before, and `saved_bytes` what it did not have to send because few weights had changed.
+    `directions` are those that this machine's devices have computed for it.
     """
 
     grad_norm: float
@@ -45,6 +47,7 @@ class UpdateReport:
     peers_wait_s: float = 0.0
     sent_bytes: int = 0
     saved_bytes: int = 0
+    directions: tuple[LandedDirection, ...] = ()
 
 
 # `TRAINING_PASS` hands over a step's first call. Each key of `NEXT_CALL` is asked for once.

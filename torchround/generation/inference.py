@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from torchround.config import OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
@@ -73,7 +73,7 @@ class TextEngine:
         partition, self.cache_bytes = plan_inference(
             model, store, len(devices), kind, batch_size, tokens, device_bytes
         )
-        self.engine = Engine(model, store, devices, partition, optimizer=OptimizerTable(), settings=settings)
+        self.engine = Engine(model, store, devices, partition, optimizer=AdamWTable(), settings=settings)
 
     def generate(
         self,

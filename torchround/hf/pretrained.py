@@ -11,7 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -111,19 +111,20 @@ class PretrainedWeights:
         others = "" if self.adapters is None else f" and {self.adapters.fingerprint()}"
         return digest.hexdigest()[:16] + others
 
-    def load(self, views: Mapping[str, Tensor]) -> None:
+    def load(self, views: Mapping[str, AbstractContextManager[Tensor]]) -> None:
         """Fill `views` by parameter name, then the views of the adapters, if any. Mapped parameters are left out.
 
-        A parameter without a view is not read: on several machines, each holds a part of what is trained. Shows a
-        progress bar on a terminal.
+        Each view is asked for only while its parameter is read (`HostStore.filling`). A parameter without a view is not
+        read: on several machines, each holds a part of what is trained. Shows a progress bar on a terminal.
         """
         with _progress(self.folder, self.bytes_of(views)) as advance, TensorFiles() as files:
             for name, tensors in self.names.items():
                 if name in self._mapped or name not in views:
                     continue
-                for tensor, view in _parts(tensors, views[name]):
-                    self._read(files, tensor, view)
-                    advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
+                with views[name] as whole:
+                    for tensor, view in _parts(tensors, whole):
+                        self._read(files, tensor, view)
+                        advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
         if self.adapters is not None:
             self.adapters.load(views)
 

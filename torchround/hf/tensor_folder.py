@@ -75,6 +75,10 @@ class StoredTensor:
     def dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.dtype_name)
 
+    def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
+        return files.read_range(self, self.begin + start, nbytes)
+
 
 def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
     """Find every tensor by name, in `single_file` or in the index's files. Reads headers only.
@@ -202,6 +206,10 @@ class TensorFiles:
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
+        return tensor.read_by(self, start, nbytes)
+
+    def read_range(self, tensor: StoredTensor, begin: int, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` from byte `begin` of the tensor's file on; valid until the next call."""
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
         piece = memoryview(self._scratch)[:nbytes]
@@ -209,7 +217,7 @@ class TensorFiles:
             if tensor.path not in self._open:
                 self._open[tensor.path] = open(tensor.path, "rb", buffering=0)  # noqa: SIM115
             file = self._open[tensor.path]
-            file.seek(tensor.begin + start)
+            file.seek(begin)
             num_read = 0
             while num_read < nbytes:
                 more = file.readinto(piece[num_read:])  # type: ignore[attr-defined]

@@ -13,11 +13,8 @@ from torchround.library.refusals import PipelineUsageError
 
 def fill_store(store: HostStore, wrapped: WrappedNet, values: Mapping[str, Tensor]) -> None:
     """Copy values by the plain net's names into the store, and derive the device weights from them."""
-    weights = store.weights()
     with torch.no_grad():
-        for name, value in values.items():
-            weights[wrapped.stored[name]].copy_(value)
-    store.refresh_device_weights()
+        store.write_weights({wrapped.stored[name]: value for name, value in values.items()})
 
 
 def buffers_of(wrapped: WrappedNet, persistent: bool = False) -> dict[str, Tensor]:

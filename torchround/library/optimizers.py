@@ -1,28 +1,33 @@
-"""The optimizer of a pipeline: our AdamW on the flat store, or any optimizer of `torch.optim` on the host weights."""
+"""The optimizer of a pipeline: one of ours on the flat store, or any optimizer of `torch.optim` on the host weights."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from torchround.config import OptimizerTable
+from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.host_updates import trained_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.library.module_layer import WrappedNet
 from torchround.library.refusals import PipelineUsageError
 from torchround.optim import HostOptimizer, HostOptimizerError
+from torchround.optim.optimizer import NO_STATE, Optimizer, make_optimizer
 
-OUR_BETAS, OUR_EPS = (0.9, 0.999), 1e-8
+# As in `torch.optim`.
+OUR_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer that a pipeline was asked for: our AdamW with these settings, or one of `torch.optim`."""
+    """The optimizer that a pipeline was asked for: one of ours with these settings, or one of `torch.optim`."""
 
     ours: OptimizerTable | None
     host: HostOptimizer | None = None
@@ -33,6 +38,15 @@ class OptimizerChoice:
         assert chosen is not None, "one of the two was chosen"
         return chosen
 
+    def for_store(self) -> Optimizer:
+        """Return what a store keeps state for: nothing if the optimizer brings its own."""
+        return NO_STATE if self.ours is None else make_optimizer(self.ours)
+
+    @property
+    def late_policy(self) -> UpdatePolicy:
+        """The policy of `update = "async"`: with predicted weights if the optimizer can predict them."""
+        return ASYNC_PREDICT if self.ours is not None and self.ours.can_predict else ASYNC
+
     def bind(self, store: HostStore) -> None:
         """Make the `torch.optim` object now, so that a scheduler can have it before the first batch."""
         if self.host is not None:
@@ -40,6 +54,25 @@ class OptimizerChoice:
                 self.host.bind(trained_weights(store))
             except HostOptimizerError as error:
                 raise PipelineUsageError(str(error)) from error
+
+
+def _our_table(name: str, given: Mapping[str, Any]) -> OptimizerTable:
+    """Return the settings of our own optimizer of that name. Raises `PipelineUsageError`."""
+    tables = optimizer_tables()
+    table = tables.get(name)
+    if table is None:
+        ours = ", ".join(f'"{known}"' for known in tables)
+        raise PipelineUsageError(
+            f"optimizer = {name!r}; legal: {ours}, a class of torch.optim, or a callable of named parameters"
+        )
+    if unknown := given.keys() - table.model_fields.keys():
+        raise PipelineUsageError(f'"{name}" has no {", ".join(sorted(unknown))}; leave it out')
+    usual = {key: value for key, value in OUR_DEFAULTS.items() if key in table.model_fields}
+    try:
+        return table.model_validate({**usual, **given})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise PipelineUsageError(f'optimizer = "{name}": {problems}') from error
 
 
 def choose_optimizer(
@@ -50,6 +83,7 @@ def choose_optimizer(
     weight_decay: float,
     betas: tuple[float, float] | None,
     eps: float | None,
+    state: Literal["exact", "compact"],
 ) -> OptimizerChoice:
     """Return the optimizer that is asked for. Raises `PipelineUsageError` if there is no such one.
 
@@ -60,12 +94,10 @@ def choose_optimizer(
     for name, stored in wrapped.stored.items():
         plain.setdefault(stored, name)
     if isinstance(asked, str):
-        if asked != "adamw":
-            raise PipelineUsageError(
-                f'optimizer = {asked!r}; legal: "adamw", a class of torch.optim, or a callable of named parameters'
-            )
-        eps = OUR_EPS if eps is None else eps
-        return OptimizerChoice(OptimizerTable(betas=betas or OUR_BETAS, eps=eps, weight_decay=weight_decay))
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "state": state}
+        return OptimizerChoice(_our_table(asked, {k: v for k, v in given.items() if v is not None}))
+    if state != "exact":
+        raise PipelineUsageError(f"state = {state!r} is for our own optimizers; leave it out")
     if isinstance(asked, torch.optim.Optimizer):
         name = type(asked).__name__
         raise PipelineUsageError(

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.library.measured_plan import cut_model
 from torchround.library.model_state import (
@@ -77,11 +77,12 @@ class Pipeline:
     - `net`: an `nn.Sequential` on the CPU; each member is one layer. It stays as it is: the pipeline has its own copy of
       the weights. With `takes_over` its parameters are moved to `meta` instead, so that the weights exist once.
     - `devices`: how many, accelerators if PyTorch sees any and otherwise virtual devices on the CPU; or a list of `Device`.
-    - `optimizer`: `"adamw"`, a class of `torch.optim`, or a callable that gets the named parameters and returns an
-      optimizer. Anything but `"adamw"` runs on the host, after the last gradient, and is slower.
+    - `optimizer`: `"adamw"`, `"muon"`, a class of `torch.optim`, or a callable that gets the named parameters and returns
+      an optimizer. A class or a callable runs on the host, after the last gradient, and is slower.
     - `lr`, `weight_decay`: as in `torch.optim`, but without weight decay if none is asked for, also for a class that has
       one by default. It is for all parameters but `no_decay`.
     - `betas`, `eps`: (0.9, 0.999) and 1e-8 for `"adamw"` if not given; a class of `torch.optim` has its own defaults.
+    - `state`: `"compact"` keeps the state of `"adamw"` and `"muon"` in 8 bits.
     - `max_norm`: bound of the norm of the whole gradient; 0 is no bound.
     - `update`: `"sync"` as a plain loop; `"async"` computes with weights that are one step old, and devices never wait.
     - `seed`: seed of the layers' random numbers.
@@ -101,6 +102,7 @@ class Pipeline:
         *,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
+        state: Literal["exact", "compact"] = "exact",
         no_decay: Collection[str] = (),
         update: str = "sync",
         seed: int = 0,
@@ -121,15 +123,14 @@ class Pipeline:
         self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
         self._shapes = {name: value.shape for name, value in net.state_dict().items()}
         self._choice: OptimizerChoice = choose_optimizer(
-            optimizer, self._wrapped, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps
+            optimizer, self._wrapped, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, state=state
         )
-        late = ASYNC if self._choice.ours is None else ASYNC_PREDICT
         self.store = HostStore(
             self._wrapped.model,
             store_dtype(self._wrapped.dtypes.values()),
-            policy=SYNC if update == "sync" else late,
+            policy=SYNC if update == "sync" else self._choice.late_policy,
             pinned=kind_of(self._hardware.kind).locks_pages,
-            keeps_moments=self._choice.ours is not None,
+            optimizer=self._choice.for_store(),
         )
         fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
         self._choice.bind(self.store)
@@ -239,13 +240,16 @@ class Pipeline:
                 buffer.copy_(state[name])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and host weights, each tied one once. They change with each step; read them between steps."""
+        """Yield names and host weights, each tied one once, for reading between steps. The next step may change them."""
         self._drain()
         weights = self.store.weights()
         seen: set[str] = set()
         for name, stored in self._wrapped.stored.items():
             if stored not in seen:
                 seen.add(stored)
+                if self.store.splits_weights:  # their values are a copy, which must not outlive the step
+                    yield name, nn.Parameter(weights[stored], requires_grad=False)
+                    continue
                 if name not in self._host_parameters:
                     self._host_parameters[name] = nn.Parameter(weights[stored], requires_grad=False)
                 yield name, self._host_parameters[name]
@@ -257,7 +261,7 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The `torch.optim` object, for its state and its groups between steps; None for our own AdamW."""
+        """The `torch.optim` object, for its state and its groups between steps; None for our own."""
         self._drain()
         return None if self._choice.host is None or not self.store.trained else self._choice.host.optimizer
 

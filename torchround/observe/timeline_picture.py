@@ -28,12 +28,15 @@ SHADES = {
     TaskKind.WEIGHT_GRADIENT: (0.35, 0.35),
     TaskKind.OFFLOAD: (0.45, 1.0),
     TaskKind.WEIGHTS: (0.45, 1.0),
+    TaskKind.GRADIENTS: (0.45, 1.0),
+    TaskKind.ORTHOGONALISE: (0.35, 0.35),
 }
 NAMES = {
     TaskKind.FORWARD: "forward",
     TaskKind.RECOMPUTE: "recompute",
     TaskKind.BACKWARD: "backward",
     TaskKind.WEIGHT_GRADIENT: "weight gradient",
+    TaskKind.ORTHOGONALISE: "orthogonalisation",
 }
 COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
+from torchround.pipeline.update_costs import JOB_DTYPE, JobWork
 from torchround.untrusted.strict_json import parse_json
 
 # Share of the dense peak that a layer reaches, products and all. By counted bytes and FLOPs (`python -m benchmarks kernels`)
@@ -27,9 +28,9 @@ COMPUTE_EFFICIENCY = 0.6
 # measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
 HOP_EFFICIENCY = 0.66
 
-# Host memory traffic of an AdamW update per trained parameter: a 16-bit gradient, an fp32 weight and two
-# moments are read (14 bytes); weight, moments and a 16-bit weight are written (14 bytes).
-UPDATE_BYTES = 28
+# Host memory traffic of adding up a round's gradients, as a share of an update's, if nothing is known of the optimizer:
+# near AdamW's with exact state and 16-bit gradients (10 of 26 bytes per parameter).
+ADDING_SHARE = 0.4
 
 
 class CostsError(ValueError):
@@ -59,6 +60,9 @@ class LayerCost:
     - `boundary_bytes`: the layer's output.
     - `workspace_bytes`: scratch inside one call.
     - `optimizer_s`: one update of the layer on the host, once per step.
+    - `job_s`, `job_link_s`: what a device computes for the layer's update, and one copy for it in each direction, once per
+      step (`simulation/update_jobs.py`).
+    - `job_slot_bytes`, `job_scratch_bytes`: device memory of such a job, for copies and while it computes.
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
     - `kept`: names of those that are kept if the layer lies in a backward stage.
     - `keeps_whole`: whether the layer keeps all of them or nothing, as a compiled layer does.
@@ -73,6 +77,10 @@ class LayerCost:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     optimizer_s: float = 0.0
+    job_s: float = 0.0
+    job_link_s: float = 0.0
+    job_slot_bytes: int = 0
+    job_scratch_bytes: int = 0
     keepable: tuple[KeptCost, ...] = ()
     kept: tuple[str, ...] = ()
     keeps_whole: bool = False
@@ -128,11 +136,13 @@ class Costs:
 
     - `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch.
     - `shared`: groups of layers that share trained weights, each group in rising order.
+    - `adding_share`: time to add up one round's gradients on the host, as a share of an update's.
     """
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0
     shared: tuple[tuple[int, ...], ...] = ()
+    adding_share: float = ADDING_SHARE
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -143,6 +153,11 @@ class Costs:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def job_s(self) -> float:
+        """Return the seconds of all devices together that updates take of a step."""
+        return sum(layer.job_s for layer in self.layers)
 
     def completed_with(self) -> list[int]:
         """Return, for each layer, the first layer that shares its weights: the last one whose gradient they need."""
@@ -283,6 +298,8 @@ class ParameterCounts:
     - `bundles`: for each group of trained parameters that travel together their number and how many layers use
       them. Without it, buffers that gradients land in are counted without the rest of their last page.
     - `bundle_layers`: for each of these groups the layers that use it, in rising order.
+    - `bundle_rules`: for each of these groups its parameters by update rule, in the order of `UpdateCosts.rules`.
+      Without it, all of them have the first rule.
     """
 
     trained: int
@@ -291,6 +308,16 @@ class ParameterCounts:
     mapped: int = 0
     bundles: tuple[tuple[int, int], ...] = ()
     bundle_layers: tuple[tuple[int, ...], ...] = ()
+    bundle_rules: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def by_rule(self) -> tuple[int, ...]:
+        """Return the trained parameters by update rule."""
+        return tuple(map(sum, zip(*self.bundle_rules, strict=True))) if self.bundle_rules else (self.trained,)
+
+    def rules_of_bundles(self) -> tuple[tuple[int, ...], ...]:
+        """Return the parameters of each bundle by update rule; all of them as one bundle if none is named."""
+        return self.bundle_rules or tuple((numel,) for numel, _ in self.bundles) or ((self.trained,),)
 
 
 def costs_from_work(
@@ -304,17 +331,23 @@ def costs_from_work(
     optimizer_bytes_per_s: float | None = None,
     fp16_accumulation: bool = False,
     keeps_whole: Sequence[bool] = (),
+    update_bytes: Sequence[float] = (),
+    adding_share: float = ADDING_SHARE,
+    jobs: Sequence[JobWork] = (),
 ) -> Costs:
     """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
-    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update
-    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time. `keeps_whole` says for
-    each layer whether it keeps all its parts or nothing.
+    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. `update_bytes` is
+    each layer's host memory traffic of an update (`UpdateCosts.traffic_bytes`); without `optimizer_bytes_per_s` an update
+    takes no time. `adding_share` as in `Costs`; `jobs` is each layer's work of devices for an update. `keeps_whole` says for each layer whether it keeps all its parts or nothing.
     """
     flops_per_s = device.flops_per_s(dtype, fp16_accumulation) * COMPUTE_EFFICIENCY
     layers = []
     whole = keeps_whole or [False] * len(names)
-    for name, work, parameter, keeps_all in zip(names, works, parameters, whole, strict=True):
+    moved = update_bytes if optimizer_bytes_per_s else ()
+    updates_s = [nbytes / (optimizer_bytes_per_s or 1.0) for nbytes in moved] or [0.0] * len(names)
+    parts = zip(names, works, parameters, whole, updates_s, strict=True)
+    for name, work, parameter, keeps_all, update_s in parts:
         layers.append(
             LayerCost(
                 name=name,
@@ -325,16 +358,31 @@ def costs_from_work(
                 activation_bytes=work.activation_bytes,
                 boundary_bytes=work.boundary_bytes,
                 workspace_bytes=work.workspace_bytes,
-                optimizer_s=UPDATE_BYTES * parameter.trained / optimizer_bytes_per_s
-                if optimizer_bytes_per_s
-                else 0.0,
+                optimizer_s=update_s,
                 keepable=tuple(
                     KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
                 ),
                 keeps_whole=keeps_all,
             )
         )
-    return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))
+    if jobs:
+        layers = [with_job(layer, job, device, dtype) for layer, job in zip(layers, jobs, strict=True)]
+    hop_s = hop_seconds(max(layer.boundary_bytes for layer in layers), device)
+    return Costs(tuple(layers), hop_s, adding_share=adding_share)
+
+
+def with_job(layer: LayerCost, job: JobWork, device: DeviceSpec, dtype: str) -> LayerCost:
+    """Return a layer with the cost of its job, at the device's rate in bfloat16, or in `dtype` if it has none there."""
+    if not job.flops:
+        return layer
+    rate = device.flops_per_s(JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype) * COMPUTE_EFFICIENCY
+    return replace(
+        layer,
+        job_s=job.flops / rate,
+        job_link_s=hop_seconds(job.copied_bytes, device),
+        job_slot_bytes=job.slot_bytes,
+        job_scratch_bytes=job.scratch_bytes,
+    )
 
 
 def hop_seconds(boundary_bytes: int, device: DeviceSpec) -> float:

@@ -1,7 +1,7 @@
 """Host memory of one of several machines: what it owns, and what the exchange with the others takes.
 
-A machine holds the 16-bit weights of the whole model. It holds fp32 weights, moments and gradient sums only of the bundles
-that it owns. Gradients on their way to their owners land in a window of bounded size.
+A machine holds the device weights of the whole model. It holds optimizer state, what device weights lack of the weights, and
+gradient sums only of the bundles that it owns. Gradients on their way to their owners land in a window of bounded size.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from dataclasses import replace
 from torchround.pipeline.costs import ParameterCounts
 from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
 from torchround.pipeline.machine_shares import assign_owners
-from torchround.pipeline.memory import MIB, OPTIMIZER_BYTES, HostMemory
+from torchround.pipeline.memory import MIB, HostMemory
+from torchround.pipeline.update_costs import UpdateCosts
 
 # Share of all gradient bytes of a round that may have landed without having been sent or added up, unless two
 # bundles are larger. All devices can fill it while the network is busy with what landed before.
@@ -33,6 +34,17 @@ def owned_parameters(parameters: ParameterCounts, num_machines: int) -> int:
     loads = [0] * num_machines
     for size, owner in zip(sizes, assign_owners(sizes, num_machines), strict=True):
         loads[owner] += size
+    return max(loads)
+
+
+def owned_state_bytes(
+    parameters: ParameterCounts, num_machines: int, update: str, updates: UpdateCosts
+) -> int:
+    """Return the optimizer's bytes on the machine that keeps most of them, with owners balanced by size."""
+    loads = [0] * num_machines
+    owners = assign_owners(bundle_sizes(parameters), num_machines)
+    for counts, owner in zip(parameters.rules_of_bundles(), owners, strict=True):
+        loads[owner] += updates.state_bytes(counts, update)
     return max(loads)
 
 
@@ -69,12 +81,13 @@ def state_of_machine(
     num_machines: int,
     element_bytes: int,
     gradient_bytes: int,
+    optimizer_bytes: int,
     sends_changed: bool = False,
 ) -> HostMemory:
     """Turn the state of a run on one machine into that of the fullest one of several.
 
-    Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `sends_changed` as in
-    `PlannedMachines`.
+    Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `optimizer_bytes`
+    are the owner's (`owned_state_bytes`); `sends_changed` as in `PlannedMachines`.
     """
     owned = owned_parameters(parameters, num_machines)
     largest = max(bundle_sizes(parameters))
@@ -82,6 +95,6 @@ def state_of_machine(
     return replace(
         state,
         gradient_bytes=SUM_BYTES * owned + landing_bytes(parameters, gradient_bytes),
-        optimizer_bytes=OPTIMIZER_BYTES * owned,
+        optimizer_bytes=optimizer_bytes,
         exchange_bytes=min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1) + int(encoding_bytes),
     )

@@ -13,6 +13,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts
 from torchround.pipeline.host_buffers import whole_pages
 from torchround.pipeline.partition import Partition, Stage, StageKind
 from torchround.pipeline.pool_count import HostBatch
+from torchround.pipeline.update_costs import UpdateCosts
 
 GIB = 2**30
 MIB = 2**20
@@ -31,8 +32,6 @@ ROUNDING_ELEMENTS = 4 * 2**20
 # Frozen weights that stay in files go up through a ring of page-locked buffers, one ring for each device.
 READER_BUFFER_BYTES = 4 * MIB
 READER_BUFFERS = 8
-# Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
-OPTIMIZER_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class DeviceMemory:
     integers_bytes: int
     compute_bytes: int
     kept_bytes: int = 0
+    job_bytes: int = 0
     constant_bytes: int = 0
 
     @property
@@ -105,6 +105,7 @@ class DeviceMemory:
             + self.integers_bytes
             + self.compute_bytes
             + self.kept_bytes
+            + self.job_bytes
             + self.constant_bytes
         )
 
@@ -128,7 +129,11 @@ def device_memory(
         gradients_bytes=in_slots + rounded,
         staging_bytes=staging_space(partition, costs, stale_layers),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
-        compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
+        compute_bytes=max(
+            *(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
+            *(layer.job_scratch_bytes for layer in costs.layers),
+        ),
+        job_bytes=max(layer.job_slot_bytes for layer in costs.layers),
         kept_bytes=kept_space(partition, costs),
         constant_bytes=limits.constant_bytes,
     )
@@ -274,9 +279,14 @@ class HostMemory:
 
 
 def host_state(
-    parameters: ParameterCounts, update: str, rounds: int, element_bytes: int, gradient_bytes: int
+    parameters: ParameterCounts,
+    update: str,
+    rounds: int,
+    element_bytes: int,
+    gradient_bytes: int,
+    updates: UpdateCosts,
 ) -> HostMemory:
-    """Count weights, gradients and optimizer state: 16 bytes per trained parameter in 16 bits, 18 in `async` mode.
+    """Count weights, gradients and optimizer state, as `updates` says what the optimizer keeps.
 
     `async` keeps a second version of the weights. `gradient_bytes` is the size of an element as it leaves a
     device. Sums over rounds or over tied layers are kept in float32 beside a buffer for the next part; each
@@ -293,6 +303,6 @@ def host_state(
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
         gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * in_one_part + landing_bytes,
-        optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
+        optimizer_bytes=updates.state_bytes(parameters.by_rule, update),
         mapped_bytes=element_bytes * parameters.mapped,
     )

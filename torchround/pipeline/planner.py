@@ -37,6 +37,7 @@ DEVICE_KEYS = {
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
     "kept_bytes": ("engine.keep_activations",),
     "constant_bytes": ("engine.device_memory_gib",),
+    "job_bytes": ("optimizer.name",),
 }
 # Config keys that need less of the host; `DEVICE_KEYS` has
 # those that need less of a device, by kind of its memory.
@@ -193,7 +194,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         )
         for stage in partition.stages()
     )
-    busy_s = micro_batches * sum(stage.seconds for stage in stages)
+    busy_s = micro_batches * sum(stage.seconds for stage in stages) + costs.job_s
     return Plan(
         partition=partition,
         rounds=rounds,
@@ -254,6 +255,8 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
         parts["kept_bytes"] = f"{needed.kept_bytes / GIB:.3g} for kept activations on their way"
     if needed.constant_bytes:
         parts["constant_bytes"] = f"{needed.constant_bytes / GIB:.3g} for constant buffers of the model"
+    if needed.job_bytes:
+        parts["job_bytes"] = f"{needed.job_bytes / GIB:.3g} for matrices of the optimizer on their way"
     by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
     keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
     if needed.kept_bytes:

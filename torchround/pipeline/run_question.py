@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.machine_memory import state_of_machine
+from torchround.pipeline.machine_memory import owned_state_bytes, state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
 from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.update_costs import UpdateCosts
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
 # and begins at a multiple of ALIGNMENT_BYTES.
@@ -41,6 +42,7 @@ class RunQuestion:
 
     - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many
       sequences of so many tokens, with gradients accumulated in so many bytes per element.
+    - `updates`: what the optimizer keeps and moves.
     - `given`: a partition and its number of rounds, in place of the planner's choice.
     - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
     - `reader_bytes`: host memory through which weights in files go up to the devices.
@@ -57,6 +59,7 @@ class RunQuestion:
 
     costs_for: Callable[[int, int, int], Costs]
     parameters: ParameterCounts
+    updates: UpdateCosts
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
@@ -128,9 +131,12 @@ class RunQuestion:
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
         sizes = self.element_bytes, self.gradient_bytes
-        state = host_state(self.parameters, self.update, rounds, *sizes)
+        state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
         if (count := self.machines.count) > 1:
-            state = state_of_machine(state, self.parameters, count, *sizes, self.machines.sends_changed)
+            owned = owned_state_bytes(self.parameters, count, self.update, self.updates)
+            state = state_of_machine(
+                state, self.parameters, count, *sizes, owned, self.machines.sends_changed
+            )
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 

@@ -20,7 +20,7 @@ class TaskKind(str, Enum):
 
     BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT tasks.
     FUSED is forward and backward in one. WEIGHTS and GRADIENTS are transfers of a stage up to a device and
-    down.
+    down. ORTHOGONALISE is work of a device for the update.
     """
 
     FORWARD = "forward"
@@ -33,6 +33,7 @@ class TaskKind(str, Enum):
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     UPDATE = "update"
+    ORTHOGONALISE = "orthogonalise"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ LETTERS = {
     TaskKind.WEIGHTS: "weights",
     TaskKind.GRADIENTS: "gradients",
     TaskKind.UPDATE: "update",
+    TaskKind.ORTHOGONALISE: "O",
 }
 
 

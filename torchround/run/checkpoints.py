@@ -22,13 +22,15 @@ from torchround.data import DataError, Loader, joined_positions
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.bundles import BOUNDED
-from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.machines.errors import MachineError
 from torchround.pipeline.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import ValidationProgress, best_of, joint_losses, loss_in
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
@@ -117,7 +119,8 @@ class RunCheckpoints:
         if self._config.validation.keep_best:
             self._validation_losses = joint_losses(self._checkpointer)
         views = store.loadable_views()
-        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
+        forms = SavedForms.of(store)
+        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight, forms)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
@@ -156,11 +159,11 @@ class RunCheckpoints:
         say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
 
-    def starting_weights(self) -> StartingWeights | None:
-        """Return the weights of another run, if `checkpoint.load` asks for them to begin with."""
+    def starting_weights(self, store: HostStore) -> StartingWeights | None:
+        """Return the weights of another run for the store, if `checkpoint.load` asks for them to begin with."""
         if self._config.checkpoint.load != "weights":
             return None
-        return StartingWeights(self._config, self._team)
+        return StartingWeights(self._config, store, self._team)
 
     def best_step(self) -> int | None:
         """Return the step of the checkpoint with the lowest validation loss; None without `validation.keep_best`."""

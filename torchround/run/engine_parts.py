@@ -14,15 +14,16 @@ from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
+from torchround.optim.optimizer import make_optimizer
 from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
 
-# From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 20 s and then saves about 2 ns per
-# parameter and step on two cores, so that at this size it pays for itself in some 300 steps.
-COMPILE_FROM_PARAMETERS = 2**25
+# From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 1 s and then saves at least 2 ns per
+# parameter and step on two cores, so that at this size it pays for itself in some 250 steps.
+COMPILE_FROM_PARAMETERS = 2**21
 
 
 def build_store(
@@ -36,20 +37,24 @@ def build_store(
     return HostStore(
         model,
         numbers.dtype,
-        policy=update_policy(numbers.engine),
+        policy=update_policy(numbers.engine, numbers.optimizer.can_predict),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
         ownership=ownership,
+        optimizer=make_optimizer(numbers.optimizer),
     )
 
 
-def update_policy(table: EngineTable) -> UpdatePolicy:
-    """Return the policy that `engine.update` and `engine.delay_correction` ask for."""
-    policy = POLICIES[table.update]
-    return ASYNC_PREDICT if policy is ASYNC and table.delay_correction != "none" else policy
+def update_policy(table: EngineTable, can_predict: bool = True) -> UpdatePolicy:
+    """Return the policy that `engine.update` and `engine.delay_correction` ask for.
+
+    With an optimizer that cannot predict, nothing corrects the delay.
+    """
+    policy, corrects = POLICIES[table.update], table.delay_correction != "none" and can_predict
+    return ASYNC_PREDICT if policy is ASYNC and corrects else policy
 
 
 def build_engine(

@@ -4,14 +4,15 @@ Everything that counts, plans or builds takes them from here, so that the plan o
 and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import DataTable, EngineTable, MachinesTable, TrainingTable
+from torchround.config import AdamWTable, DataTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
 from torchround.data.order_rules import rules_for
 from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
 from torchround.data.sequence_stream import PREFETCHED_BATCHES
@@ -25,6 +26,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
+from torchround.run.optimizer_numbers import OptimizerNumbers, optimizer_numbers
 from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,11 +34,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Types and sizes that `[training]`, `[engine]` and `[machines]` ask for."""
+    """Types and sizes that `[training]`, `[engine]`, `[machines]` and `[optimizer]` ask for."""
 
     training: TrainingTable
     engine: EngineTable
     machines: MachinesTable = field(default_factory=MachinesTable)
+    optimizer: OptimizerTable = field(default_factory=AdamWTable)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,11 +87,14 @@ def run_question(
         )
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
+    optimizer = optimizer_numbers(model, numbers.optimizer, engine, numbers.dtype)
+    counts = parameter_counts(model, mapped, optimizer.rule_of)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
     return RunQuestion(
-        costs_for=_counted_costs(model, numbers, hardware),
-        parameters=parameter_counts(model, mapped),
+        costs_for=_counted_costs(model, numbers, hardware, counts, optimizer),
+        parameters=counts,
+        updates=optimizer.updates,
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
@@ -117,10 +123,16 @@ def run_question(
 
 
 def _counted_costs(
-    model: LayeredModel, numbers: RunNumbers, hardware: Hardware
+    model: LayeredModel,
+    numbers: RunNumbers,
+    hardware: Hardware,
+    counts: ParameterCounts,
+    optimizer: OptimizerNumbers,
 ) -> Callable[[int, int, int], Costs]:
     """Return `RunQuestion.costs_for` of a model."""
     parameters, shared = layer_parameters(model), shared_layers(model)
+    sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
+    adding_share = optimizer.updates.adding_share(counts.by_rule, numbers.engine.update, *sizes)
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         costs = costs_from_work(
@@ -134,6 +146,8 @@ def _counted_costs(
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
             keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
+            adding_share=adding_share,
+            jobs=optimizer.jobs,
         )
         return replace(costs, shared=shared)
 
@@ -221,27 +235,36 @@ def stored_numel(parameter: torch.nn.Parameter) -> int:
     return -(-parameter.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
-def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
+def parameter_counts(
+    model: LayeredModel, mapped: Collection[str] = (), rule_of: Mapping[str, int] = MappingProxyType({})
+) -> ParameterCounts:
     """Count the parameters of the model, padding included and each tied one once.
 
-    Parameters named in `mapped` are frozen and counted apart, without padding: files have none.
+    Parameters named in `mapped` are frozen and counted apart, without padding: files have none. `rule_of` gives the
+    update rule of trained ones by stored name; without it all have the first.
     """
     # By identity: a tied parameter is one object in several layers.
     users: dict[int, tuple[int, ...]] = {}
     parameters = {}
     in_files: set[int] = set()
+    rules: dict[int, int] = {}
     for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
         for path, parameter in layer.named_parameters():
             users[id(parameter)] = (*users.get(id(parameter), ()), index)
             parameters[id(parameter)] = parameter
+            # A tied parameter is stored under its first name.
+            rules.setdefault(id(parameter), rule_of.get(f"{name}.{path}", 0))
             if f"{name}.{path}" in mapped:
                 in_files.add(id(parameter))
     trained = {
         key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
     }
     bundles: Counter[tuple[int, ...]] = Counter()
+    by_rule = [0] * (1 + max(rule_of.values(), default=0))
+    of_bundles: dict[tuple[int, ...], list[int]] = defaultdict(by_rule.copy)
     for key, numel in trained.items():
         bundles[users[key]] += numel
+        of_bundles[users[key]][rules[key]] += numel
     return ParameterCounts(
         trained=sum(trained.values()),
         frozen=sum(
@@ -253,6 +276,7 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
         mapped=sum(parameters[key].numel() for key in in_files),
         bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
         bundle_layers=tuple(bundles),
+        bundle_rules=tuple(map(tuple, of_bundles.values())),
     )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
+    Converter,
     ForeignCheckpointError,
     Loaded,
     MachineTeam,
@@ -20,12 +21,13 @@ from torchround.checkpoint import (
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
 from torchround.data import DataError, Loader
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
 from torchround.run.run_folder import RunError
+from torchround.run.saved_forms import SavedForms
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
-
-WEIGHTS = "weights/"  # prefix of the host store's views of weights
 
 # The keys that decide losses; a change is reported. The loader checks the data and the seed. Empty: all of a table's keys.
 LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -66,23 +68,36 @@ STATE_TYPES: Mapping[str, type] = {
     "config": dict,
 }
 CORRECTION = ("engine", "delay_correction")
+OPTIMIZER = ("optimizer", "name")
+# What checkpoints of earlier releases mean, which lack these keys.
+BEFORE: Mapping[tuple[str, str], str] = {
+    CORRECTION: "none",
+    OPTIMIZER: "adamw",
+    ("optimizer", "state"): "exact",
+}
 MOST_COUNTED = 2**62  # upper limit of any count in a state
 
 
 def find_checkpoint(
-    config: Config, checkpointer: Checkpointer, views: Mapping[str, Tensor], optional: Callable[[str], bool]
+    config: Config,
+    checkpointer: Checkpointer,
+    views: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
+    forms: SavedForms,
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
     Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
-    says by name which tensors may be missing. One warning names the settings that have changed. Raises `RunError` for
+    says by name which tensors may be missing, `forms` in which other forms they may be stored. One warning names the settings that have changed. Raises `RunError` for
     a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
     try:
-        loaded = checkpointer.load_latest(views, optional)
+        loaded = checkpointer.load_latest(views, optional, forms)
         if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
-            loaded = _given_checkpoint(config, path, views, optional, checkpointer.team)
+            loaded = _given_checkpoint(config, path, views, optional, checkpointer.team, forms)
     except ForeignCheckpointError as error:
+        # First: another optimizer's state differs in its tensors, and the message would name those.
+        _refuse_another_optimizer(error.folder, error.state, config)
         raise RunError(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
             "of its own (--run.name NAME)"
@@ -90,7 +105,10 @@ def find_checkpoint(
     if loaded is not None:
         _check_state(loaded)
         _refuse_another_model(loaded, config)
+        _refuse_another_optimizer(loaded.path, loaded.state, config)
         if checkpointer.team.rank == 0:  # all machines have the same settings
+            if text := forms.rounding_text(loaded.converted):
+                logger.warning("%s: %s", loaded.path, text)
             _warn_of_changes(loaded, config)
             _warn_of_unused_folder(loaded, config)
     return loaded
@@ -107,13 +125,8 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 
     Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
     """
-    paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
-    start = given_folder(config) if config.checkpoint.load == "all" else None
-    for path in [*paths, *([start] if start is not None and not paths else [])]:
-        try:
-            kept = read_state(path, read_manifest(path, is_part=checkpointer.is_part)).get("stale_layers")
-        except CheckpointError:
-            continue  # loading names the damage, and takes the checkpoint before
+    for path, state in _resumable(config, checkpointer):
+        kept = state.get("stale_layers")
         if type(kept) is not int:
             return given  # of a run with another `engine.update`
         if given not in (None, kept):
@@ -123,6 +136,24 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
             )
         return kept
     return given
+
+
+def require_same_optimizer(config: Config, checkpointer: Checkpointer) -> None:
+    """Raise `RunError` if the run would resume from a checkpoint of another optimizer. Only its state is read."""
+    for path, state in _resumable(config, checkpointer):
+        _refuse_another_optimizer(path, state, config)
+        return
+
+
+def _resumable(config: Config, checkpointer: Checkpointer) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the checkpoints that the run may resume from with their states, the one that is tried first at the front."""
+    paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
+    start = given_folder(config) if config.checkpoint.load == "all" else None
+    for path in [*paths, *([start] if start is not None and not paths else [])]:
+        try:
+            yield path, read_state(path, read_manifest(path, is_part=checkpointer.is_part))
+        except CheckpointError:
+            continue  # loading names the damage, and takes the checkpoint before
 
 
 def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) -> None:
@@ -173,9 +204,10 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class StartingWeights:
-    """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0."""
+    """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0 with `store`."""
 
     config: Config
+    store: HostStore
     team: MachineTeam = field(default_factory=MachineTeam)
 
     @property
@@ -184,15 +216,25 @@ class StartingWeights:
         assert folder is not None, "the config checks ask for a folder"
         return folder
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Fill `weights`, named as in `HostStore.weights`. Raises `RunError`."""
-        views = {f"{WEIGHTS}{name}": view for name, view in weights.items()}
+    def load(self, names: Collection[str]) -> None:
+        """Fill the weights `names` of the store, as they lie in its memory. Raises `RunError`."""
+        views = {
+            name: view
+            for name, view in self.store.loadable_views().items()
+            if _is_weight(name) and name.partition("/")[2] in names
+        }
+        forms = SavedForms.of(self.store)
         try:
-            loaded = load_checkpoint(self.folder, views, lambda name: not name.startswith(WEIGHTS), self.team)
+            loaded = load_checkpoint(self.folder, views, lambda name: not _is_weight(name), self.team, forms)
         except CheckpointError as error:
             reason = _difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
             raise RunError(f"checkpoint.load_path: {error}{reason}") from error
         _refuse_another_model(loaded, self.config)
+
+
+def _is_weight(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a part of the newest weights."""
+    return name.partition("/")[0] in (WEIGHTS, RESIDUAL)
 
 
 def _difference(error: ForeignCheckpointError, config: Config) -> str:
@@ -207,9 +249,10 @@ def _given_checkpoint(
     views: Mapping[str, Tensor],
     optional: Callable[[str], bool],
     team: MachineTeam,
+    converter: Converter,
 ) -> Loaded:
     try:
-        loaded = load_checkpoint(path, views, optional, team)
+        loaded = load_checkpoint(path, views, optional, team, converter)
     except ForeignCheckpointError:
         raise  # the caller adds which settings differ
     except CheckpointError as error:
@@ -235,6 +278,16 @@ def _refuse_another_model(loaded: Loaded, config: Config) -> None:
         raise RunError(
             f"{loaded.path} is of another model ({', '.join(differing)}). Resume with the former model, or give the "
             "run a name of its own (--run.name NAME)"
+        )
+
+
+def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Config) -> None:
+    """Raise `RunError` if a checkpoint holds another optimizer's state. Its tensors may have the same names."""
+    if differing := list(_changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]})):
+        raise RunError(
+            f"{path} holds the state of another optimizer ({', '.join(differing)}). Resume with the former optimizer, or "
+            "begin a run of another name with these weights and a fresh optimizer: --run.name NAME "
+            f"--checkpoint.load weights --checkpoint.load_path {path}"
         )
 
 
@@ -264,7 +317,7 @@ def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[
         if not isinstance(old, dict):
             continue
         for name in names or now[table]:
-            if name not in old and (table, name) != CORRECTION:
+            if name not in old and (table, name) not in BEFORE:
                 continue
             was, will_be = (_meaning(settings, table, name) for settings in (old, now[table]))
             if was != will_be:
@@ -274,10 +327,7 @@ def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[
 
 def _meaning(settings: Mapping[str, Any], table: str, name: str) -> Any:
     """Return a key's value; the correction of the delay by what it does, so that `auto` is no change."""
-    if (table, name) != CORRECTION:
-        return settings[name]
-    # Runs of earlier releases lack the key, and corrected nothing.
-    value = settings.get(name, "none")
-    if value == "auto":
+    value = settings.get(name, BEFORE.get((table, name)))
+    if (table, name) == CORRECTION and value == "auto":
         return "predict" if settings.get("update") == "async" else "none"
     return value

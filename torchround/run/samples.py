@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSamples:
-    """The prompts of a run; without a `tokenizer` there are none. A continuation has at most `max_tokens` tokens.
+    """The prompts of a run; it needs a `tokenizer` to have any. A continuation has at most `max_tokens` tokens.
 
     Each token is the likeliest one, so the text depends on the weights alone, apart from the rounding of logits.
     """

@@ -40,7 +40,7 @@ POLL_S = 1.0
 
 
 class RunMachines:
-    """The machines of one run; `group` is None for a run on one machine."""
+    """The machines of one run. A run on one machine has no `group`."""
 
     def __init__(self, group: MachineGroup | None = None) -> None:
         self.group = group
@@ -275,6 +275,6 @@ class EndGuard:
 
 
 def _cause_text(error: BaseException) -> str:
-    """Return what the other machines are told of this one's error."""
+    """Return the text of this machine's error that the other machines get."""
     # The first line: a message of several lines names its subject there. The whole of it is on this machine's console.
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchround.checkpoint import CheckpointError, NoCheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import CheckpointTable, Config, ValidationTable
-from torchround.pipeline.memory import OPTIMIZER_BYTES, size_text
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.run_question import RunQuestion
 from torchround.run.resume import given_folder, require_steps_left
 from torchround.run.run_folder import RunError, RunFolder
@@ -73,12 +73,12 @@ def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskN
 def checkpoint_bytes(question: RunQuestion) -> int:
     """Count the tensors of one checkpoint: all that the host holds, except gradients and the newest device weights.
 
-    The device weights of trained parameters are the float32 weights, rounded, so they are not saved.
+    The newest device weights of trained parameters are the float32 weights, rounded, so they are saved only if they are a part
+    of split weights. Those take as much as float32 weights.
     """
     count, older_versions = question.parameters, int(question.update == "async")
-    per_trained = OPTIMIZER_BYTES + older_versions * question.element_bytes
-    tensors = per_trained * count.trained + question.element_bytes * count.frozen
-    return tensors + question.element_bytes * _num_stale(question)
+    in_dtype = older_versions * count.trained + count.frozen + _num_stale(question)
+    return question.updates.saved_bytes(count.by_rule) + question.element_bytes * in_dtype
 
 
 def _num_stale(question: RunQuestion) -> int:

@@ -27,7 +27,7 @@ MOST_COUNTED = 2**62  # upper limit of any count in a state
 
 @dataclass(frozen=True)
 class ValidationProgress:
-    """What a run's validations have shown up to a step. Losses are in nats per label.
+    """The results of a run's validations up to a step. Losses are in nats per label.
 
     `loss` is the step's own; None if the step was not validated, or its loss is not finite. `best_loss` is the lowest so
     far, first reached at `best_step`; None before the first finite one. `since_best` counts the validations after it.
@@ -78,7 +78,7 @@ class ValidationProgress:
 
 @dataclass(frozen=True)
 class Validated:
-    """What one validation found: the mean loss, None if no label was there, and the continuations. False if nothing."""
+    """The result of one validation: the mean loss, None if no label was there, and the continuations. False if nothing."""
 
     loss: float | None = None
     samples: tuple[PromptSample, ...] = ()

@@ -87,7 +87,8 @@ def test_a_step_whose_loss_is_not_finite(policy):
     batches[1][4].tokens[0, 0] = bad
 
     def break_one_row(store: HostStore) -> None:
-        store.weights()["embedding.weight"][bad].fill_(torch.nan)
+        with store.filling()["embedding.weight"] as weight:
+            weight[bad].fill_(torch.nan)
         store.refresh_device_weights()
 
     found = assert_equal_to_one_machine(Case(batches, store=policy, before=break_one_row), 3)

@@ -58,9 +58,11 @@ def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines:
     def fill(store: HostStore) -> HostStore:
         for bundle in store.owned:
             generator = torch.Generator().manual_seed(bundle.index)
-            for buffer in (bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, *bundle.device_weights):
-                buffer.uniform_(generator=generator)
-        store.resume(3, applied_updates=3, prediction=Prediction(1e-2, (0.9, 0.95), 1e-8).state())
+            for buffer in (*bundle.state(), *bundle.device_weights):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) * 9)
+        store.resume(
+            3, applied_updates=3, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
+        )
         return store
 
     options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}

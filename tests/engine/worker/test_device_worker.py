@@ -23,7 +23,7 @@ from tests.support.toy import (
     train,
     watched,
 )
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -303,7 +303,7 @@ def test_recompute_layer_holds_the_activations_of_one_layer_instead_of_a_stage(p
         numbers = RunNumbers(TrainingTable(dtype="float32"), table)
         store = build_store(model, numbers, find_hardware(table))
         store.initialize(model, seed=0)
-        with build_engine(model, store, [device], plan, numbers, OptimizerTable()) as engine:
+        with build_engine(model, store, [device], plan, numbers, AdamWTable()) as engine:
             train(engine, toy_batches(1, MICRO_BATCHES))
         peaks[recompute] = device.live.peak
     # Stages have 7 and 4 layers. Beside one layer's activations, inputs of the others and gradients are held.

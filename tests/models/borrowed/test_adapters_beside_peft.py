@@ -48,9 +48,7 @@ def adapted(request, tools):
         for name, tensor in ours.items():
             weights[name] = by_name[tensor].normal_(std=0.1, generator=generator).clone()
     store = HostStore(model)
-    for name, view in store.weights().items():
-        view.copy_(weights[name])
-    store.refresh_device_weights()
+    store.write_weights({name: weights[name] for name in store.weights()})
     return model, store, theirs, ours
 
 

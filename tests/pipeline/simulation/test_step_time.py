@@ -48,7 +48,7 @@ def test_uniform_stages_take_the_makespan_of_the_closed_form(
 @settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),
-    costs=costs(updates=False),
+    costs=costs(updates=False, jobs=True),
     recompute=st.sampled_from(["stage", "layer"]),
     link=LINKS,
     **SIZES,
@@ -74,7 +74,7 @@ def test_a_single_step_takes_as_long_as_in_the_simulator(
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), costs=costs(max_layers=5), update=st.sampled_from(["sync", "async"]))
+@given(data=st.data(), costs=costs(max_layers=5, jobs=True), update=st.sampled_from(["sync", "async"]))
 def test_the_steady_state_is_the_mean_over_many_simulated_steps(
     data: st.DataObject, costs: Costs, update: str
 ) -> None:

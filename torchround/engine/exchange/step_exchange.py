@@ -25,7 +25,8 @@ class StepSums:
     """The figures of a step that decide about its update, over all machines.
 
     `losses` are the loss sums of all micro-batches, in the order of the batch; `squares` the squared norm of each
-    bundle's gradient, by the bundle's index.
+    bundle's gradient, by the bundle's index. That of its parameters which are not clipped is apart, under
+    `landed_gradients.unclipped`.
     """
 
     losses: Sequence[float]

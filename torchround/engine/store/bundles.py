@@ -9,11 +9,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import FileTensor, LayeredModel, decayed_names
+from torchround.engine.store.segments import FlatParameter, Segment, parameter_facts
+from torchround.layer import FileTensor, LayeredModel
+from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
+from torchround.optim.split_weights import join, split
+from torchround.optim.update_pass import UpdateBuffers
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
 # writes need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
 ALIGNMENT_ELEMENTS = 256
+
+# Elements of which fp32 weights are joined or split at once, so that the temporaries stay small.
+SPLIT_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,11 @@ class UpdatePolicy:
     versions: int
     predicts: bool = False
 
+    @property
+    def splits_weights(self) -> bool:
+        """Whether its device weights are the upper halves of the fp32 weights: neither predicted nor one update behind."""
+        return not self.predicts and self.name != "bounded"
+
     def version_read(self, step: int) -> int:
         """Return the version that step `step` computes with."""
         return max(step - (self.versions - 1), 0)
@@ -44,24 +56,6 @@ ASYNC_PREDICT = UpdatePolicy("async", 2, predicts=True)
 # `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.
 BOUNDED = UpdatePolicy("bounded", 1)
 POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, BOUNDED)}
-
-
-@dataclass(frozen=True)
-class FlatParameter:
-    """One parameter's place in its bundle's flat buffers, in elements. `name` is `layer.path`."""
-
-    name: str
-    start: int
-    shape: torch.Size
-
-    @property
-    def stop(self) -> int:
-        """The element after its last one."""
-        return self.start + self.shape.numel()
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter as a view of one of its bundle's flat buffers."""
-        return flat[self.start : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,11 @@ class MappedRange:
 class Bundle:
     """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters.
 
-    `weight` (fp32), `exp_avg` and `exp_avg_sq` are the optimizer's, `device_weights` the copies in the
-    training dtype that devices upload, one for each version that is kept. Elements `[0, decayed)` belong to
-    parameters with weight decay. A frozen bundle has device weights only, or `mapped` memory in their place:
-    files that are only read.
+    `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
+    `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
+    is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
+    hold the optimizer's state. A frozen bundle has device weights only, or `mapped` memory in their place: files that
+    are only read.
 
     A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that share the bundle;
     the host sums them in fp32.
@@ -103,7 +98,7 @@ class Bundle:
     trainable: bool
     parameters: tuple[FlatParameter, ...]
     numel: int
-    decayed: int
+    segments: tuple[Segment, ...] = ()
     device_weights: list[Tensor] = field(default_factory=list)
     mapped: tuple[MappedRange, ...] = ()
     owner: int = 0
@@ -111,8 +106,7 @@ class Bundle:
     adds_up: bool = False
     gradient: Tensor | None = None
     weight: Tensor | None = None
-    exp_avg: Tensor | None = None
-    exp_avg_sq: Tensor | None = None
+    residual: Tensor | None = None
 
     @property
     def is_remote(self) -> bool:
@@ -120,13 +114,72 @@ class Bundle:
         return self.trainable and not self.is_owned
 
     @property
-    def authority(self) -> Tensor:
-        """The buffer that decides the bundle's values: fp32 weights, or the device weights of a frozen bundle.
+    def fp32_weight(self) -> Tensor:
+        """The fp32 weights of a bundle that keeps them as they are."""
+        assert self.weight is not None, f"{self.parameters[0].name} has no fp32 weights here"
+        return self.weight
 
-        A trained bundle of another machine has none here.
+    def copy_weights(self, version: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return elements `[start, stop)` of the weights as `[stop - start]` values, for reading.
+
+        They are a fresh fp32 copy if the weights are split, otherwise the buffer itself: fp32, or a frozen bundle's
+        device weights. `version` is the newest one.
         """
         assert not self.is_remote, f"{self.parameters[0].name} belongs to machine {self.owner}"
-        return self.device_weights[0] if self.weight is None else self.weight
+        stop = self.numel if stop is None else stop
+        if self.residual is None:
+            return (self.device_weights[0] if self.weight is None else self.weight)[start:stop]
+        values = torch.empty(stop - start)
+        for first in range(start, stop, SPLIT_ELEMENTS):
+            chunk = slice(first, min(first + SPLIT_ELEMENTS, stop))
+            joined = join(self.version(version)[chunk], self.residual[chunk])
+            values[chunk.start - start : chunk.stop - start] = joined
+        return values
+
+    def set_weights(self, values: Tensor, version: int, start: int = 0) -> None:
+        """Write flat values from element `start` on. Split weights write the newest device weights with them.
+
+        The other device weights are for `HostStore.refresh_device_weights`.
+        """
+        assert not self.is_remote, f"{self.parameters[0].name} belongs to machine {self.owner}"
+        if self.residual is None:
+            self.copy_weights(version, start, start + values.numel()).copy_(values)
+            return
+        for first in range(0, values.numel(), SPLIT_ELEMENTS):
+            upper, residual = split(values[first : first + SPLIT_ELEMENTS].float())
+            chunk = slice(start + first, start + first + upper.numel())
+            self.version(version)[chunk].copy_(upper)
+            self.residual[chunk].copy_(residual)
+
+    def update_buffers(self, segment: Segment, written: Tensor, step: int) -> UpdateBuffers:
+        """Return what an update of a segment reads and writes, after `step` steps.
+
+        `written` are the bundle's device weights that the update makes, or the fp32 weights in place of device weights
+        that lag.
+        """
+        elements = slice(segment.start, segment.stop)
+        return UpdateBuffers(
+            rule=segment.rule,
+            format=segment.format,
+            weight=None if self.weight is None else self.weight[elements],
+            residual=None if self.residual is None else self.residual[elements],
+            current=self.version(step)[elements],
+            written=written[elements],
+            parts=segment.parts,
+            gradient=None if self.gradient is None else self.gradient[elements],
+            direction=segment.direction,
+        )
+
+    def inputs(self, step: int) -> list[Tensor]:
+        """Return the buffers that an update after `step` steps reads and leaves as they are."""
+        split = self.version(step) if self.residual is not None else None
+        directions = [segment.direction for segment in self.segments]
+        return [flat for flat in (self.gradient, *directions, split) if flat is not None]
+
+    def state(self) -> list[Tensor]:
+        """Return the buffers that an update changes beside the device weights."""
+        found = [flat for flat in (self.weight, self.residual) if flat is not None]
+        return found + [flat for segment in self.segments for flat in segment.parts.values()]
 
     def version(self, version: int) -> Tensor:
         """Return the buffer that holds, or will hold, the device weights of `version`.
@@ -159,12 +212,13 @@ class ParameterLocation:
 
 
 def collect_bundles(
-    model: LayeredModel, mapped: Mapping[str, object]
+    model: LayeredModel, mapped: Mapping[str, object], optimizer: Optimizer
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
     """Group the model's parameters into bundles, in order of first use. Buffers are not allocated yet.
 
     Returns the bundles and, for each layer, the locations of its parameters. Parameters share a bundle if the
-    same layers use them, and if they are alike in being trained and in being `mapped`.
+    same layers use them, and if they are alike in being trained and in being `mapped`. `optimizer` says which rule
+    updates each.
     """
     # By the parameter's identity: all layers that use it, and the name and parameter of its first use.
     users: dict[int, list[int]] = {}
@@ -179,9 +233,10 @@ def collect_bundles(
     groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
     for key, (name, parameter) in first.items():
         groups.setdefault((tuple(users[key]), parameter.requires_grad, name in mapped), []).append(key)
-    bundles, place, decayed = [], {}, decayed_names(model)
+    bundles, place = [], {}
+    facts = parameter_facts(model)
     for index, ((layers, trainable, _), keys) in enumerate(groups.items()):
-        bundle = _lay_out(index, layers, trainable, [first[key] for key in keys], decayed)
+        bundle = _lay_out(index, layers, trainable, [facts[first[key][0]] for key in keys], optimizer)
         bundles.append(bundle)
         by_name = {parameter.name: parameter for parameter in bundle.parameters}
         place.update({key: (index, by_name[first[key][0]]) for key in keys})
@@ -222,13 +277,23 @@ def _lay_out(
     index: int,
     layers: tuple[int, ...],
     trainable: bool,
-    parameters: list[tuple[str, nn.Parameter]],
-    with_decay: frozenset[str],
+    parameters: Sequence[ParameterFacts],
+    optimizer: Optimizer,
 ) -> Bundle:
-    """Give each parameter an aligned place. Those with weight decay come first, so the update has two ranges."""
-    placed, start, decayed = [], 0, 0
-    for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
-        placed.append(FlatParameter(name, start, parameter.shape))
-        start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        decayed = start if name in with_decay else decayed  # up to the next parameter, padding included
-    return Bundle(index, layers, trainable, tuple(placed), start, decayed)
+    """Give each parameter an aligned place, rule by rule, so that an update has one range for each rule.
+
+    Those with weight decay come first: the places then do not depend on how large the decay is.
+    """
+    by_rule: dict[UpdateRule, list[ParameterFacts]] = {}
+    for facts in sorted(parameters, key=lambda facts: not facts.is_decayed):
+        by_rule.setdefault(optimizer.rule_of(facts), []).append(facts)
+    placed: list[FlatParameter] = []
+    segments: list[Segment] = []
+    start = 0
+    for rule, alike in by_rule.items():
+        first = start
+        for facts in alike:
+            placed.append(FlatParameter(facts.name, start, facts.shape))
+            start = -(-placed[-1].stop // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        segments.append(Segment(first, start, rule, optimizer.format))
+    return Bundle(index, layers, trainable, tuple(placed), start, tuple(segments) if trainable else ())

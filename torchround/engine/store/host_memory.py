@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -27,6 +26,7 @@ from torchround.accelerators import AcceleratorKind, kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
+from torchround.optim.node_threads import NodeThreads, Range, nodes_of_machine
 from torchround.pipeline.host_buffers import in_whole_pages, whole_pages
 from torchround.pipeline.memory import GIB, size_text
 
@@ -82,7 +82,10 @@ class HostAllocator:
         # Fewer page faults when it is filled, and fewer entries to look up in each copy.
         _advise(mapping, "MADV_HUGEPAGE")
         if not (self._pinned and for_devices):
-            return torch.frombuffer(mapping, dtype=torch.uint8)
+            pageable = torch.frombuffer(mapping, dtype=torch.uint8)
+            if len(nodes_of_machine()) > 1:
+                _fill(pageable)  # before a thread of another node writes its pages first
+            return pageable
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
         _keep_mapped(mapping, view)
@@ -181,18 +184,24 @@ def _let_go(mapping: mmap.mmap, process: int) -> None:
 
 
 def _fill(buffer: Tensor) -> None:
-    """Write every page once, with several threads: with one, hundreds of GiB would take minutes."""
+    """Write every page once, with several threads: with one, hundreds of GiB would take minutes.
+
+    Each part of the buffer is written by threads of the memory node that it shall belong to (`node_threads.py`).
+    """
     address, nbytes = buffer.data_ptr(), buffer.numel()
-    starts = range(0, nbytes, FILL_BYTES)
 
-    def fill(start: int) -> None:
-        ctypes.memset(address + start, 0, min(FILL_BYTES, nbytes - start))  # without holding the GIL
+    def fill(part: Range) -> None:
+        while (piece := part.take(FILL_BYTES)) is not None:
+            start, stop = piece
+            ctypes.memset(address + start, 0, stop - start)  # without holding the GIL
 
-    if len(starts) == 1:
-        fill(0)
-        return
-    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, MOST_FILL_THREADS)) as threads:
-        list(threads.map(fill, starts))
+    threads = NodeThreads(
+        min(-(-nbytes // FILL_BYTES), os.cpu_count() or 1, MOST_FILL_THREADS), nodes_of_machine()
+    )
+    try:
+        threads.run(nbytes, mmap.PAGESIZE, fill)
+    finally:
+        threads.close()
 
 
 class HostBuffer:

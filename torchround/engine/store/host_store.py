@@ -1,39 +1,39 @@
-"""The flat host store: fp32 weights, device weights, gradients and optimizer state of all layers, the one authority.
+"""The flat host store: weights, device weights, gradients and optimizer state of all layers, the one authority.
 
 Parameters that travel together form a bundle with one flat buffer for each kind of state: a layer's own
 trained parameters, its frozen ones, and each parameter that several layers share. So an upload is one
 contiguous copy, an update one pass over flat memory, and a checkpoint a set of named views.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchround.config import AdamWTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
     BOUNDED,
     SYNC,
     Bundle,
-    FlatParameter,
     UpdatePolicy,
     collect_bundles,
     mapped_ranges,
 )
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.engine.store.initial_weights import fill_layer
+from torchround.engine.store.newest_weights import NewestWeights
 from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction, derive_newest
+from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.segments import parameter_facts, reassigned
+from torchround.engine.store.state_views import older_views, state_views
+from torchround.engine.store.weight_values import WeightValues
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
+from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.pipeline.partition import Stage
-
-# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
-# The word is from an early release: these are not the float32 weights. It stays, so that
-# checkpoints already written load.
-OLDER_WEIGHTS = "master_"
 
 
 class HostStore:
@@ -56,7 +56,9 @@ class HostStore:
     `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
     the parameter one after the other. They are neither among `weights` nor in checkpoints.
 
-    A store that `keeps_moments` has room for AdamW's; a `HostOptimizer` brings its own state.
+    `optimizer` says which state is kept for each parameter: by default AdamW's in fp32, and none with `NO_STATE`, for
+    inference and for a `HostOptimizer`, which brings its own. In bfloat16 the fp32 weights are split into the device
+    weights and a residual (`splits_weights`), if the policy and the optimizer allow it.
     """
 
     def __init__(
@@ -70,13 +72,16 @@ class HostStore:
         spikes: SpikeBounds | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
-        keeps_moments: bool = True,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
         self.policy = policy
         self.gradient_dtype = gradient_dtype or dtype
-        self.keeps_moments = keeps_moments
+        self.optimizer = optimizer or make_optimizer(AdamWTable())
+        self.splits_weights = (
+            dtype == torch.bfloat16 and policy.splits_weights and self.optimizer.splits_weights
+        )
         self.step = 0
         self.applied_updates = 0
         self.refreshes = 0  # how often the weights were written as a whole
@@ -88,7 +93,7 @@ class HostStore:
         self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
-        self.bundles, self.locations = collect_bundles(model, mapped or {})
+        self.bundles, self.locations = collect_bundles(model, mapped or {}, self.optimizer)
         for bundle in self.bundles:
             if bundle.parameters[0].name in (mapped or {}):
                 bundle.mapped = tuple(mapped_ranges(bundle, mapped or {}, dtype))
@@ -101,33 +106,39 @@ class HostStore:
         self,
         model: LayeredModel,
         seed: int,
-        read_weights: Callable[[Mapping[str, Tensor]], None] | None = None,
+        read_weights: Callable[[Mapping[str, AbstractContextManager[Tensor]]], None] | None = None,
         advance: Callable[[int], object] = lambda layers: None,
     ) -> None:
         """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
 
-        For a model that was trained before, `read_weights` fills `weights()`. Layers that have an
+        For a model that was trained before, `read_weights` fills `filling()`. Layers that have an
         `init_adapters` then fill by that method what the model was trained without. `advance` receives 1 after
         each layer.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            fill_layer(self.bundles, self.locations[index], index, layer, method, seed)
+            fill_layer(self.bundles, self.locations[index], index, layer, method, seed, self.step)
             advance(1)
         if read_weights is not None:
-            read_weights(self.weights())
+            read_weights(self.filling())
         self.refresh_device_weights()
 
     def refresh_device_weights(self) -> None:
-        """Derive every version of the owned device weights from the fp32 weights, once those are written.
+        """Derive every version of the owned device weights from the newest weights, once those are written.
 
-        A frozen bundle has no fp32 weights; its device weights stay as they are. A device that holds a copy of them then
+        The device weights of a frozen bundle stay as they are. A device that holds a copy of them then
         uploads them again. The device weights of another machine's bundles come from their owner.
         """
         self.refreshes += 1
         for bundle in self.owned:
-            for device_weights in bundle.device_weights:
-                device_weights.copy_(bundle.authority)
+            self._derive_versions(bundle, self.step)
+
+    def _derive_versions(self, bundle: Bundle, step: int) -> None:
+        """Make all versions of an owned bundle's device weights the newest weights."""
+        newest = bundle.version(step) if bundle.weight is None else bundle.weight
+        for device_weights in bundle.device_weights:
+            if device_weights is not newest:
+                device_weights.copy_(newest)
 
     def lags(self, bundle: Bundle) -> bool:
         """Tell whether the bundle's device weights are one version older than its fp32 weights between steps."""
@@ -139,7 +150,7 @@ class HostStore:
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
-                bundle.device_weights[0].copy_(bundle.authority)
+                bundle.device_weights[0].copy_(bundle.fp32_weight)
 
     def oldest_version_read(self, step: int, training: bool) -> int:
         """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
@@ -168,7 +179,7 @@ class HostStore:
         # First: it may refuse what the checkpoint says.
         self.prediction = None
         if prediction is not None and self.policy.predicts:
-            self.prediction = Prediction.from_state(prediction, applied_updates)
+            self.prediction = Prediction.from_state(prediction, applied_updates, self.optimizer.table)
         self.stale_layers = stale_layers
         for bundle in self.owned:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
@@ -177,13 +188,12 @@ class HostStore:
             shift = (step - self.step) % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             if not holds_older_weights:
-                for device_weights in bundle.device_weights:
-                    device_weights.copy_(bundle.authority)
+                self._derive_versions(bundle, step)
         self.step = step
         self.applied_updates = applied_updates
         # Device weights that lag are as old as the checkpoint says.
         newest = [bundle for bundle in self.owned if not self.lags(bundle)]
-        derive_newest(newest, step, self.prediction, applied_updates)
+        NewestWeights(step, applied_updates, Observer()).derive(newest, self.prediction)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
@@ -206,56 +216,26 @@ class HostStore:
         """Return the bundles whose newest device weights are not the fp32 weights: predictions, or those that lag."""
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
-    @contextmanager
     def true_device_weights(
         self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
         Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
-        observer, untrue = observer or Observer(), self.untrue_bundles()
-        set_aside = []
-        for bundle in untrue:
-            if self.lags(bundle):
-                set_aside.append((bundle.device_weights[0], self._spare(bundle)))
-        for device_weights, spare in set_aside:
-            observer.touched(reads=[device_weights], writes=[spare])
-            spare.copy_(device_weights)
-        try:
-            self._derive(untrue, None, observer)
-            if self.prediction is not None:
-                share()
-            yield
-        finally:
-            for device_weights, spare in set_aside:
-                observer.touched(reads=[spare], writes=[device_weights])
-                device_weights.copy_(spare)
-            if self.prediction is not None:
-                self._derive(untrue, self.prediction, observer)
-        # Not after an exception: the other machines may never come to the end of the block.
-        if self.prediction is not None:
-            share()
+        lagging = list(filter(self.lags, self.trained))
+        newest = NewestWeights(self.step, self.applied_updates, observer or Observer())
+        return newest.true_for_a_block(self.untrue_bundles(), lagging, self.prediction, share)
 
     def write_newest_device_weights(self) -> None:
         """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
 
         The next step's forward then reads the newest weights in all layers, as the first step of a run does.
         """
-        self._derive(filter(self.lags, self.trained), None, Observer())
+        lagging = filter(self.lags, self.trained)
+        NewestWeights(self.step, self.applied_updates, Observer()).derive(lagging, None)
         self.is_consistent = True
-
-    def _spare(self, bundle: Bundle) -> Tensor:
-        """Return room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
-        if bundle.gradient is None or bundle.gradient.itemsize < self.dtype.itemsize:
-            return torch.empty_like(bundle.device_weights[0])
-        return bundle.gradient.view(self.dtype)[: bundle.numel]
-
-    def _derive(self, bundles: Iterable[Bundle], prediction: Prediction | None, observer: Observer) -> None:
-        for bundle in (bundle for bundle in bundles if bundle.is_owned):
-            observer.touched(reads=[bundle.authority], writes=[bundle.version(self.step)])
-            derive_newest([bundle], self.step, prediction, self.applied_updates)
 
     def loss_scale_state(self) -> dict[str, Any]:
         """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
@@ -287,12 +267,34 @@ class HostStore:
         """The trained bundles whose optimizer state is on this machine, in model order."""
         return [bundle for bundle in self.trained if bundle.is_owned]
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return views of the authoritative values by name: fp32 if trained, otherwise in the store's dtype.
+    def weights(self) -> WeightValues:
+        """Return the weights' values by name, for reading, as they are after the newest step.
 
-        What other machines train is not among them.
+        They are fp32 if trained, otherwise in the store's dtype. Each access to split weights makes a copy. What other
+        machines train is not among them.
         """
-        return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._held()}
+        return WeightValues(self.bundles, self.step)
+
+    def filling(self) -> Mapping[str, AbstractContextManager[Tensor]]:
+        """Return, for each parameter of `weights`, a block `with filling[name] as values` in which to write its values.
+
+        Split weights take memory in fp32 for the block. `refresh_device_weights` comes after the last one.
+        """
+        return self.weights().writable()
+
+    def write_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values by name into the weights, and derive the device weights from them. Only between steps."""
+        filling = self.filling()
+        for name, value in values.items():
+            with filling[name] as weight:
+                weight.copy_(value)
+        self.refresh_device_weights()
+
+    def assign_rules(self, model: LayeredModel, optimizer: Optimizer) -> None:
+        """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
+        rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
+        for bundle in self.trained:
+            bundle.segments = reassigned(bundle.segments, bundle.parameters, rules, optimizer.format)
 
     def named_views(self) -> dict[str, Tensor]:
         """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
@@ -310,15 +312,13 @@ class HostStore:
 
         Frozen weights that another machine saves are among them, because each machine computes with them.
         """
-        if self.policy is not BOUNDED:
-            return self.named_views() | {f"weights/{name}": view for name, view in self.weights().items()}
-        kind = f"{OLDER_WEIGHTS}1_old"
-        older = {
-            f"{kind}/{parameter.name}": parameter.view(bundle.device_weights[0])
-            for bundle in self.trained
-            for parameter in bundle.parameters
-        }
-        return self.named_views() | older
+        views = self.named_views()
+        for bundle in self.bundles:
+            if not (bundle.trainable or bundle.mapped):
+                views |= state_views(bundle, self.step, lags=False)
+            elif self.policy is BOUNDED and bundle.trainable:
+                views |= older_views(bundle)
+        return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
         """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files.
@@ -327,19 +327,7 @@ class HostStore:
         """
         if bundle.mapped or not bundle.is_owned:
             return {}
-        kinds = {"weights": bundle.authority}
-        if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
-            kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
-        # The newest device weights are not saved: the fp32 weights, rounded, or what `prediction` makes of them.
-        for age in range(1, len(bundle.device_weights)):
-            kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.version(step - age)
-        if self.lags(bundle):
-            kinds[f"{OLDER_WEIGHTS}1_old"] = bundle.device_weights[0]
-        return {
-            f"{kind}/{parameter.name}": parameter.view(flat)
-            for kind, flat in kinds.items()
-            for parameter in bundle.parameters
-        }
+        return state_views(bundle, step, self.lags(bundle))
 
     def layer_bundles(self, layer: int) -> list[int]:
         """Return the bundles that a layer uses, in the order of a weight slot."""
@@ -366,21 +354,24 @@ class HostStore:
         """Undo page-locking. Each buffer lives on while a tensor refers to it."""
         self._memory.close()
 
-    def _held(self) -> Iterator[tuple[Bundle, FlatParameter]]:
-        """Yield all parameters whose authority is here, except those that stay in files."""
-        for bundle in self.bundles:
-            if not (bundle.mapped or bundle.is_remote):
-                yield from ((bundle, parameter) for parameter in bundle.parameters)
-
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
-        # Devices never touch what follows, so page-locking them would gain nothing.
-        if bundle.trainable and bundle.is_owned:
-            bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
-        if bundle.weight is not None and self.keeps_moments:
-            bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)
-            bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, for_devices=False)
+        if not (bundle.trainable and bundle.is_owned):
+            return
+
+        # Devices never touch what follows, so page-locking would gain nothing.
+        def unlocked(numel: int, dtype: torch.dtype) -> Tensor:
+            return self._flat(numel, dtype, for_devices=False)
+
+        if self.splits_weights:
+            bundle.residual = unlocked(bundle.numel, torch.int16)
+        else:
+            bundle.weight = unlocked(bundle.numel, torch.float32)
+        for segment in bundle.segments:
+            segment.allocate(unlocked)
+            if segment.rule.uses_direction:
+                segment.direction = self._flat(segment.numel, torch.bfloat16)
 
     def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)

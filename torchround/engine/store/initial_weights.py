@@ -20,10 +20,12 @@ def fill_layer(
     layer: nn.Module,
     method: str,
     seed: int,
+    version: int,
 ) -> None:
     """Fill what this machine holds of layer `index` by the layer's `method`, if it has one.
 
-    The layer's parameters are at `locations`. The first layer that uses a shared parameter fills it.
+    The layer's parameters are at `locations`. The first layer that uses a shared parameter fills it. Split weights are
+    in fp32 for one layer at a time. `version` is the newest one.
     """
     used = {location.bundle: bundles[location.bundle] for location in locations}
     ours = [bundle for bundle in used.values() if bundle.layers[0] == index and not bundle.mapped]
@@ -34,10 +36,14 @@ def fill_layer(
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     # A parameter of another machine is filled too, and dropped: the layer's next one must meet the same generator.
     values = {
-        bundle.index: torch.zeros(bundle.numel) if bundle.is_remote else bundle.authority for bundle in ours
+        bundle.index: torch.zeros(bundle.numel) if bundle.is_remote else bundle.copy_weights(version)
+        for bundle in ours
     }
     with torch.no_grad(), _bound_to_host(locations, layer, values):
         fill(generator)
+    for bundle in ours:
+        if bundle.residual is not None:
+            bundle.set_weights(values[bundle.index], version)
 
 
 @contextmanager

@@ -1,66 +1,75 @@
 """Predicted device weights: one update ahead of the fp32 weights, which stay the truth.
 
 A step of `async` computes with version `t - 1`, and its gradient is applied to version `t`. The update that makes a
-version knows its own direction, `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction = "predict"` it
-writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for it: the fp32
-state and the numbers of the last update (`Prediction`) give the newest device weights again, bit for bit.
+version knows its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction =
+"predict"` it writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for it:
+the fp32 weights, the state as it is kept, and the numbers of the last update (`Prediction`) give the newest device weights
+again, bit for bit.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from torchround.config import OptimizerTable
 from torchround.engine.store.bundles import Bundle
-from torchround.optim.adamw import predict_
+from torchround.optim.update_pass import predict_
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The numbers of the last applied update, which made the newest device weights."""
+    """The numbers of the last applied update, which made the newest device weights.
+
+    `settings` are the fields that all its rules had in common, such as `betas` and `eps`.
+    """
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
+    settings: Mapping[str, Any]
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], applied_updates: int) -> "Prediction":
-        """Rebuild it from a checkpoint. Raises `ValueError` for numbers that no update can have had."""
-        found = cls(state["lr"], tuple(state["betas"]), state["eps"])
-        numbers = (found.lr, *found.betas, found.eps)
-        is_legal = all(type(number) is float and math.isfinite(number) for number in numbers) and (
-            found.lr >= 0
-            and found.eps > 0
-            and len(found.betas) == 2
-            and all(0 <= b < 1 for b in found.betas)
-            and applied_updates > 0
-        )
-        if not is_legal:
+    def of(cls, bundles: Iterable[Bundle], lr: float) -> "Prediction":
+        """Return the numbers of an update of these bundles by their present rules.
+
+        Weight decay is left out, also if it is one for all: a predicted step has none (`UpdateRule.next_step`).
+        """
+        rules = {segment.rule for bundle in bundles for segment in bundle.segments}
+        names = dict.fromkeys(name for rule in rules for name in vars(rule) if name != "weight_decay")
+        values = {name: {getattr(rule, name, None) for rule in rules} for name in names}
+        return cls(lr, {name: found.pop() for name, found in values.items() if len(found) == 1})
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], applied_updates: int, table: type[OptimizerTable]
+    ) -> "Prediction":
+        """Rebuild it from a checkpoint. Raises `ValueError` for numbers that no update can have had.
+
+        `table` says which settings are legal.
+        """
+        settings = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in state.items()
+            if name != "lr"
+        }
+        lr = state["lr"]
+        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
             raise ValueError(f"prediction is {str(dict(state))[:100]}")
-        return found
+        table.model_validate(settings)
+        return cls(lr, settings)
 
     def state(self) -> dict[str, Any]:
         """Return its values, JSON-able."""
-        return {**asdict(self), "betas": list(self.betas)}
+        listed = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()
+        }
+        return {"lr": self.lr, **listed}
 
-
-def derive_newest(
-    bundles: Iterable[Bundle], step: int, prediction: Prediction | None, applied_updates: int
-) -> None:
-    """Write the device weights of version `step` from the fp32 state; without a prediction they are the fp32 weights."""
-    for bundle in bundles:
-        device_weight = bundle.version(step)
-        if prediction is None:
-            device_weight.copy_(bundle.authority)
-            continue
-        weight, first, second = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq
-        assert weight is not None and first is not None and second is not None, (
-            "a trained bundle lacks a buffer"
-        )
-        predict_(
-            *(device_weight, weight, first, second),
-            lr=prediction.lr,
-            betas=prediction.betas,
-            eps=prediction.eps,
-            bias_correction_step=applied_updates,
-        )
+    def write(self, bundle: Bundle, device_weights: Tensor, step: int, applied_updates: int) -> None:
+        """Write a bundle's device weights of version `step` as the last of `applied_updates` updates wrote them."""
+        for segment in bundle.segments:
+            buffers = bundle.update_buffers(segment, device_weights, step)
+            # A rule is a dataclass of its settings.
+            rule = type(segment.rule)(**{**vars(segment.rule), **self.settings})
+            predict_(replace(buffers, rule=rule), lr=self.lr, update=applied_updates)

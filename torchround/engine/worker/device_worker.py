@@ -18,6 +18,7 @@ from torch import nn
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
+from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.kept_layers import KeptLayers
@@ -35,14 +36,15 @@ from torchround.engine.worker.constants import DeviceConstants
 from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.link_turns import LinkTurns
+from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition, StageKind
 
 T = TypeVar("T")
-# Stage job and micro-batch under way: None between stage jobs, and between micro-batches.
-WorkerState = tuple[StageJob | None, int | None]
+# The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
+WorkerState = tuple[StageJob | DirectionJob | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ class DeviceWorker:
         self._store = setup.store
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
-        self._job: StageJob | None = None
+        self._job: StageJob | DirectionJob | None = None
         self._constants = DeviceConstants(device, skeletons)
         self._slots = StageSlots(device, setup.store, setup.settings.accumulate_dtype)
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
         self._kept = KeptTransfers(device, setup.board, setup.pool, setup.kept)
+        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.ordering)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
@@ -93,6 +96,7 @@ class DeviceWorker:
         """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
         self._constants.allocate()
         self._slots.allocate(self._setup.partition, self._setup.num_devices)
+        self._orthogonaliser.allocate()
 
     def let_go(self) -> None:
         """Drop all device memory. The thread must have ended, and the device must be idle.
@@ -101,6 +105,7 @@ class DeviceWorker:
         """
         self._constants.clear()
         self._slots.clear()
+        self._orthogonaliser.clear()
         self._activations.clear()
         self._kept.clear()
         self._upload = self._download = None
@@ -115,7 +120,11 @@ class DeviceWorker:
             for sizes in self._await(FIRST_SIZES(0)):
                 self._prepare(sizes)
             while True:
-                self._run(self._await(STAGE_JOB(self._next_slot)))
+                job = self._await(STAGE_JOB(self._next_slot))
+                if isinstance(job, StageJob):
+                    self._run(job)
+                else:
+                    self._orthogonalise(job)
                 self._next_slot += self._setup.num_devices  # slots are dealt to devices in turn
         except Stopped:
             pass
@@ -174,6 +183,22 @@ class DeviceWorker:
             stage_run.run(micro_batch)
         self._finish(job, upload, gradients)
         self._report(job, upload, weights_ready, stage_run.spans)
+        self._job = None
+
+    def _orthogonalise(self, job: DirectionJob) -> None:
+        """Run a direction job, while the weights of the next stage come up as far as they are complete."""
+        self._job = job
+        # The optimizer needs them for look-aheads, maybe for those that other devices wait for.
+        self._flush()
+        self._device.begin_step(job.step, *DIRECTION_STREAMS)
+        for position, bundle in enumerate(job.bundles):
+            self._micro_batch = position
+            self._idle_since = self._orthogonaliser.run(bundle, job.step)
+            self._begin_next_upload()
+            if self._upload is not None:
+                self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
+        self._micro_batch = None
+        self._setup.board.signal(DIRECTIONS_ENQUEUED(job.slot))
         self._job = None
 
     def _bind(self, upload: WeightUpload, gradients: DeviceSlot | None) -> list[nn.Module]:
@@ -298,10 +323,7 @@ class DeviceWorker:
 
         `remaining` counts the windows left in this stage, this one included.
         """
-        # The next job is looked for in every window: it may be handed out while this stage is under way.
-        following = STAGE_JOB(self._next_slot + self._setup.num_devices)
-        if self._upload is None and self._setup.board.ready(following):
-            self._upload = self._start_upload(self._setup.board.wait(following))
+        self._begin_next_upload()
         # Each chunk queues behind the activations already on their way. A chunk has until the end of the
         # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
         # from waiting for a whole stage's weights.
@@ -312,6 +334,15 @@ class DeviceWorker:
         if self._download is not None:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
             self._download.advance(-(-self._download.remaining // remaining))
+
+    def _begin_next_upload(self) -> None:
+        """Begin the upload for the next job, if that is a stage job that is handed out already."""
+        # Looked for in every window, because it may be handed out while this job is under way.
+        following = STAGE_JOB(self._next_slot + self._setup.num_devices)
+        if self._upload is None and self._setup.board.ready(following):
+            job = self._setup.board.wait(following)
+            if isinstance(job, StageJob):
+                self._upload = self._start_upload(job)
 
     def _turn(self, window: int, nothing_to_do: bool) -> AbstractContextManager[None]:
         """Return the context in which this device's weights go up, in its turn on a shared link."""
@@ -354,12 +385,9 @@ class DeviceWorker:
 
     def location(self, state: WorkerState) -> FaultLocation:
         """Describe a state that `state` returned."""
-        job, micro_batch = state
-        if job is None:
-            return FaultLocation(f"device {self._device.name}")
-        stage = job.task.stage
-        names = self._setup.model.names[stage.start : stage.stop]
-        return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
+        job, position = state
+        actor = f"device {self._device.name}"
+        return FaultLocation(actor) if job is None else job.location(actor, self._setup.model.names, position)
 
 
 def make_workers(devices: Sequence[Device], setup: WorkerSetup) -> list[DeviceWorker]:

@@ -53,6 +53,8 @@ class MemoryTable:
         # Of any plan of several stages, for ranges that must not leave out what fits.
         self.least_staging = STAGING_BUFFERS * min(self.inputs[1:].tolist(), default=0)
         self.loss_bytes = LOSS_BUFFERS * layers[-1].boundary_bytes
+        self.job_slots = max(layer.job_slot_bytes for layer in layers)
+        self.job_scratch = max(layer.job_scratch_bytes for layer in layers)
         if self.counts_devices:
             self.compute = _compute_table(costs, limits.recompute)
             single = np.arange(self.num_layers)
@@ -133,7 +135,8 @@ class MemoryTable:
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         staging = self._staging_bytes(rows, starts, stops)
         staging = np.where(rows.num_stages == 1, self.loss_bytes, staging)
-        bytes_in_all = slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging
+        bytes_in_all = slots + self._rounding_bytes(gradients.max(axis=1)) + staging
+        bytes_in_all += np.maximum(compute, self.job_scratch) + self.job_slots
         if self.kept[-1]:
             bytes_in_all += self._kept_bytes(rows, starts, stops)
         return np.asarray(bytes_in_all)

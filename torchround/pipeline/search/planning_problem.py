@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchround.pipeline.costs import UPDATE_BYTES, Costs
+from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import PoolCount
@@ -28,9 +28,6 @@ from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
 from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
 from torchround.pipeline.simulation.step_time import LayerSums, StageTimes, step_seconds
 
-# Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is
-# read and written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
-ADDING_SHARE = 10 / UPDATE_BYTES
 # Partitions timed together: few enough for their arrays to stay in the processor's cache.
 CHUNK = 1024
 # Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
@@ -130,7 +127,7 @@ class PlanningProblem:
 
     def busy_s(self, candidate: Candidate) -> float:
         """Compute the seconds that all devices together are busy with a step, or wait for the link."""
-        return self.num_micro_batches * sum(self._stage_times(candidate).total_s)
+        return self.num_micro_batches * sum(self._stage_times(candidate).total_s) + self.costs.job_s
 
     def keeping(self, kept: KeptNames) -> "PlanningProblem":
         """Return the same problem with these activations kept."""
@@ -168,7 +165,8 @@ class PlanningProblem:
 
     def host_s(self, rounds: int) -> float:
         """Estimate the seconds of host memory traffic per step if its rounds are added up there."""
-        return self.sums.updated_s[-1] * (1 + rounds * ADDING_SHARE) if rounds > 1 else 0.0
+        share = self.costs.adding_share
+        return self.sums.updated_s[-1] * (1 + rounds * share) if rounds > 1 else 0.0
 
     def better(self, one: Candidate | None, other: Candidate) -> Candidate:
         """Return the candidate of lower rank; among equals the one with fewer rounds, then fewer stages, then `one`."""

@@ -4,12 +4,14 @@ The stage tasks come from `partition.step_tasks`, as the engine's do. This modul
 dependencies.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask, step_tasks
 from torchround.pipeline.simulation.kept_link import LinkWaits
-from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
+from torchround.pipeline.simulation.update_jobs import update_jobs
+from torchround.pipeline.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
 
 # Steps between a gradient and the first step that reads the weights it made. `async` weights are one step
 # old, so that step t + 1 runs while the host still updates with step t's gradients. In `bounded` the forward of
@@ -32,7 +34,8 @@ def dispatch_tasks(
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
-    If there are several steps, each is followed by its update: after the step's last gradient the host
+    Jobs that devices do for the update follow the slots of each step (`update_jobs.py`).
+    If there are several steps, each is followed by its update: after the step's last gradient and job the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
     update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
     and forward stages read the first `stale_layers` layers one version older. With `link_waits`, stages that keep
@@ -45,6 +48,7 @@ def dispatch_tasks(
     if link_waits is not None:
         builder.link_s = link_waits.of(partition, rounds)
     slots_per_step = rounds * partition.num_stages
+    has_late_jobs = update == "async" and bool(update_jobs(costs))
     updates: list[list[int]] = []
     for step in range(steps):
         source = step - STEPS_UNTIL_READ[update]
@@ -53,9 +57,16 @@ def dispatch_tasks(
         for stage_task in step_tasks(
             partition, num_micro_batches, rounds, num_devices, step * slots_per_step
         ):
+            place = stage_task.round, stage_task.stage_index
+            if has_late_jobs and step and place == (0, len(partition.forward)):
+                builder.add_jobs(stage_task.slot, num_devices, builder.gradients_before)
+                updates.append(builder.add_updates(builder.gradients_before))
             builder.add(stage_task)
+        if has_late_jobs and steps > 1:
+            continue  # the next step takes them up
+        builder.add_jobs((step + 1) * slots_per_step, num_devices)
         if steps > 1:
-            updates.append(builder.add_updates())
+            updates.append(builder.add_updates(builder.last_gradients))
     return builder.tasks
 
 
@@ -70,6 +81,7 @@ class _Builder:
         self.stale_layers = stale_layers
         self.tasks: list[Task] = []
         self.link_s: list[float] = []
+        self.last_gradients: list[int] = []  # the last task of each slot that makes gradients
 
     def begin_step(self, step: int, updates: list[int], older: list[int]) -> None:
         """Start a step. `updates[layer]` is the task that makes the weights it reads; empty if they are already there.
@@ -81,8 +93,9 @@ class _Builder:
         self.older = older
         self.previous: dict[int, int] = {}  # micro-batch -> its task in the slot before
         self.producer: dict[tuple[int, int], int] = {}  # (layer, micro-batch) -> the forward task that ran it
-        self.last_gradients: list[int] = []  # the last task of each slot that makes gradients
+        self.gradients_before, self.last_gradients = self.last_gradients, []
         self.gradient_of: dict[int, int] = {}  # layer -> the task that completes its gradient
+        self.directions: list[int] = []  # the last task of each job
 
     def add(self, stage_task: StageTask) -> None:
         stage, layers = stage_task.stage, self.costs.layers[stage_task.stage.start : stage_task.stage.stop]
@@ -124,10 +137,42 @@ class _Builder:
             self.last_gradients.append(len(self.tasks) - 1)
             self.gradient_of.update((layer, len(self.tasks) - 1) for layer in range(stage.start, stage.stop))
 
-    def add_updates(self) -> list[int]:
+    def add_jobs(self, first_slot: int, num_devices: int, gradients: Sequence[int] = ()) -> None:
+        """Add the jobs of an update, each as a copy up, a computation and a copy down.
+
+        They wait for these tasks with gradients, or each one for its own layer's gradient of this step.
+        """
+        for index, job in enumerate(update_jobs(self.costs)):
+            device, layers = (first_slot + index) % num_devices, range(job.layer, job.layer + 1)
+            memory = self.costs.layers[job.layer]
+            sources = gradients or [self.gradient_of[job.layer]]
+            for kind, seconds, stream in (
+                (TaskKind.WEIGHTS, job.link_s, "job up"),
+                (TaskKind.ORTHOGONALISE, job.seconds, COMPUTE),
+                (TaskKind.GRADIENTS, job.link_s, "job down"),
+            ):
+                scratch = memory.job_slot_bytes + memory.job_scratch_bytes if stream == COMPUTE else 0
+                after = tuple((source, 0.0) for source in sources)
+                self.tasks.append(
+                    Task(
+                        device,
+                        kind,
+                        seconds,
+                        layers,
+                        -1,
+                        after,
+                        stream,
+                        step=self.step,
+                        scratch_bytes=scratch,
+                    )
+                )
+                sources = [len(self.tasks) - 1]
+            self.directions += sources
+
+    def add_updates(self, gradients: Sequence[int]) -> list[int]:
         """Add one host task per layer and return their indices, by layer.
 
-        The first waits for all gradients, because the clipping norm is over all of them; the others follow it
+        The first waits for all `gradients` and jobs, because the clipping norm is over all of them; the others follow it
         in order. In `bounded` each one waits for its own layer's gradient, and the deepest layer comes first.
         """
         order = list(range(len(self.costs.layers)))
@@ -135,7 +180,7 @@ class _Builder:
             order.reverse()
         tasks = {}
         for layer in order:
-            sources = [self.gradient_of[layer]] if self.is_bounded else self.last_gradients
+            sources = [self.gradient_of[layer]] if self.is_bounded else [*gradients, *self.directions]
             after = tuple((index, 0.0) for index in sources) if self.is_bounded or layer == 0 else ()
             tasks[layer] = len(self.tasks)
             self.tasks.append(

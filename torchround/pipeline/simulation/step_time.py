@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.simulation.kept_link import LinkWaits
+from torchround.pipeline.simulation.update_jobs import UpdateJob, run_jobs, update_jobs
 
 NEVER = float("-inf")
 # Most steps to run until one repeats; after that the steady state comes from the transition matrix.
@@ -33,6 +34,8 @@ class StageTimes:
       stage reads.
     - `boundary_from`: the forward stage whose output a recomputation may have to wait for; -1 if the gradient
       always arrives later anyway.
+    - `jobs`: what devices do for the update, with `job_from`, the stage that completes each job's gradient.
+    - `num_forward`: the number of forward stages.
     """
 
     entry_s: Sequence[float]
@@ -40,6 +43,9 @@ class StageTimes:
     updated_after_s: Sequence[float]
     boundary_from: Sequence[int]
     hop_s: float
+    jobs: Sequence[UpdateJob] = ()
+    job_from: Sequence[int] = ()
+    num_forward: int = 0
 
     @property
     def update_s(self) -> float:
@@ -63,6 +69,7 @@ class LayerSums:
         self.link_waits = link_waits
         self.completed_with = costs.completed_with()
         self.updates_take_time = self.updated_s[-1] > 0
+        self.jobs = update_jobs(costs)
 
     def times(
         self,
@@ -105,7 +112,12 @@ class LayerSums:
         if self.updates_take_time:
             updated = [self.updated_s[stop] for stop in (*starts[1:], num_layers, *cuts[:-1])]
         waits = _boundary_waits(starts, cuts, before, entry, stale_layers)
-        return StageTimes(entry, total, updated, waits, hop_s)
+        # The first stage, from the fused one on, that reaches down to a layer completes its gradient.
+        job_from = [
+            next(len(forward) + index for index, cut in enumerate(cuts) if cut <= job.layer)
+            for job in self.jobs
+        ]
+        return StageTimes(entry, total, updated, waits, hop_s, self.jobs, job_from, len(forward))
 
     def work_s(self, fused: int) -> float:
         """Compute the least busy seconds of one micro-batch in any partition with this fused stage.
@@ -177,40 +189,50 @@ def step_seconds(
 ) -> float:
     """Compute the seconds per training step in the steady state.
 
-    `"sync"`: from one step's last gradient to the next step's. The update starts at the former, and each
+    `"sync"`: from the start of one step's update, at its last gradient or direction, to that of the next. The update starts at the former, and each
     stage waits for the update of its layers. `"async"`: step t+2 waits for the update with step t's gradient,
     and steps follow each other without a flush.
     """
     sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
     if update == "sync":
-        return max(run_step(times, sizes, [0.0] * num_devices, 0.0))
+        return run_step(times, sizes, [0.0] * num_devices, 0.0)
     return _steady_state_seconds(times, sizes, num_devices)
 
 
 def run_step(
     times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
-) -> list[float]:
+) -> float:
     """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free.
 
-    Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place and returns it
-    in the order of the slots that follow the step.
+    Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place, in the order of the slots
+    that follow the step. Returns when the step's own update can start: all gradients and directions are there.
     """
     ready_s = [update_start_s + updated_s for updated_s in times.updated_after_s]
-    run_slots(times, round_sizes, free, ready_s)
-    return free
+    ends = run_slots(times, round_sizes, free, ready_s)
+    last_s = max(free)
+    if not times.jobs:
+        return last_s
+    in_last_round = ends[-len(times.total_s) :]
+    return max(last_s, run_jobs(times.jobs, [in_last_round[stage] for stage in times.job_from], free))
 
 
 def run_slots(
-    times: StageTimes, round_sizes: Sequence[int], free: list[float], ready_s: Sequence[float]
+    times: StageTimes,
+    round_sizes: Sequence[int],
+    free: list[float],
+    ready_s: Sequence[float],
+    before_fused: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Run one step's slots, whose stages start no earlier than `ready_s`; return when each slot ends.
 
-    `free` is as in `run_step`.
+    `free` is as in `run_step`. `before_fused` is called before the fused stage of the first round, with the index of its
+    device in `free`.
     """
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
     ends: list[float] = []
     for size in round_sizes:
-        _run_round(stages, size, free, times.hop_s, ends)
+        pause = None if ends else before_fused
+        _run_round(stages, size, free, times.hop_s, ends, times.num_forward, pause)
     slot = len(ends) % len(free)
     # Slots take devices in turn without a restart, so the
     # next step begins with the device after the last slot's.
@@ -224,6 +246,8 @@ def _run_round(
     free: list[float],
     hop_s: float,
     ends: list[float],
+    num_forward: int,
+    before_fused: Callable[[int], None] | None,
 ) -> None:
     """Run a round of `size` micro-batches; add the ends of its slots to `ends`, which holds the slots before them.
 
@@ -239,7 +263,9 @@ def _run_round(
     shift = 0.0
     outputs: list[Lines] = []  # the same of each stage, for recomputations
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
-    for entry_s, total_s, ready_s, producer in stages:
+    for stage, (entry_s, total_s, ready_s, producer) in enumerate(stages):
+        if before_fused is not None and stage == num_forward:
+            before_fused(slot)
         # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
         if slopes:
             shift += entry_s
@@ -303,9 +329,25 @@ def steady_state_seconds(next_state: NextState, dimension: int, mark: int) -> fl
 
 
 def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
+    if times.jobs:
+        return _next_state_with_jobs(times, sizes, state)
     *free, last_update, update_before = state
-    free = run_step(times, sizes, free, update_before)
-    return [*free, max(*free, last_update + times.update_s), last_update]
+    complete_s = run_step(times, sizes, free, update_before)
+    return [*free, max(complete_s, last_update + times.update_s), last_update]
+
+
+def _next_state_with_jobs(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
+    """Run a step and the jobs of the step before. The state ends with that step's last gradient, and the last update."""
+    *free, gradients_s, last_update = state
+    back_s: list[float] = []
+
+    def run_last_jobs(first: int) -> None:
+        back_s.append(run_jobs(times.jobs, [gradients_s] * len(times.jobs), free, first))
+
+    ready_s = [last_update + updated_s for updated_s in times.updated_after_s]
+    ends = run_slots(times, sizes, free, ready_s, run_last_jobs)
+    # The host's update of the step before, which the step after next reads.
+    return [*free, max(ends), max(*back_s, gradients_s, last_update + times.update_s)]
 
 
 def _same_shape(one: Sequence[float], other: Sequence[float], mark: int) -> bool:

@@ -1,0 +1,137 @@
+"""Split weights in the host store: written, read, refreshed, resumed; and segments for other rules."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.rounding import ties_up
+from tests.support.toy import toy_model, toy_store
+from torchround.config import AdamWTable
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, UpdatePolicy
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.state_views import RESIDUAL
+from torchround.optim.optimizer import NO_STATE, make_optimizer
+
+BF16 = torch.bfloat16
+
+
+def values_with_ties(store: HostStore) -> dict[str, Tensor]:
+    """Return weights of every kind: half-way between two numbers of bf16, zero of both signs, tiny and huge."""
+    generator = torch.Generator().manual_seed(7)
+    found = {}
+    for name, value in store.weights().items():
+        drawn = torch.randn(value.shape, generator=generator)
+        flat = drawn.view(-1)
+        flat[0::5] = ((flat[0::5].view(torch.int32) & -0x10000) | 0x8000).view(torch.float32)
+        flat[1::7], flat[2::7], flat[3::7] = 0.0, -0.0, 1e-41
+        flat[4::7] = 3.0e38
+        found[name] = drawn
+    return found
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(
+    policy: UpdatePolicy, step: int
+) -> None:
+    store = toy_store(toy_model(tied=True), BF16, policy=policy)
+    store.resume(step, step)
+    written = values_with_ties(store)
+    store.write_weights(written)
+    assert written.keys() == store.weights().keys() and store.splits_weights
+    for name, value in store.weights().items():
+        assert torch.equal(bits(value), bits(written[name])), name
+    for bundle in store.bundles:
+        for parameter in bundle.parameters:
+            expected = ties_up(written[parameter.name], BF16)
+            for device_weights in bundle.device_weights:
+                found = parameter.view(device_weights)
+                assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), parameter.name
+
+
+def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write() -> None:
+    store = toy_store(toy_model(), BF16)
+    name = "block.1.up.weight"
+    before = store.weights()[name].clone()
+    store.weights()[name].zero_()
+    assert torch.equal(store.weights()[name], before)
+    assert store.weights()[name].data_ptr() != store.weights()[name].data_ptr() or before.numel() == 0
+
+
+def test_a_writer_that_fails_leaves_split_weights_as_they_were() -> None:
+    store = toy_store(toy_model(), BF16)
+    name = "block.1.up.weight"
+    before = store.weights()[name].clone()
+    with pytest.raises(KeyError), store.filling()[name] as weight:
+        weight.zero_()
+        raise KeyError
+    assert torch.equal(store.weights()[name], before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "optimizer"),
+    [
+        (torch.float32, SYNC, None),
+        (torch.float16, SYNC, None),
+        (BF16, ASYNC_PREDICT, None),
+        (BF16, BOUNDED, None),
+        (BF16, SYNC, NO_STATE),
+    ],
+    ids=["float32", "float16", "predict", "bounded", "another's state"],
+)
+def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, policy, optimizer) -> None:
+    store = toy_store(toy_model(), dtype, policy=policy, optimizer=optimizer)
+    assert not any(name.startswith(RESIDUAL) for name in store.named_views())
+    assert {bundle.weight.dtype for bundle in store.owned} == {torch.float32}
+
+
+# Segments.
+
+
+def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter() -> None:
+    model = toy_model()
+    store = toy_store(model, BF16, optimizer=make_optimizer(AdamWTable(state="compact")))
+    for bundle in store.bundles:
+        ends = [0, *(segment.stop for segment in bundle.segments)]
+        assert [segment.start for segment in bundle.segments] == ends[:-1] and ends[-1] == bundle.numel
+    views = store.named_views()
+    for index, view in enumerate(views.values()):
+        view.copy_(torch.full_like(view, index % 100))
+    for index, (name, view) in enumerate(views.items()):  # no two views share memory
+        assert bool((view == index % 100).all()), name
+    name = "block.1.up.weight"
+    assert views[f"exp_avg/{name}"].dtype == torch.int8 and views[f"exp_avg_sq/{name}"].dtype == torch.uint8
+    numel = views[f"weights/{name}"].numel()
+    assert views[f"exp_avg_scale/{name}"].shape == (-(-numel // 128),)
+    assert views[f"exp_avg/{name}"].shape == views[f"weights/{name}"].shape
+
+
+def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() -> None:
+    """With no weight decay all parameters share a rule; a table with decay then needs two."""
+    model = toy_model()
+    store = toy_store(model, optimizer=make_optimizer(AdamWTable(weight_decay=0.0, state="compact")))
+    assert {len(bundle.segments) for bundle in store.bundles} == {1}
+    for index, view in enumerate(store.named_views().values()):
+        view.copy_(torch.full_like(view, index % 100))
+    before = {name: view.clone() for name, view in store.named_views().items()}
+    store.assign_rules(model, make_optimizer(AdamWTable(weight_decay=0.1, state="compact")))
+    assert {len(bundle.segments) for bundle in store.bundles} == {1, 2}
+    assert {name: view.data_ptr() for name, view in store.named_views().items()}.keys() == before.keys()
+    for name, view in store.named_views().items():
+        assert torch.equal(view, before[name]), name
+    for bundle in store.bundles:
+        for segment in bundle.segments:
+            decays = {len(p.shape) >= 2 for p in bundle.parameters if segment.start <= p.start < segment.stop}
+            assert decays == {segment.rule.weight_decay > 0}
+
+
+def test_rules_that_keep_other_state_are_refused() -> None:
+    model = toy_model()
+    store = toy_store(model)
+    with pytest.raises(ValueError, match=r"keeps exp_avg, exp_avg_sq \(exact\).*asks for .*\(compact\)"):
+        store.assign_rules(model, make_optimizer(AdamWTable(state="compact")))
+    assert {segment.format.name for bundle in store.bundles for segment in bundle.segments} == {"exact"}

@@ -1,0 +1,171 @@
+"""Faults with every optimizer and state format: updates that fail half-way, and steps that are left out."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from tests.support.kept_faults import Bomb, PlantedError
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.stateful_loop import StatefulLoop
+from tests.support.toy import (
+    PARTITIONS,
+    ToyHead,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from tests.support.update_faults import before, twice
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.optim import LossScaling, SpikeBounds, make_optimizer, update_pass
+
+LR = 1e-2
+BATCHES = toy_batches(4, micro_batches=3)
+PARTITION = PARTITIONS["one layer a stage"]
+POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+NAMES = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def made(name, policy, dtype=torch.bfloat16, **options):
+    return toy_store(toy_model(), dtype, policy=policy, optimizer=make_optimizer(OPTIMIZERS[name]), **options)
+
+
+def engine_of(name, store, num_devices=2):
+    return toy_engine(toy_model(), store, PARTITION, num_devices, optimizer=OPTIMIZERS[name])
+
+
+def copied(store):
+    return {key: view.clone() for key, view in store.named_views().items()}
+
+
+@functools.cache
+def undisturbed(name, policy):
+    """Return the state after 0, 1, .. steps and each step's loss."""
+    store = made(name, policy)
+    states, losses = [copied(store)], []
+    with engine_of(name, store, 1) as engine:
+        for batch in BATCHES:
+            losses += train(engine, [batch])
+            states.append(copied(store))
+    return states, losses
+
+
+@POLICIES
+@NAMES
+@pytest.mark.parametrize("hit", [1, 10])
+def test_an_update_that_fails_half_way_is_completed_and_training_continues_from_it(
+    monkeypatch, name, policy, hit
+):
+    bomb, store = Bomb(PlantedError, hit), made(name, policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(update_pass, "CHUNK_ELEMENTS", 256)
+        before(update_pass, "commit_")(patch, bomb)
+        with pytest.raises(PipelineError, match="planted") as raised, engine_of(name, store) as engine:
+            train(engine, BATCHES)
+    assert raised.value.__cause__ is bomb.raised is not None
+    states, losses = undisturbed(name, policy)
+    assert store.is_consistent and store.step == 1
+    assert_same_state(copied(store), states[1])
+    with engine_of(name, store, 3) as engine:
+        assert train(engine, BATCHES[1:]) == losses[1:]
+    assert_same_state(copied(store), states[-1])
+
+
+@NAMES
+def test_an_update_that_fails_twice_leaves_a_store_that_no_engine_takes(monkeypatch, name):
+    store = made(name, SYNC)
+    with monkeypatch.context() as patch:
+        twice(before(update_pass, "commit_"))(patch, Bomb(PlantedError, 3))
+        with pytest.raises(PipelineError, match="do not save it"), engine_of(name, store) as engine:
+            train(engine, BATCHES)
+    with pytest.raises(EngineUsageError, match="mixes two weight versions"):
+        engine_of(name, store)
+
+
+BAD = 1  # the step whose gradient is not finite
+
+
+def break_a_gradient(monkeypatch):
+    """Let the gradient of step `BAD` be infinite, and leave its loss as it is."""
+    forward, bad = ToyHead.forward, BATCHES[BAD][0].tokens
+
+    def breaking(head, hidden, micro_batch):
+        passed = hidden * 1.0
+        if passed.requires_grad and torch.equal(micro_batch.tokens, bad):
+            passed.register_hook(lambda gradient: gradient * math.inf)
+        return forward(head, passed, micro_batch)
+
+    monkeypatch.setattr(ToyHead, "forward", breaking)
+
+
+@POLICIES
+@NAMES
+def test_a_step_whose_gradient_is_not_finite_touches_no_state(monkeypatch, name, policy):
+    break_a_gradient(monkeypatch)
+    store, states = made(name, policy), []
+    loop = looped(store, name)
+    with engine_of(name, store, 3) as engine:
+        for step, batch in enumerate(BATCHES):
+            result = engine.forward_backward(batch)
+            engine.step(LR)
+            assert result.update().skipped is (step == BAD)
+            engine.drain()
+            views = copied(store)
+            states.append({key: view for key, view in views.items() if not key.startswith("master_")})
+    assert_same_state(states[BAD], states[BAD - 1])
+    waiting = None
+    for step, batch in enumerate(BATCHES):
+        _, gradients = loop.gradients(batch)
+        if policy is ASYNC:
+            gradients, waiting = waiting, None if step == BAD else gradients
+        if gradients is not None and (policy is ASYNC or step != BAD):
+            loop.update(gradients, LR)
+    if waiting is not None:
+        loop.update(waiting, LR)
+    assert_same_state(states[-1], loop.state())
+
+
+def looped(store, name, dtype=torch.bfloat16):
+    weights = {key: view.float().clone() for key, view in store.weights().items()}
+    return StatefulLoop(toy_model(), weights, False, OPTIMIZERS[name], dtype)
+
+
+@NAMES
+def test_a_step_left_out_for_its_spike_touches_no_state(name):
+    store = made(name, SYNC, spikes=SpikeBounds(0.01, 2))
+    skipped, before_it = [], copied(store)
+    with engine_of(name, store) as engine:
+        for batch in toy_batches(6, micro_batches=3, seed=3):
+            result = engine.forward_backward(batch)
+            engine.step(LR)
+            skipped.append(result.update().skipped)
+            engine.drain()
+            if skipped[-1]:
+                assert_same_state(copied(store), before_it)
+            before_it = copied(store)
+    assert 0 < sum(skipped) < 6
+
+
+@NAMES
+def test_float16_with_a_loss_scale_gives_the_bits_of_a_plain_loop(name):
+    store = made(name, SYNC, torch.float16)
+    loop, scaling = looped(store, name, torch.float16), LossScaling(dynamic=True)
+    with engine_of(name, store, 3) as engine:
+        losses = train(engine, BATCHES)
+    expected = []
+    for step, batch in enumerate(BATCHES):
+        loss_scale = scaling.scale_of(step)
+        loss, gradients = loop.gradients(batch, loss_scale)
+        expected.append(loss)
+        overflowed = not all(gradient.isfinite().all() for gradient in gradients.values())
+        scaling.record(step, overflowed)
+        if not overflowed:
+            loop.update(gradients, LR, loss_scale)
+    assert loop.updates > 0, "no update was applied"
+    assert losses == expected
+    assert_same_state(copied(store), loop.state())

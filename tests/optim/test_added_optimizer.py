@@ -1,0 +1,152 @@
+"""An optimizer that a program adds: Lion, as a table, a rule and an optimizer in this file alone.
+
+It is trained through the config, the engine, checkpoints and a resume. Source: Chen et al., arXiv 2302.06675.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.small_run import ASYNC, PREDICT, SmallRuns, small_runs  # noqa: F401  (a fixture)
+from tests.support.toy import MAX_NORM, PlainLoop, toy_batches, toy_model, toy_store, train
+from torchround.config.key_types import Beta, Pair
+from torchround.config.optimizer_tables import OptimizerTable
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
+from torchround.optim import (
+    Optimizer,
+    ParameterFacts,
+    StateValue,
+    UpdateRule,
+    clip_scale,
+    make_optimizer,
+    sum_of_squares,
+)
+from torchround.pipeline.partition import Partition
+
+LION = "--optimizer.name=our-lion"
+COMPACT = "--optimizer.state=compact"
+BF16 = "--training.dtype=bfloat16"
+
+
+class LionTable(OptimizerTable):
+    """Lion: the sign of a momentum."""
+
+    name: Literal["our-lion"] = "our-lion"
+    """Optimizer."""
+
+    betas: Pair[Beta] = (0.9, 0.99)
+    """Share of the momentum in a step, and decay rate of the momentum."""
+
+
+@dataclass(frozen=True)
+class LionRule(UpdateRule):
+    """Lion of one weight decay."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+
+    values = (StateValue("our_momentum"),)
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return what `new_values` multiplies by."""
+        in_step, in_momentum = self.betas
+        return (
+            *(gradient_scale, in_step, 1 - in_step),
+            *(in_momentum, 1 - in_momentum, 1 - lr * self.weight_decay, -lr),
+        )
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Move the weight by the learning rate, up or down."""
+        [momentum], (scale, in_step, new_in_step, kept, added, decay, minus_lr) = values, numbers
+        scaled = gradient * scale
+        step = (momentum * in_step + scaled * new_in_step).sign() * minus_lr
+        return weight * decay + step, (momentum * kept + scaled * added,)
+
+
+class Lion(Optimizer):
+    """Lion for all parameters."""
+
+    table = LionTable
+
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Return Lion, without weight decay for vectors."""
+        assert isinstance(self.settings, LionTable)
+        return LionRule(self.settings.betas, self.settings.weight_decay if parameter.is_decayed else 0.0)
+
+
+class LionLoop(PlainLoop):
+    """The plain loop with Lion, written once more."""
+
+    def update(self, gradients: dict[str, Tensor], lr: float) -> None:
+        """Update the parameters from the clipped gradients."""
+        squares = sum(float(sum_of_squares(gradient.reshape(-1))) for gradient in gradients.values())
+        scale = clip_scale(squares**0.5, MAX_NORM)
+        for name, parameter in self.owned.items():
+            momentum, gradient = self.moments[name][0], gradients[name] * scale
+            step = torch.sign(0.9 * momentum + (1 - 0.9) * gradient)
+            parameter.data.mul_(1 - lr * (0.1 if name in self.decayed else 0.0)).sub_(lr * step)
+            momentum.mul_(0.99).add_((1 - 0.99) * gradient)
+
+
+def test_the_engine_trains_with_it_as_a_plain_loop_does() -> None:
+    model, table = toy_model(), LionTable(weight_decay=0.1)
+    store = toy_store(model, optimizer=make_optimizer(table))
+    loop = LionLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied=False)
+    batches = toy_batches(4, 3)
+    partition = Partition((4,), 3, (4,))
+    settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
+    with Engine(
+        model, store, [CpuDevice(0), CpuDevice(1)], partition, optimizer=table, settings=settings
+    ) as engine:
+        losses = train(engine, batches)
+    assert losses == pytest.approx(loop.train(batches), rel=1e-5)
+    momenta = {name for name in store.named_views() if name.startswith("our_momentum/")}
+    assert momenta == {f"our_momentum/{name}" for name in loop.owned}
+    assert not any(name.startswith("exp_avg") for name in store.named_views())
+
+
+@pytest.mark.parametrize(
+    "flags", [(), (BF16, COMPACT), (BF16, ASYNC)], ids=["fp32", "bf16 compact", "bf16 async"]
+)
+def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs: SmallRuns, flags: tuple[str, ...]) -> None:  # noqa: F811
+    assert small_runs("whole", LION, *flags, "--checkpoint.interval_steps=3") == 0
+    assert small_runs.saved("whole") == [3, 5]
+    state = small_runs.state("whole")
+    assert any(name.startswith("our_momentum/") for name in state)
+    folder = small_runs.path("whole") / "checkpoints" / "step-3"
+    assert small_runs("rest", LION, *flags, f"--checkpoint.load_path={folder}") == 0
+    resumed = small_runs.state("rest")
+    assert resumed.keys() == state.keys()
+    assert not [name for name in state if not torch.equal(state[name], resumed[name])]
+    assert small_runs.losses("rest") == {
+        step: loss for step, loss in small_runs.losses("whole").items() if step > 3
+    }
+
+
+def test_predicted_weights_are_refused_for_a_rule_that_cannot_predict(
+    small_runs: SmallRuns,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert small_runs("wrong", LION, ASYNC, PREDICT) == 2
+    assert "engine.delay_correction" in capsys.readouterr().err
+    assert not small_runs.path("wrong").exists()
+
+
+def test_its_keys_are_checked_like_any_others(
+    small_runs: SmallRuns,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert small_runs("wrong", LION, "--optimizer.eps=1e-8") == 2
+    assert "optimizer.eps: unknown key" in capsys.readouterr().err

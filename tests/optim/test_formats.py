@@ -1,0 +1,180 @@
+"""Compact state: the arithmetic in NumPy, bounds of its error, and blocks at the ends of fp32's range."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchround.optim.formats import BLOCK, COMPACT, EXACT, StateValue
+
+FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
+
+# What at most eight fp32 roundings of numbers up to the scale add to an error, as a part of the scale.
+ROUNDINGS = 8 * 2.0**-24
+
+
+def values(numel: int, is_signed: bool, seed: int = 0) -> Tensor:
+    """Return numbers over many magnitudes; every block has its own largest one."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(numel, generator=generator)
+    numbers *= torch.exp(4 * torch.randn(numel, generator=generator))
+    blocks = torch.exp(10 * torch.randn(-(-numel // BLOCK), generator=generator))
+    numbers *= blocks.repeat_interleave(BLOCK)[:numel]
+    numbers = numbers.clamp(-1e18, 1e18)  # their squares are finite
+    return numbers if is_signed else numbers.square()
+
+
+def by_block(scales: Tensor, numel: int) -> Tensor:
+    return scales.double().repeat_interleave(BLOCK)[:numel]
+
+
+def numpy_codes(block: np.ndarray, is_signed: bool) -> tuple[np.ndarray, np.float32]:
+    """Return the codes and the scale of one block, each operation rounded once to fp32."""
+    f32 = np.float32
+    x = block if is_signed else np.sqrt(block)
+    upper = min((int(np.abs(x).max().view(np.int32)) + 0xFFFF) >> 16, 0x7F7F)
+    scale = np.array(upper << 16, dtype=np.int32).view(f32)[()]
+    if scale < f32(2.0**-100):
+        scale = f32(0)
+    if is_signed:
+        span = (scale if scale > 0 else f32(1)) + np.abs(x)
+        return np.rint(f32(254) * (x / span)), scale
+    factor = f32(255) / scale if scale > 0 else f32(0)
+    return np.maximum(np.minimum(np.rint(x * factor), f32(255)), (x > 0).astype(f32)), scale
+
+
+@pytest.mark.parametrize("value", [FIRST, SECOND])
+@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 300 * BLOCK + 17])
+def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value: StateValue, numel: int) -> None:
+    numbers = values(numel, value.is_signed)
+    codes, scales = COMPACT.encode(value, numbers)
+    decoded = COMPACT.decode(value, (codes, scales))
+    for index in range(len(scales)):
+        block = slice(index * BLOCK, min((index + 1) * BLOCK, numel))
+        expected, scale = numpy_codes(numbers[block].numpy(), value.is_signed)
+        assert scales[index].item() == scale
+        assert np.array_equal(codes[block].numpy(), expected)
+        if value.is_signed:
+            again = expected / (np.float32(254) - np.abs(expected)) * scale
+        else:
+            again = np.square(expected * (scale / np.float32(255)))
+        assert again.dtype == np.float32
+        assert np.array_equal(decoded[block].numpy(), again)
+
+
+def test_a_first_moment_is_off_by_at_most_half_a_code() -> None:
+    """A code is 1/127 of y = 2x / (1 + |x|), so y is off by 1/254, and dx/dy = (1 + |x|)^2 / 2 grows with |x|."""
+    numbers = values(1000 * BLOCK, is_signed=True)
+    codes, scales = COMPACT.encode(FIRST, numbers)
+    scale = by_block(scales, len(numbers))
+    decoded = COMPACT.decode(FIRST, (codes, scales)).double()
+    largest = torch.maximum(numbers.double().abs(), decoded.abs()) / scale
+    bound = scale * (1 + largest).square() / (2 * 254) + scale * ROUNDINGS
+    error = (numbers.double() - decoded).abs()
+    assert torch.all(error <= bound)
+    assert torch.any(error > 0.9 * bound), "the bound is far from what codes do"
+
+
+def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_zero() -> None:
+    numbers = values(1000 * BLOCK, is_signed=False)
+    codes, scales = COMPACT.encode(SECOND, numbers)
+    root, scale = numbers.double().sqrt(), by_block(scales, len(numbers))
+    decoded = COMPACT.decode(SECOND, (codes, scales)).double().sqrt()
+    error = (root - decoded).abs()
+    is_lifted = root * 255 < 0.5 * scale  # would have the code 0
+    assert is_lifted.any()
+    assert torch.all(error[~is_lifted] <= (scale * (1 / 510 + ROUNDINGS))[~is_lifted])
+    assert torch.all(codes[is_lifted] == 1)
+    assert torch.all((COMPACT.decode(SECOND, (codes, scales)) > 0) == (numbers > 0))
+
+
+@pytest.mark.parametrize("value", [FIRST, SECOND])
+def test_a_scale_is_the_largest_magnitude_rounded_up_to_bf16(value: StateValue) -> None:
+    numbers = values(200 * BLOCK, value.is_signed)
+    _, scales = COMPACT.encode(value, numbers)
+    magnitudes = numbers.abs() if value.is_signed else torch.from_numpy(np.sqrt(numbers.numpy()))
+    largest = magnitudes.view(-1, BLOCK).amax(dim=1)
+    assert torch.all(scales.float() >= largest)
+    assert torch.all(scales.float() < largest * (1 + 2.0**-7))
+
+
+# Numbers from the smallest denormal one to the largest below the overflow of s + |m|.
+MAGNITUDES = st.floats(0, 2.0**126, width=32) | st.floats(0, 2.0**-120, width=32)
+
+
+@settings(deadline=None)
+@given(st.lists(MAGNITUDES, min_size=1, max_size=2 * BLOCK + 3), st.booleans())
+def test_no_code_overflows_or_changes_its_sign(magnitudes: list[float], is_negative: bool) -> None:
+    numbers = torch.tensor(magnitudes)
+    if is_negative:
+        numbers[::2] *= -1
+    codes, scales = COMPACT.encode(FIRST, numbers)
+    assert scales.isfinite().all()
+    assert codes.min() >= -127
+    assert torch.all(codes.float() * numbers.sign() >= 0)
+    decoded = COMPACT.decode(FIRST, (codes, scales))
+    assert torch.all(decoded.abs() <= by_block(scales, len(numbers)) * (1 + ROUNDINGS))
+
+    second = numbers.abs()
+    codes, scales = COMPACT.encode(SECOND, second)
+    assert scales.isfinite().all()
+    largest = second.sqrt().double() * 255 / by_block(scales, len(second)).clamp(min=1e-300)
+    assert torch.all((codes.double() - largest.clamp(max=255)).abs() <= 1)
+
+
+@pytest.mark.parametrize("value", [FIRST, SECOND])
+def test_a_block_of_zeros_stays_zero_beside_others(value: StateValue) -> None:
+    numbers = values(3 * BLOCK, value.is_signed)
+    numbers[BLOCK : 2 * BLOCK] = 0
+    kept = COMPACT.encode(value, numbers)
+    decoded = COMPACT.decode(value, kept)
+    assert torch.all(decoded[BLOCK : 2 * BLOCK] == 0)
+    assert decoded[:BLOCK].any()
+    assert decoded[2 * BLOCK :].any()
+
+
+def test_moments_at_the_ends_of_the_range_stay_finite() -> None:
+    tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
+    for number in (tiny, 2.0**-126, 2.0**-101, 2.0**-99, 1.0, 1e38, huge):
+        # The square of a root that was rounded up may overflow in the last 1.6 % below the largest number.
+        for value, most in ((FIRST, huge), (SECOND, 0.98 * huge)):
+            kept = COMPACT.encode(value, torch.full((BLOCK,), min(number, most)))
+            assert COMPACT.decode(value, kept).isfinite().all(), (number, value)
+    # A magnitude below the smallest scale counts as 0; a second moment's root never is that small.
+    assert not COMPACT.decode(FIRST, COMPACT.encode(FIRST, torch.full((3,), 2.0**-101))).any()
+    assert COMPACT.encode(SECOND, torch.full((3,), tiny))[0].min() >= 252
+
+
+@pytest.mark.parametrize(("state", "expected"), [(EXACT, 4.0), (COMPACT, 1 + 2 / 128)])
+def test_bytes_of_an_element_are_those_of_the_parts(state: object, expected: float) -> None:
+    for value in (FIRST, SECOND):
+        assert state.element_bytes(value) == expected
+        numel = 100 * BLOCK
+        kept = state.encode(value, torch.ones(numel))
+        assert [(t.dtype, t.numel()) for t in kept] == [(p.dtype, p.numel(numel)) for p in state.parts(value)]
+        assert sum(tensor.nbytes for tensor in kept) == expected * numel
+
+
+@pytest.mark.parametrize("state", [EXACT, COMPACT])
+def test_a_range_is_written_and_read_alone(state: object) -> None:
+    numel, start, stop = 5 * BLOCK + 7, 2 * BLOCK, 5 * BLOCK + 7
+    parts = {part.name: torch.zeros(part.numel(numel), dtype=part.dtype) for part in state.parts(FIRST)}
+    numbers = values(numel, is_signed=True)
+    state.write(FIRST, parts, start, numbers[start:stop])
+    expected = state.decode(FIRST, state.encode(FIRST, numbers[start:stop]))
+    assert torch.equal(state.read(FIRST, parts, start, stop), expected)
+    assert not state.read(FIRST, parts, 0, start).any()
+
+
+def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy() -> None:
+    """255 / s is one division. Computed as a reciprocal and a product, it differs for a fifth of all scales."""
+    scales = (torch.arange(128) / 128 + 1).numpy()
+    edges = (np.arange(1, 128) + 0.5) / 255
+    roots = np.concatenate([scales[:, None], scales[:, None] * edges], axis=1).astype(np.float32)
+    numbers = np.square(roots)  # the root of an fp32 square is exact
+    codes, kept = COMPACT.encode(SECOND, torch.from_numpy(numbers).view(-1))
+    assert np.array_equal(kept.float().numpy(), scales)
+    expected = np.stack([numpy_codes(block, is_signed=False)[0] for block in numbers])
+    assert np.array_equal(codes.view(-1, BLOCK).numpy(), expected)

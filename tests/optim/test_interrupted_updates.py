@@ -1,0 +1,144 @@
+"""An update that is interrupted anywhere and tried again gives the bits of one that was not, in every form of the state.
+
+The interruption comes from a trace function, before the first, second, .. line that the pass executes, whatever the lines
+are.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.optimizers import OPTIMIZERS
+from torchround.optim import (
+    ParameterFacts,
+    UpdateBuffers,
+    UpdateProgress,
+    make_optimizer,
+    predict_,
+    update_,
+    update_pass,
+)
+from torchround.optim.split_weights import split
+
+ELEMENTS, CHUNK = 384, 256  # the last chunk is half full
+FOLDER = str(Path(update_pass.__file__).parent)
+
+
+class InterruptedAtLineError(Exception):
+    """The planted fault."""
+
+
+class AtLine:
+    """A trace function that raises before the `hit`-th line of the optimizer's room, once."""
+
+    def __init__(self, hit: int) -> None:
+        self.left, self.has_raised = hit, False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> "Callable[..., Any] | None":
+        if self.has_raised or not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.has_raised = True
+                raise InterruptedAtLineError
+        return self
+
+
+def buffers(name: str, form: str) -> UpdateBuffers:
+    """Make a segment with some state: `form` is "split", "split, two versions", "predicts" or "fp32"."""
+    optimizer = make_optimizer(OPTIMIZERS[name])
+    rule = optimizer.rule_of(ParameterFacts("block.w", torch.Size((32, 12)), True, True))
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(ELEMENTS, generator=generator) for _ in range(2))
+    parts = {
+        part.name: torch.zeros(part.numel(ELEMENTS), dtype=part.dtype)
+        for value in rule.values
+        for part in optimizer.format.parts(value)
+    }
+    for value in rule.values:
+        numbers = torch.randn(ELEMENTS, generator=generator)
+        optimizer.format.write(value, parts, 0, numbers if value.is_signed else numbers.square())
+    upper, residual = split(weight)
+    is_split = form.startswith("split")
+    fresh = {
+        "split": upper,
+        "split, two versions": torch.zeros_like(upper),
+        "predicts": torch.zeros_like(upper),
+    }
+    return UpdateBuffers(
+        rule=rule,
+        format=optimizer.format,
+        weight=None if is_split else weight,
+        residual=residual if is_split else None,
+        current=upper if is_split else None,
+        written=fresh.get(form, weight),
+        parts=parts,
+        gradient=gradient.bfloat16(),
+        direction=torch.randn(ELEMENTS, generator=generator).bfloat16() if rule.uses_direction else None,
+    )
+
+
+def content(made: UpdateBuffers) -> list[torch.Tensor]:
+    """Return all that an update may change, and the versions before it."""
+    kept = [made.weight, made.residual, made.current, made.written, *made.parts.values()]
+    return [tensor for tensor in kept if tensor is not None]
+
+
+def run(made: UpdateBuffers, form: str, progress: UpdateProgress) -> None:
+    update_(made, lr=1e-2, update=3, gradient_scale=0.5, progress=progress, predicts=form == "predicts")
+
+
+FORMS = [
+    (name, form)
+    for name in OPTIMIZERS
+    for form in ("split", "split, two versions", "predicts", "fp32")
+    if form != "predicts" or name.startswith("adamw")
+]
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_an_update_that_is_interrupted_at_any_line_can_be_finished(monkeypatch, name, form):
+    monkeypatch.setattr(update_pass, "CHUNK_ELEMENTS", CHUNK)
+    expected = buffers(name, form)
+    run(expected, form, UpdateProgress())
+    before, hit = sys.gettrace(), 0
+    while True:
+        hit += 1
+        made, progress, traced = buffers(name, form), UpdateProgress(), AtLine(hit)
+        sys.settrace(traced)
+        try:
+            run(made, form, progress)
+        except InterruptedAtLineError:
+            pass
+        finally:
+            sys.settrace(before)
+        if not traced.has_raised:
+            break
+        for found, fresh, new in zip(
+            content(made), content(buffers(name, form)), content(expected), strict=True
+        ):
+            done, next_chunk = (
+                min(n, ELEMENTS) * len(new) // ELEMENTS for n in (progress.done, progress.done + CHUNK)
+            )
+            assert torch.equal(found[:done], new[:done]) and torch.equal(
+                found[next_chunk:], fresh[next_chunk:]
+            )
+        run(made, form, progress)
+        assert all(map(torch.equal, content(made), content(expected))), f"before line {hit}"
+    assert hit > 100, "the pass was never traced"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw compact"])
+def test_predictions_follow_from_the_state_that_is_kept(name):
+    made = buffers(name, "predicts")
+    run(made, "predicts", UpdateProgress())
+    written = made.written.clone()
+    made.written.zero_()
+    predict_(made, lr=1e-2, update=3)
+    assert torch.equal(made.written, written)

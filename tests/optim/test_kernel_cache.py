@@ -1,0 +1,159 @@
+"""Libraries of compiled updates: found again, named by what decides the code; and a run without them."""
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
+from torchround.optim import (
+    UpdateBuffers,
+    UpdateKernel,
+    kernel_kind,
+)
+from torchround.optim.kernel import CompiledUpdate, get_kernels
+from torchround.optim.kernel_check import example_buffers
+from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.rules.adamw import AdamWRule
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[KernelKind, UpdateKernel]:
+    found = get_kernels([SPLIT[0]], lambda: None)
+    assert found.keys() == {SPLIT[0]}
+    return found
+
+
+def test_a_second_run_finds_the_library_without_a_compiler(
+    kernels: dict[KernelKind, UpdateKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("PATH", "")
+    assert get_kernels([SPLIT[0]], lambda: None).keys() == {SPLIT[0]}
+
+
+def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = [kind.library() for kind in KINDS]
+    assert len(set(libraries)) == len(KINDS)
+    assert (
+        kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()
+    )  # numbers are arguments
+    monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
+    assert kind_of(ADAMW).library() not in libraries
+
+
+def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype() -> None:
+    buffers = example_buffers(SPLIT[0], 10)
+    assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
+    assert KernelKind.of(replace(buffers, gradient=torch.ones(10).double()), predicts=False) is None
+    assert KernelKind.of(replace(buffers, rule=SourcelessRule()), predicts=False) is None
+
+
+class SourcelessRule(StatelessRule):
+    """A rule for the plain pass alone."""
+
+    kernel_source = None
+
+
+# Without a kernel.
+
+UPDATE_WITHOUT_COMPILER = """
+import torch
+from torchround.optim import EXACT
+from torchround.optim.kernel import get_kernels
+from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.rules.adamw import AdamWRule
+rule, bf16 = AdamWRule((0.9, 0.95), 1e-8, 0.1), torch.bfloat16
+kind = KernelKind(rule.kernel_source, (True, False), 8, EXACT, True, bf16, None, bf16, False, rule)
+print(get_kernels([kind], lambda: None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")],
+)
+def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
+    tmp_path: Path, compiler: str, words: str
+) -> None:
+    command = (sys.executable, "-c", UPDATE_WITHOUT_COMPILER)
+    path = "" if compiler == "/nonexistent" else os.environ["PATH"]
+    environment = {
+        **os.environ,
+        "CXX": compiler,
+        "PATH": path,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert finished.stdout == "{}\n"
+    [line] = finished.stderr.splitlines()
+    assert words in line and line.endswith(
+        "the optimizer uses its uncompiled update, which is several times slower"
+    )
+
+
+def test_a_library_that_cannot_be_loaded_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = SPLIT[0].library()
+    library.parent.mkdir()
+    library.write_bytes(b"no library")
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
+    [record] = caplog.records
+    assert "cannot be loaded" in record.getMessage()
+
+
+class RunStopped(Exception):
+    pass
+
+
+def test_a_kernel_with_other_bits_is_not_used(
+    kernels: dict[KernelKind, UpdateKernel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = CompiledUpdate.__call__
+
+    def one_bit_off(self: CompiledUpdate, buffers: UpdateBuffers, numbers: tuple[Tensor, ...]) -> None:
+        original(self, buffers, numbers)
+        assert buffers.residual is not None
+        buffers.residual[-1:].bitwise_xor_(1)
+
+    monkeypatch.setattr(CompiledUpdate, "__call__", one_bit_off)
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
+    [record] = caplog.records
+    assert "does not give the uncompiled one's bits" in record.getMessage()
+
+
+def test_a_run_that_stops_meanwhile_takes_its_compilers_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remember(*arguments, **options):  # type: ignore[no-untyped-def]
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remember)
+
+    def stop() -> None:
+        raise RunStopped
+
+    with pytest.raises(RunStopped):
+        get_kernels([SPLIT[0]], stop)
+    assert [process.returncode for process in started] == [-9]
+    assert not list((tmp_path / "torchround").iterdir())

@@ -1,0 +1,114 @@
+"""Threads on memory nodes: what a machine's folder says, how buffers are cut, and who works on which part."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchround.engine.store import host_memory
+from torchround.engine.store.host_memory import HostAllocator
+from torchround.optim.node_threads import NodeThreads, Range, cut, memory_nodes
+
+
+def made_up_nodes(folder: Path, lists: dict[int, str]) -> Path:
+    for number, cores in lists.items():
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(cores + "\n")
+    return folder
+
+
+def test_nodes_are_read_in_order_and_cut_to_the_usable_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 12)))
+    folder = made_up_nodes(tmp_path, {10: "9,11,13", 2: "0-3,8", 0: "4-6", 1: "", 3: "0-1,12-15"})
+    assert memory_nodes(folder) == [{4, 5, 6}, {2, 3, 8}, {9, 11}]
+
+
+def test_a_machine_that_does_not_say_has_no_nodes(tmp_path: Path) -> None:
+    assert memory_nodes(tmp_path / "missing") == []
+    assert memory_nodes(made_up_nodes(tmp_path, {0: "all of them"})) == []
+
+
+@given(length=st.integers(0, 10_000), unit=st.integers(1, 300), parts=st.integers(1, 9))
+def test_ranges_cover_everything_once_and_begin_at_units(length: int, unit: int, parts: int) -> None:
+    ranges = cut(length, unit, parts)
+    assert [index for each in ranges for index in range(each.start, each.stop)] == list(range(length))
+    assert len(ranges) == parts and all(each.start % unit == 0 for each in ranges)
+
+
+def work_seen(threads: NodeThreads, length: int) -> dict[tuple[int, int], str]:
+    """Let the threads take pieces of 10, and return which thread took which."""
+    seen: dict[tuple[int, int], str] = {}
+
+    def work(part: Range) -> None:
+        while (piece := part.take(10)) is not None:
+            seen[piece] = threading.current_thread().name
+
+    threads.run(length, 10, work)
+    threads.close()
+    return seen
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_every_piece_is_done_once_by_any_number_of_threads(count: int) -> None:
+    pieces = [(start, min(start + 10, 1003)) for start in range(0, 1003, 10)]
+    assert sorted(work_seen(NodeThreads(count), 1003)) == pieces
+
+
+def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: dict[str, frozenset[int]] = {}
+
+    def note(process: int, cores: frozenset[int]) -> None:
+        assert process == 0  # the calling thread
+        bound[threading.current_thread().name] = cores
+
+    monkeypatch.setattr(os, "sched_setaffinity", note)
+    nodes = [frozenset({0, 1}), frozenset({2, 3})]
+    seen = work_seen(NodeThreads(4, nodes), 1000)
+    assert set(bound.values()) == set(nodes)
+    assert len(seen) == 100
+    assert all(bound[name] == nodes[start // 500] for (start, _), name in seen.items())
+
+
+@pytest.mark.parametrize("nodes", [[], [frozenset({0, 1})]], ids=["none", "one"])
+def test_a_flat_machine_binds_no_thread(monkeypatch: pytest.MonkeyPatch, nodes: list[frozenset[int]]) -> None:
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("a thread was bound"))
+    assert len(work_seen(NodeThreads(3, nodes), 1000)) == 100
+
+
+def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended() -> None:
+    def work(part: Range) -> None:
+        raise ArithmeticError("planted")
+
+    threads = NodeThreads(3, [frozenset(os.sched_getaffinity(0))] * 2)
+    with pytest.raises(ArithmeticError, match="planted"):
+        threads.run(1000, 10, work)
+    threads.close()
+
+
+@pytest.mark.parametrize("for_devices", [True, False])
+def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(
+    monkeypatch: pytest.MonkeyPatch, for_devices: bool
+) -> None:
+    nodes = (frozenset({0}), frozenset({1}))
+    bound: dict[int, frozenset[int]] = {}
+    written: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(host_memory, "nodes_of_machine", lambda: nodes)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): cores})
+    )
+    monkeypatch.setattr(
+        host_memory.ctypes,
+        "memset",
+        lambda address, _, size: written.update({threading.get_ident(): (address, size)}),
+    )
+    buffer = HostAllocator(pinned=False).allocate(1_000_000, for_devices)
+    begin, half = buffer.data_ptr(), 1_000_000 // 2 // 4096 * 4096
+    spans = {bound[thread]: span for thread, span in written.items()}
+    assert spans == {nodes[0]: (begin, half), nodes[1]: (begin + half, 1_000_000 - half)}

@@ -1,0 +1,117 @@
+"""Kinds of compiled updates, with two rules for tests beside AdamW."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchround.optim import (
+    COMPACT,
+    EXACT,
+    StateFormat,
+    StateValue,
+    UpdateRule,
+)
+from torchround.optim.formats import exact_root
+from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.rules.adamw import AdamWRule
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ADAMW = AdamWRule((0.9, 0.95), 1e-8, 0.1)
+
+
+@dataclass(frozen=True)
+class DirectedRule(UpdateRule):
+    """A rule with an unsigned value alone, and a second input from devices."""
+
+    values = (StateValue("largest", is_signed=False),)
+    uses_direction = True
+    kernel_source = """
+inline float updated_weight(float weight, float *values, float gradient, float direction, Numbers n) {
+    values[0] = values[0] * n[1] + gradient * n[0] * gradient;
+    return weight - direction * root(values[0]);
+}
+"""
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        return gradient_scale, 1.0 - lr
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert direction is not None
+        grown = values[0] * numbers[1] + gradient * numbers[0] * gradient
+        return weight - direction * exact_root(grown), (grown,)
+
+
+@dataclass(frozen=True)
+class StatelessRule(UpdateRule):
+    """A rule without values."""
+
+    values = ()
+    kernel_source = """
+inline float updated_weight(float weight, float *, float gradient, float, Numbers n) { return weight - gradient * n[0]; }
+"""
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        return (lr * gradient_scale,)
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return weight - gradient * numbers[0], ()
+
+
+def kind_of(
+    rule: UpdateRule = ADAMW,
+    state: StateFormat = EXACT,
+    gradient: torch.dtype = BF16,
+    written: torch.dtype = BF16,
+    splits: bool = False,
+    predicts: bool = False,
+) -> KernelKind:
+    assert rule.kernel_source is not None
+    return KernelKind(
+        rule.kernel_source,
+        tuple(value.is_signed for value in rule.values),
+        len(rule.numbers(1e-3, 1, 1.0)),
+        state,
+        splits,
+        gradient,
+        BF16 if rule.uses_direction else None,
+        written,
+        predicts,
+        rule,
+    )
+
+
+SPLIT = [kind_of(state=state, splits=True) for state in (EXACT, COMPACT)]
+# What engines ask for: gradients in the device weight's dtype, or in fp32 if they are added up on the host. Every
+# other kind is compared with the plain pass when a run gets it (`kernel_check.check_bits`).
+KINDS = [
+    *SPLIT,
+    *(kind_of(state=state, gradient=F32, splits=True) for state in (EXACT, COMPACT)),
+    *(
+        kind_of(ADAMW, state, gradient, written, predicts=predicts)
+        for state in (EXACT, COMPACT)
+        for gradient, written in ((F32, F32), (BF16, BF16), (F16, F16))
+        for predicts in (False, True)
+    ),
+    kind_of(gradient=BF16, written=F32),  # weights that lag
+    *(
+        kind_of(DirectedRule(), state, splits=splits)
+        for state in (EXACT, COMPACT)
+        for splits in (False, True)
+    ),
+    kind_of(StatelessRule(), splits=True),
+]

@@ -1,0 +1,57 @@
+"""The weights in a checkpoint's files, found by parameter and read in pieces, in whichever form the run kept them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
+from torchround.hf.tensor_folder import HFError, StoredTensor, TensorFiles, read_header
+from torchround.optim.split_weights import join
+
+
+@dataclass(frozen=True)
+class StoredSplitWeight(StoredTensor):
+    """An fp32 weight whose upper and lower halves are two tensors of a checkpoint. It reads like a tensor of type F32.
+
+    `begin` counts bytes of the fp32 weight, so a part of it is a copy with another `begin`.
+    """
+
+    upper: StoredTensor
+    residual: StoredTensor
+
+    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. `start` and `nbytes` are whole numbers."""
+        start, nbytes = (self.begin + start) // 2, nbytes // 2
+        # The next read overwrites what this one returned.
+        upper = files.read(self.upper, start, nbytes).clone()
+        residual = files.read(self.residual, start, nbytes)
+        return join(upper.view(torch.bfloat16), residual.view(torch.int16)).view(torch.uint8)
+
+
+def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name.
+
+    Raises `HFError` for a residual that fits no weight.
+    """
+    found: dict[str, StoredTensor] = {}
+    residuals: dict[str, StoredTensor] = {}
+    for path in sorted(checkpoint.glob("tensors-*.safetensors")):
+        for name, tensor in read_header(path).items():
+            kind, _, parameter = name.partition("/")
+            if kind == WEIGHTS:
+                found[parameter] = tensor
+            elif kind == RESIDUAL:
+                residuals[parameter] = tensor
+    for parameter, residual in residuals.items():
+        upper = found.get(parameter)
+        if upper is None or (upper.shape, upper.dtype, residual.dtype) != (
+            residual.shape,
+            torch.bfloat16,
+            torch.int16,
+        ):
+            raise HFError(f"{checkpoint}: {residual.name} fits no weight")
+        whole = replace(upper, dtype_name="F32", begin=0, nbytes=2 * upper.nbytes)
+        found[parameter] = StoredSplitWeight(**vars(whole), upper=upper, residual=residual)
+    return found

@@ -1,0 +1,166 @@
+"""Orthogonalisation of look-aheads on a device: the update of Muon (Jordan et al. 2024) between two host passes.
+
+The optimizer thread writes what is to be orthogonalised, the look-ahead, into a segment's `direction`. A device takes
+it matrix by matrix, and the result lands where the look-ahead was. One matrix computes while the next one comes up and
+the last one goes down. The arithmetic is `torch.optim.Muon`'s, operation by operation.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.slots import SlotRing
+
+# The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+DIRECTION_STREAMS = (Stream.ACTIVATION_UPLOAD, Stream.COMPUTE, Stream.GRADIENT_DOWNLOAD)
+# A matrix of zeros is divided by this in place of its norm.
+LEAST_NORM = 1e-7
+# Matrices of a stack go up together, up to this number of elements; a larger matrix goes alone.
+PIECE_ELEMENTS = 16 * 2**20
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Return matrices whose singular values are all near 1, with the same singular vectors: `[n, rows, columns]` bf16.
+
+    Each is divided by its Frobenius norm and goes through five Newton-Schulz steps. Tall ones are transposed before and
+    after, so that the products are of the shorter side.
+    """
+    if matrices.device.type == "cpu":
+        # One by one: a batched product may add in another order, and then experts would not equal single matrices.
+        return torch.stack([_newton_schulz(matrix) for matrix in matrices])
+    return _newton_schulz(matrices)
+
+
+def _newton_schulz(given: Tensor) -> Tensor:
+    """Orthogonalise a matrix `[rows, columns]`, or a batch `[n, rows, columns]`, in bf16."""
+    a, b, c = COEFFICIENTS
+    is_tall = given.shape[-2] > given.shape[-1]
+    matrix = given.bfloat16()
+    matrix = matrix.mT if is_tall else matrix
+    norm = matrix.norm() if matrix.ndim == 2 else matrix.flatten(1).norm(dim=1)[:, None, None]
+    matrix = matrix / norm.clamp(min=LEAST_NORM)
+    multiply_add = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    for _ in range(STEPS):
+        gram = matrix @ matrix.mT
+        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        matrix = multiply_add(matrix, polynomial, matrix, beta=a)
+    return matrix.mT if is_tall else matrix
+
+
+@dataclass(frozen=True)
+class MatrixPiece:
+    """Matrices `[rows, columns]` that are orthogonalised together. `host` is a flat bf16 view of a segment's direction."""
+
+    host: Tensor
+    rows: int
+    columns: int
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Its shape: `[matrices, rows, columns]`."""
+        return self.host.numel() // (self.rows * self.columns), self.rows, self.columns
+
+
+def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[MatrixPiece]:
+    """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces."""
+    rows, columns = shape[-2:]
+    at_once = max(PIECE_ELEMENTS // (rows * columns), 1) * rows * columns
+    for start in range(0, flat.numel(), at_once):
+        yield MatrixPiece(flat[start : start + at_once], rows, columns)
+
+
+def piece_elements(shape: Sequence[int]) -> int:
+    """Return the elements of the largest piece of a parameter of `shape`, a matrix or a stack of them."""
+    size, stack = shape[-2] * shape[-1], 1
+    for extent in shape[:-2]:
+        stack *= extent
+    return size * min(max(PIECE_ELEMENTS // size, 1), stack)
+
+
+def slot_bytes(shape: Sequence[int]) -> int:
+    """Return the device memory of the two slots for a parameter of `shape`."""
+    return 2 * 2 * piece_elements(shape)
+
+
+def scratch_bytes(shape: Sequence[int]) -> int:
+    """Return the device memory for the products of a parameter of `shape`: bf16 tensors of its largest piece.
+
+    Three have the size of the piece: two results and a transposed copy. Two are squares of the shorter side.
+    """
+    elements, short, long = piece_elements(shape), min(shape[-2:]), max(shape[-2:])
+    squares = elements // (short * long) * short * short
+    return 2 * (3 * elements + 2 * squares)
+
+
+class Orthogonaliser:
+    """The slots of one device for matrices on their way through it. Only the device's thread calls this."""
+
+    def __init__(self, index: int, device: Device, store: HostStore, ordering: Ordering) -> None:
+        self._index = index
+        self._device = device
+        self._bundles = directed_bundles(store)
+        self._ordering = ordering
+        self._ring = SlotRing(device, torch.bfloat16)
+
+    def allocate(self) -> None:
+        """Allocate two slots of the largest piece, if there is any."""
+        shapes = [parameter.shape for bundle in self._bundles for parameter in directed_parameters(bundle)]
+        if shapes:
+            self._ring.reserve(max(map(piece_elements, shapes)))
+
+    def clear(self) -> None:
+        """Drop the slots' memory."""
+        self._ring.clear()
+
+    def run(self, bundle: Bundle, step: int) -> Mark:
+        """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
+        self._ordering.before_look_ahead_upload(bundle.index, step)
+        marks = [mark for piece in _pieces_of(bundle) for mark in self._enqueue(piece)]
+        event = self._device.record(Stream.GRADIENT_DOWNLOAD)
+        landed = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
+        self._ordering.direction_landed(bundle.index, step, landed)
+        return marks[-1]
+
+    def _enqueue(self, piece: MatrixPiece) -> tuple[Mark, Mark]:
+        """Enqueue a piece: up, its computation, down into the same host memory. Returns marks around the computation."""
+        device, slot = self._device, self._ring.next(piece.host.numel())
+        if slot.released is not None:
+            device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
+        memory = slot.memory[: piece.host.numel()]
+        # Before the weights of a next stage, which may fill their own stream already.
+        device.copy(Stream.ACTIVATION_UPLOAD, memory, piece.host)
+        device.wait(Stream.COMPUTE, device.record(Stream.ACTIVATION_UPLOAD))
+        start = device.mark(Stream.COMPUTE)
+        device.run(Stream.COMPUTE, partial(_replace, memory, piece.matrices), reads=[memory], writes=[memory])
+        end = device.mark(Stream.COMPUTE)
+        device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))
+        device.copy(Stream.GRADIENT_DOWNLOAD, piece.host, memory)
+        slot.released = device.record(Stream.GRADIENT_DOWNLOAD)
+        return start, end
+
+
+def _pieces_of(bundle: Bundle) -> Iterator[MatrixPiece]:
+    parameters = directed_parameters(bundle)
+    for segment in bundle.segments:
+        if segment.direction is None:
+            continue
+        for parameter in parameters:
+            if segment.start <= parameter.start < segment.stop:
+                first = parameter.start - segment.start
+                flat = segment.direction[first : first + parameter.shape.numel()]
+                yield from pieces(flat, parameter.shape)
+
+
+def _replace(memory: Tensor, shape: tuple[int, int, int]) -> None:
+    matrices = memory.view(shape)
+    matrices.copy_(orthogonalised(matrices))

@@ -1,0 +1,164 @@
+"""The seam of optimizers: what one says of a parameter, of its named state, and of one update's arithmetic.
+
+An `Optimizer` chooses an `UpdateRule` for each parameter. A rule says which values it keeps for each element and how an
+update changes them and the weight. A `StateFormat` says how the values are kept. The store, checkpoints, the planner
+and the compiled pass ask these three and know no optimizer by name.
+
+A new optimizer is a file in `optim/rules/` and a table in `config/optimizer_tables.py`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchround.config.optimizer_tables import OptimizerTable
+from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """The properties of a parameter that an optimizer may choose its rule by.
+
+    `name` is `<layer>.<path>`, as the store names it. `is_block_matrix` holds for a matrix, or a stack of matrices
+    [E, m, n] (experts), of a layer that is neither the first nor the last, and not tied.
+    """
+
+    name: str
+    shape: torch.Size
+    is_decayed: bool
+    is_block_matrix: bool
+
+
+class UpdateRule(ABC):
+    """The update of parameters of one kind. A frozen dataclass: parameters with equal rules share a segment.
+
+    `kernel_source` is C++ of one element's arithmetic for the compiled pass; without it there is only the plain one.
+    A rule that `uses_direction` gets a second input beside the gradient, which devices computed from its `look_ahead`. A rule that
+    `can_predict` says in `next_step` where the state alone would move the weight.
+    """
+
+    values: ClassVar[tuple[StateValue, ...]]
+    kernel_source: ClassVar[str | None] = None
+    uses_direction: ClassVar[bool] = False
+    can_predict: ClassVar[bool] = False
+
+    @abstractmethod
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return the numbers of one update in float64; each is rounded once to fp32. `update` counts from 1."""
+
+    @abstractmethod
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new weight and the new values as fresh fp32 tensors; the arguments are only read.
+
+        All are 1-D fp32 of equal length, `numbers` are `[]` fp32 tensors. Only exactly rounded operations are used, none
+        fused, so that the compiled pass can give the same bits.
+        """
+
+    def next_step(self, values: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> Tensor:
+        """Return the step, weight decay apart, that the values ask for, as a fresh tensor."""
+        raise TypeError(f"{type(self).__name__} cannot predict a step from its values")
+
+    def look_ahead(self, values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """Return what devices turn into the direction, as a fresh fp32 tensor. The values stay as they are.
+
+        The learning rate is not known yet: numbers that depend on it are not to be read.
+        """
+        raise TypeError(f"{type(self).__name__} uses no direction")
+
+
+class Optimizer(ABC):
+    """An optimizer with its settings: the rule of each parameter, and the format of the rules' values.
+
+    A subclass names the table that it is made from, by which `make_optimizer` finds it. If it
+    `splits_weights`, bf16 weights may be kept as device weights and residuals.
+    """
+
+    table: ClassVar[type[OptimizerTable]]
+    splits_weights: ClassVar[bool] = True
+
+    def __init__(self, settings: OptimizerTable) -> None:
+        self.settings = settings
+        self.format: StateFormat = FORMATS[settings.state]
+
+    @property
+    def name(self) -> str:
+        """Return the name in `optimizer.name`."""
+        return self.settings.name
+
+    @abstractmethod
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Return the rule of a parameter."""
+
+    def state_bytes(self, parameter: ParameterFacts) -> float:
+        """Return the bytes of state per element of a parameter: its values, and a bf16 direction if the rule has one."""
+        rule = self.rule_of(parameter)
+        return sum(map(self.format.element_bytes, rule.values)) + (2.0 if rule.uses_direction else 0.0)
+
+
+def make_optimizer(table: OptimizerTable) -> Optimizer:
+    """Make the optimizer that belongs to the class of the table."""
+    for module in iter_modules([str(Path(__file__).with_name("rules"))]):
+        import_module(f"torchround.optim.rules.{module.name}")
+    known = {found.table: found for found in Optimizer.__subclasses__() if hasattr(found, "table")}
+    return known[type(table)](table)
+
+
+@dataclass(frozen=True)
+class Unchanged(UpdateRule):
+    """The rule of weights that someone else updates, or that stay as they are: no values, no update."""
+
+    values = ()
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return no numbers."""
+        return ()
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Refuse: an engine with these weights has another way to update them, or none."""
+        raise TypeError("weights without state have no update")
+
+
+class NoState(Optimizer):
+    """The optimizer of a store without state: of inference, and of optimizers of `torch.optim`, which need fp32 leaves."""
+
+    splits_weights = False
+
+    def __init__(self) -> None:
+        self.format = EXACT
+
+    @property
+    def name(self) -> str:
+        """Return a name that no table has."""
+        return "none"
+
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Return the rule without values."""
+        return Unchanged()
+
+
+NO_STATE = NoState()
+
+
+def rounded_numbers(numbers: tuple[float, ...]) -> tuple[Tensor, ...]:
+    """Round each number of an update once, to a `[]` fp32 tensor."""
+    return tuple(torch.tensor(number, dtype=torch.float32) for number in numbers)

@@ -1,0 +1,101 @@
+"""AdamW: its rule for vectors and for matrices, and the arithmetic of one update.
+
+The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction; Loshchilov and Hutter, arXiv
+1711.05101). It uses only operations whose rounding IEEE 754 fixes: add, subtract, multiply, divide, square root; no
+fused ones. A vectorised body, a scalar tail and a compiled loop then give the same bits. So an element's result does
+not depend on where the buffer is cut, on its alignment, on the number of threads or on the compiler, and a run may
+use the compiled kernel (`kernel.py`) or not, or both in turn.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchround.config.optimizer_tables import AdamWTable
+from torchround.optim.formats import StateValue, exact_root
+from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
+
+# One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `AdamWRule`, in the same order.
+KERNEL_SOURCE = """
+inline float next_step(const float *values, Numbers n) {
+    return values[0] * n[7] / (root(values[1]) * n[4] + n[5]);
+}
+inline float updated_weight(float weight, float *values, float gradient, float, Numbers n) {
+    const float scaled = gradient * n[0];
+    values[0] = (scaled - values[0]) * n[1] + values[0];
+    values[1] = values[1] * n[2] + scaled * n[3] * scaled;
+    return weight * n[6] + next_step(values, n);
+}
+"""
+
+
+@dataclass(frozen=True)
+class AdamWRule(UpdateRule):
+    """AdamW of one weight decay."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    values = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
+    kernel_source = KERNEL_SOURCE
+    can_predict = True
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return the eight numbers of an update, in the order that `KERNEL_SOURCE` reads them."""
+        beta1, beta2 = self.betas
+        return (
+            gradient_scale,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            (1.0 - beta2**update) ** -0.5,
+            self.eps,
+            1.0 - lr * self.weight_decay,
+            -lr / (1.0 - beta1**update),
+        )
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new weight, and the new first and second moment.
+
+        g = gradient * gradient_scale
+        m = exp_avg + (1 - beta1) * (g - exp_avg)
+        v = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        d = - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        w = (1 - lr * weight_decay) * weight + d
+        """
+        gradient_scale, new_share, beta2, new_share_of_squares, _, _, decay, _ = numbers
+        exp_avg, exp_avg_sq = values
+        scaled = gradient.mul(gradient_scale)
+        first = scaled.sub(exp_avg).mul_(new_share).add_(exp_avg)
+        second = exp_avg_sq.mul(beta2).add_(scaled.mul(new_share_of_squares).mul_(scaled))
+        return weight.mul(decay).add_(self.next_step((first, second), numbers)), (first, second)
+
+    def next_step(self, values: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> Tensor:
+        """Return -lr * m_hat / (sqrt(v_hat) + eps) of the kept moments."""
+        first, second = values
+        root_scale, eps, minus_step = numbers[4], numbers[5], numbers[7]
+        denominator = exact_root(second).mul_(root_scale).add_(eps)
+        return first.mul(minus_step).div_(denominator)
+
+
+class AdamW(Optimizer):
+    """AdamW for all parameters; weight decay for those that are decayed."""
+
+    table = AdamWTable
+
+    def __init__(self, settings: AdamWTable) -> None:
+        super().__init__(settings)
+        self._betas, self._eps = settings.betas, settings.eps
+
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Return AdamW, without weight decay for vectors."""
+        decay = self.settings.weight_decay if parameter.is_decayed else 0.0
+        return AdamWRule(self._betas, self._eps, decay)

@@ -1,0 +1,120 @@
+"""Muon: momentum whose matrices are orthogonalised before they are applied (Jordan et al. 2024).
+
+The host keeps the momentum. A step's look-ahead goes to the devices in bf16, and comes back as a direction with
+singular values near 1 (`engine/worker/orthogonalise.py`). Then one pass updates momentum and weight. The numbers are
+`torch.optim.Muon`'s. Each operation is rounded on its own, so that the compiled pass gives the same bits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchround.config.optimizer_tables import MuonTable
+from torchround.optim.formats import StateValue
+from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
+from torchround.optim.rules.adamw import AdamWRule
+
+# One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `MuonRule.new_values`.
+KERNEL_SOURCE = """
+inline float updated_weight(float weight, float *values, float gradient, float direction, Numbers n) {
+    const float scaled = gradient * n[0];
+    values[0] = (scaled - values[0]) * n[1] + values[0];
+    return weight * n[2] + direction * n[3];
+}
+"""
+
+
+@dataclass(frozen=True)
+class MuonRule(UpdateRule):
+    """Muon for matrices of one shape. `lr_ratio` is what the shape multiplies the learning rate by."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    lr_ratio: float
+
+    values = (StateValue("momentum_buffer"),)
+    kernel_source = KERNEL_SOURCE
+    uses_direction = True
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return the four numbers of `new_values`."""
+        return gradient_scale, 1.0 - self.momentum, 1.0 - lr * self.weight_decay, -lr * self.lr_ratio
+
+    def new_values(
+        self,
+        weight: Tensor,
+        values: tuple[Tensor, ...],
+        gradient: Tensor,
+        numbers: tuple[Tensor, ...],
+        direction: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new weight and the new momentum.
+
+        m = momentum + (1 - beta) * (gradient * gradient_scale - momentum)
+        w = (1 - lr * weight_decay) * weight - lr * lr_ratio * direction
+        """
+        assert direction is not None, "a step of Muon has a direction"
+        _, _, decay, minus_step = numbers
+        updated = weight.mul(decay).add_(direction.mul(minus_step))
+        return updated, (self._new_momentum(values, gradient, numbers)[0],)
+
+    def look_ahead(self, values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """Return what devices orthogonalise: the new momentum, with Nesterov's `m + (1 - beta) * (gradient - m)`."""
+        momentum, scaled = self._new_momentum(values, gradient, numbers)
+        if not self.nesterov:
+            return momentum
+        return momentum.sub(momentum.sub(scaled).mul_(numbers[1]))
+
+    @staticmethod
+    def _new_momentum(
+        values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new momentum, and the gradient with its scale."""
+        (momentum,) = values
+        scaled = gradient.mul(numbers[0])
+        return scaled.sub(momentum).mul_(numbers[1]).add_(momentum), scaled
+
+
+@dataclass(frozen=True)
+class OtherRateRule(AdamWRule):
+    """AdamW at `lr_ratio` times the learning rate of the matrices."""
+
+    lr_ratio: float = 1.0
+
+    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+        """Return AdamW's numbers at its own rate."""
+        return super().numbers(lr * self.lr_ratio, update, gradient_scale)
+
+
+class Muon(Optimizer):
+    """Muon for the matrices of blocks, each expert its own matrix, and AdamW for everything else."""
+
+    table = MuonTable
+
+    def __init__(self, settings: MuonTable) -> None:
+        super().__init__(settings)
+        self._muon = settings
+        self._adamw_ratio = 1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr
+
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Return the rule of a parameter. Matrices whose learning rate their shape changes alike share one."""
+        decay = self.settings.weight_decay if parameter.is_decayed else 0.0
+        if parameter.is_block_matrix:
+            ratio = lr_ratio(self._muon.adjust_lr, parameter.shape)
+            return MuonRule(self._muon.momentum, self._muon.nesterov, decay, ratio)
+        return OtherRateRule(self._muon.betas, self._muon.eps, decay, self._adamw_ratio)
+
+
+def lr_ratio(adjust_lr: str, shape: torch.Size) -> float:
+    """Return what the learning rate of a matrix `[..., rows, columns]` is multiplied by.
+
+    `original` is sqrt(max(1, rows / columns)), Jordan's. `match_rms_adamw` is 0.2 * sqrt(max(rows, columns)), with
+    which a step is as large as AdamW's (Moonshot AI, arXiv 2502.16982).
+    """
+    rows, columns = shape[-2:]
+    if adjust_lr == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
