@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.support.device_toy import DeviceLoop, device_engine
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    fp32_state,
+    toy_batches,
+    toy_model,
+    toy_store,
+    train,
+)
 from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.models import FAMILIES
@@ -51,7 +59,7 @@ def test_sync_training_is_bitwise_that_of_a_plain_loop_on_the_device(kind, worke
     with device_engine(kind, model, store, PARTITIONS[partition], *workers) as engine:
         losses = train(engine, batches, LR)
     assert losses == loop.train(batches, LR)
-    assert_same_state(store.named_views(), loop.state())
+    assert_same_state(fp32_state(store), loop.state())
     store.close()
 
 
@@ -74,8 +82,8 @@ def test_async_training_is_bitwise_a_plain_loop_that_applies_gradients_one_step_
         waiting = gradients
     loop.update(waiting, LR)
     assert losses == expected
-    views = store.named_views()
-    assert_same_state({name: views[name] for name in loop.state()}, loop.state())
+    found = fp32_state(store)
+    assert_same_state({name: found[name] for name in loop.state()}, loop.state())
     store.close()
 
 
@@ -101,7 +109,7 @@ def test_workers_that_take_turns_to_upload_give_the_same_bits(kind, workers):
     with device_engine(kind, model, store, partition, *workers, turns=turns) as engine:
         losses = train(engine, batches, LR)
     assert losses == loop.train(batches, LR)
-    assert_same_state(store.named_views(), loop.state())
+    assert_same_state(fp32_state(store), loop.state())
     store.close()
 
 
@@ -118,7 +126,7 @@ def test_micro_batches_that_grow_and_shrink_give_the_same_bits(kind):
             losses += train(engine, [micro_batches], LR)
             assert engine.evaluate(micro_batches[:1]).loss() > 0
     assert losses == loop.train(batches, LR)
-    assert_same_state(store.named_views(), loop.state())
+    assert_same_state(fp32_state(store), loop.state())
 
 
 def test_an_evaluation_between_two_steps_has_the_loss_of_a_plain_loop(kind, workers):
@@ -134,7 +142,7 @@ def test_an_evaluation_between_two_steps_has_the_loss_of_a_plain_loop(kind, work
             engine.step(LR)
         losses = [(before.loss(), step.loss()) for before, step in results]
     assert losses == [(loop.evaluate(held_out), loop.step(micro_batches, LR)) for micro_batches in batches]
-    assert_same_state(store.named_views(), loop.state())
+    assert_same_state(fp32_state(store), loop.state())
 
 
 def tokens(size, length, generator):
@@ -177,7 +185,7 @@ def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, fam
         with device_engine(kind, model, store, partition, workers) as engine:
             losses = train(engine, batches, 1e-3)
         assert losses == loop.train(batches, 1e-3)
-        assert_same_state(store.named_views(), loop.state())
+        assert_same_state(fp32_state(store), loop.state())
         store.close()
 
 
@@ -197,12 +205,12 @@ def test_adapters_with_dropout_get_the_bits_of_a_plain_loop_however_it_is_cut(ki
         model = FAMILIES[family].build(config)
         add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(8, 16.0, 0.25, targets))
         store = toy_store(model, DTYPES[dtype], pinned=True)
-        before = {name: view.clone() for name, view in store.named_views().items()}
+        before = {name: view.clone() for name, view in fp32_state(store).items()}
         loop = device_loop(model, store, config.tied_embeddings, kind, DTYPES[dtype])
         with device_engine(kind, model, store, partition, workers) as engine:
             losses = train(engine, batches, 1e-2)
         assert losses == loop.train(batches, 1e-2)
-        after, trained = store.named_views(), loop.state()
+        after, trained = fp32_state(store), loop.state()
         assert any("lora" in name for name in trained) and all("lora" in name for name in trained)
         assert_same_state(after, before | trained)
         assert any(not torch.equal(after[name], before[name]) for name in trained)

@@ -90,10 +90,10 @@ class StatefulLoop(DeviceLoop):
             else:
                 self._update_vector(name, weight, gradient, lr, scale)
         if self.tied:
-            self._name["head.weight"].data.copy_(self._name["embedding.weight"].data)
-            self._predicted[id(self._name["head.weight"])] = self._predicted.get(
-                id(self._name["embedding.weight"]), torch.empty(0)
-            )
+            head, embedding = self._name["head.weight"], self._name["embedding.weight"]
+            head.data.copy_(embedding.data)
+            if self._predicts:
+                self._predicted[id(head)] = self._predicted[id(embedding)]
 
     def _update_vector(self, name: str, weight: Values, gradient: Values, lr: float, scale: float) -> None:
         """Apply AdamW to a flat parameter."""
