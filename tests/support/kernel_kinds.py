@@ -27,9 +27,11 @@ class DirectedRule(UpdateRule):
     values = (StateValue("largest", is_signed=False),)
     uses_direction = True
     kernel_source = """
-inline float updated_weight(float weight, float *values, float gradient, float direction, Numbers n) {
+inline void update_values(float *values, float gradient, Numbers n) {
     values[0] = values[0] * n[1] + gradient * n[0] * gradient;
-    return weight - direction * root(values[0]);
+}
+inline float updated_weight(float weight, const float *rooted, float, float direction, Numbers) {
+    return weight - direction * rooted[0];
 }
 """
 
@@ -55,7 +57,8 @@ class StatelessRule(UpdateRule):
 
     values = ()
     kernel_source = """
-inline float updated_weight(float weight, float *, float gradient, float, Numbers n) { return weight - gradient * n[0]; }
+inline void update_values(float *, float, Numbers) {}
+inline float updated_weight(float weight, const float *, float gradient, float, Numbers n) { return weight - gradient * n[0]; }
 """
 
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:

@@ -4,6 +4,9 @@
 // `kind.h`, which `kernel.py` writes, says what is compiled: the rule's arithmetic of one element, which values it keeps,
 // and the dtypes. A span of elements is read into arrays of fp32 that stay in the first cache, updated there, and
 // written back. So compilers vectorise each conversion by itself, and no buffer is read twice.
+//
+// The values come first, and then the scales of their codes. The weights are updated between a scale and the codes that
+// divide by it, because its maximum takes a processor about 60 cycles that it can fill with other work.
 #include <cstdint>
 #include <cstring>
 
@@ -53,14 +56,15 @@ struct Split {};
 struct Exact {};
 struct Compact {};
 
-// One element's arithmetic, in fp32, which `kind.h` defines; the second function only for rules that can predict.
-inline float updated_weight(float weight, float *values, float gradient, float direction, Numbers numbers);
-inline float next_step(const float *values, Numbers numbers);
+// One element's arithmetic, in fp32, which `kind.h` defines; the last function only for rules that can predict. The weight
+// is updated from the new values, of which those that are never negative are given as their roots.
+inline void update_values(float *values, float gradient, Numbers numbers);
+inline float updated_weight(float weight, const float *rooted, float gradient, float direction, Numbers numbers);
+inline float next_step(const float *rooted, Numbers numbers);
 
 #include "kind.h"
 
-constexpr float TO_INTEGER = 12582912.0f;      // 1.5 x 2^23: a sum with it has the nearest integer in its last bits
-constexpr int32_t TO_INTEGER_BITS = 0x4b400000;
+constexpr float TO_INTEGER = 12582912.0f; // 1.5 x 2^23: a sum with it has the nearest integer in its last bits
 
 // The segment's buffers, in the order of `kernel.py`.
 struct Buffers {
@@ -76,10 +80,11 @@ struct Buffers {
     } parts[NUM_VALUES + 1]; // one more: C++ has no empty arrays
 };
 
-// A span of elements in fp32. `sized` is what a value's scale is made of: the value, or its root.
+// A span of elements in fp32. Compact values that are never negative are kept here as roots once they are updated: their
+// scales and codes are made of roots.
 struct Span {
     float weight[BLOCK], gradient[BLOCK], direction[BLOCK];
-    float values[NUM_VALUES + 1][BLOCK], sized[NUM_VALUES + 1][BLOCK];
+    float values[NUM_VALUES + 1][BLOCK], scales[NUM_VALUES + 1];
 };
 
 template <typename Dtype> inline void read_kept(float *to, const void *from, int64_t start, int n) {
@@ -103,14 +108,12 @@ inline void read_weights(Split, const Buffers &b, Span &s, int64_t start, int n)
         s.weight[i] = bits<float>((uint32_t(current[i]) << 16) + uint32_t(int32_t(residual[i])));
 }
 
+// In two loops: in one, compilers would have to check that the buffers do not overlap.
 inline void write_weights(Split, const Buffers &b, const Span &s, Numbers, int64_t start, int n) {
     uint16_t *written = static_cast<uint16_t *>(b.written) + start;
     int16_t *residual = b.residual + start;
-    for (int i = 0; i < n; ++i) {
-        const uint32_t pattern = bits<uint32_t>(s.weight[i]);
-        written[i] = uint16_t((pattern + 0x8000u) >> 16);
-        residual[i] = int16_t(uint16_t(pattern));
-    }
+    for (int i = 0; i < n; ++i) written[i] = uint16_t((bits<uint32_t>(s.weight[i]) + 0x8000u) >> 16);
+    for (int i = 0; i < n; ++i) residual[i] = int16_t(uint16_t(bits<uint32_t>(s.weight[i])));
 }
 
 template <int V> inline void read_value(Exact, const Buffers &b, Span &s, int64_t start, int n) {
@@ -123,8 +126,8 @@ template <int V> inline void read_value(Compact, const Buffers &b, Span &s, int6
     if constexpr (IS_SIGNED[V]) {
         const int8_t *codes = static_cast<const int8_t *>(b.parts[V].kept) + start;
         for (int i = 0; i < n; ++i) {
-            const int32_t code = codes[i];
-            to[i] = float(code) / float(254 - (code < 0 ? -code : code)) * scale;
+            const float code = float(int32_t(codes[i]));
+            to[i] = code / (254.0f - magnitude(code)) * scale;
         }
     } else {
         const uint8_t *codes = static_cast<const uint8_t *>(b.parts[V].kept) + start;
@@ -135,6 +138,8 @@ template <int V> inline void read_value(Compact, const Buffers &b, Span &s, int6
         }
     }
 }
+
+template <int V> inline void write_scale(Exact, const Buffers &, Span &, int64_t, int) {}
 
 template <int V> inline void write_value(Exact, const Buffers &b, const Span &s, int64_t start, int n) {
     write_kept<Float32>(b.parts[V].kept, s.values[V], start, n);
@@ -152,11 +157,15 @@ inline uint32_t scale_above(const float *numbers, int n) {
     return finite < 0x0d80u ? 0u : finite; // 2^-100
 }
 
-template <int V> inline void write_value(Compact, const Buffers &b, const Span &s, int64_t start, int n) {
-    const float *from = s.sized[V];
-    const uint32_t upper = scale_above(from, n);
+template <int V> inline void write_scale(Compact, const Buffers &b, Span &s, int64_t start, int n) {
+    const uint32_t upper = scale_above(s.values[V], n);
     b.parts[V].scales[start / BLOCK] = uint16_t(upper);
-    const float scale = bits<float>(upper << 16);
+    s.scales[V] = bits<float>(upper << 16);
+}
+
+template <int V> inline void write_value(Compact, const Buffers &b, const Span &s, int64_t start, int n) {
+    const float *from = s.values[V];
+    const float scale = s.scales[V];
     if constexpr (IS_SIGNED[V]) {
         int8_t *codes = static_cast<int8_t *>(b.parts[V].kept) + start;
         const float least = scale > 0 ? scale : 1.0f;
@@ -166,11 +175,9 @@ template <int V> inline void write_value(Compact, const Buffers &b, const Span &
         uint8_t *codes = static_cast<uint8_t *>(b.parts[V].kept) + start;
         const float factor = scale > 0 ? 255.0f / scale : 0.0f;
         for (int i = 0; i < n; ++i) {
-            // The pattern of a root above 0 is at least 1, and so is its code.
-            const int32_t pattern = bits<int32_t>(from[i]);
-            const int32_t lowest = TO_INTEGER_BITS | (pattern < 1 ? pattern : 1);
-            const int32_t code = bits<int32_t>(from[i] * factor + TO_INTEGER);
-            codes[i] = uint8_t(code < lowest ? lowest : code);
+            const uint8_t code = uint8_t(bits<int32_t>(from[i] * factor + TO_INTEGER));
+            const uint8_t least = from[i] > 0;
+            codes[i] = code < least ? least : code;
         }
     }
 }
@@ -180,6 +187,13 @@ template <int V = 0> inline void read_values(const Buffers &b, Span &s, int64_t 
     if constexpr (V < NUM_VALUES) {
         read_value<V>(Format{}, b, s, start, n);
         read_values<V + 1>(b, s, start, n);
+    }
+}
+
+template <int V = 0> inline void write_scales(const Buffers &b, Span &s, int64_t start, int n) {
+    if constexpr (V < NUM_VALUES) {
+        write_scale<V>(Format{}, b, s, start, n);
+        write_scales<V + 1>(b, s, start, n);
     }
 }
 
@@ -199,9 +213,15 @@ template <int V = 0> inline void take(float *values, const Span &s, int i) {
 
 template <int V = 0> inline void put(Span &s, const float *values, int i) {
     if constexpr (V < NUM_VALUES) {
-        s.values[V][i] = values[V];
-        if constexpr (IS_COMPACT) s.sized[V][i] = IS_SIGNED[V] ? values[V] : root(values[V]);
+        s.values[V][i] = IS_COMPACT && !IS_SIGNED[V] ? root(values[V]) : values[V];
         put<V + 1>(s, values, i);
+    }
+}
+
+template <int V = 0> inline void take_roots(float *values) {
+    if constexpr (V < NUM_VALUES) {
+        if constexpr (!IS_SIGNED[V]) values[V] = root(values[V]);
+        take_roots<V + 1>(values);
     }
 }
 
@@ -213,6 +233,7 @@ inline void write_weights(Whole, const Buffers &b, Span &s, Numbers numbers, int
         for (int i = 0; i < n; ++i) {
             float values[NUM_VALUES + 1];
             take(values, s, i);
+            take_roots(values);
             s.weight[i] = next_step(values, numbers) + s.weight[i];
         }
     }
@@ -224,16 +245,23 @@ inline __attribute__((always_inline)) void update_span(const Buffers &b, Numbers
     Span s;
     float numbers[NUM_NUMBERS];
     for (int i = 0; i < NUM_NUMBERS; ++i) numbers[i] = given[i];
-    read_weights(Weights{}, b, s, start, n);
     read_kept<Gradient>(s.gradient, b.gradient, start, n);
-    if constexpr (USES_DIRECTION) read_kept<Direction>(s.direction, b.direction, start, n);
     read_values(b, s, start, n);
     for (int i = 0; i < n; ++i) {
         float values[NUM_VALUES + 1];
         take(values, s, i);
+        update_values(values, s.gradient[i], numbers);
+        put(s, values, i);
+    }
+    write_scales(b, s, start, n);
+    read_weights(Weights{}, b, s, start, n);
+    if constexpr (USES_DIRECTION) read_kept<Direction>(s.direction, b.direction, start, n);
+    for (int i = 0; i < n; ++i) {
+        float values[NUM_VALUES + 1];
+        take(values, s, i);
+        if constexpr (!IS_COMPACT) take_roots(values);
         const float direction = USES_DIRECTION ? s.direction[i] : 0.0f;
         s.weight[i] = updated_weight(s.weight[i], values, s.gradient[i], direction, numbers);
-        put(s, values, i);
     }
     write_values(b, s, start, n);
     write_weights(Weights{}, b, s, numbers, start, n);

@@ -100,9 +100,13 @@ using DeviceWeight = {DTYPES[self.written]};
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """Return the compiler's options, among them the one that asks for this processor's own instructions."""
+    """Return the compiler's options, among them the one that asks for this processor's own instructions.
+
+    With AVX-512, compilers would prefer 256-bit vectors on many processors. The compact pass is 1.75 times as fast with
+    512 bits (AMD Zen 5). Processors without AVX-512 are not affected.
+    """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return (*FLAGS, "-march=native" if is_x86 else "-mcpu=native")
+    return (*FLAGS, *(("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)))
 
 
 def _processor() -> str:

@@ -17,14 +17,14 @@ from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 
 # One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `AdamWRule`, in the same order.
 KERNEL_SOURCE = """
-inline float next_step(const float *values, Numbers n) {
-    return values[0] * n[7] / (root(values[1]) * n[4] + n[5]);
-}
-inline float updated_weight(float weight, float *values, float gradient, float, Numbers n) {
+inline void update_values(float *values, float gradient, Numbers n) {
     const float scaled = gradient * n[0];
     values[0] = (scaled - values[0]) * n[1] + values[0];
     values[1] = values[1] * n[2] + scaled * n[3] * scaled;
-    return weight * n[6] + next_step(values, n);
+}
+inline float next_step(const float *rooted, Numbers n) { return rooted[0] * n[7] / (rooted[1] * n[4] + n[5]); }
+inline float updated_weight(float weight, const float *rooted, float, float, Numbers n) {
+    return weight * n[6] + next_step(rooted, n);
 }
 """
 

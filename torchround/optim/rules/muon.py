@@ -18,9 +18,11 @@ from torchround.optim.rules.adamw import AdamWRule
 
 # One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `MuonRule.new_values`.
 KERNEL_SOURCE = """
-inline float updated_weight(float weight, float *values, float gradient, float direction, Numbers n) {
+inline void update_values(float *values, float gradient, Numbers n) {
     const float scaled = gradient * n[0];
     values[0] = (scaled - values[0]) * n[1] + values[0];
+}
+inline float updated_weight(float weight, const float *, float, float direction, Numbers n) {
     return weight * n[2] + direction * n[3];
 }
 """
