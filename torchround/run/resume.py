@@ -20,6 +20,7 @@ from torchround.checkpoint import (
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
+from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
@@ -319,15 +320,17 @@ def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[
         for name in names or now[table]:
             if name not in old and (table, name) not in BEFORE:
                 continue
-            was, will_be = (_meaning(settings, table, name) for settings in (old, now[table]))
+            was, will_be = (_meaning(settings, table, name) for settings in (before, now))
             if was != will_be:
                 changes.append(f"{table}.{name} {was!r} -> {will_be!r}")
     return changes
 
 
-def _meaning(settings: Mapping[str, Any], table: str, name: str) -> Any:
-    """Return a key's value; the correction of the delay by what it does, so that `auto` is no change."""
+def _meaning(config: Mapping[str, Any], table: str, name: str) -> Any:
+    """Return the value of a configuration's key; the correction of the delay by what it does, so that `auto` is no change."""
+    settings = config[table]
     value = settings.get(name, BEFORE.get((table, name)))
     if (table, name) == CORRECTION and value == "auto":
-        return "predict" if settings.get("update") == "async" else "none"
+        corrects = settings.get("update") == "async" and table_for(config.get(OPTIMIZER[0])).can_predict
+        return "predict" if corrects else "none"
     return value
