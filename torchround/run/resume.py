@@ -311,10 +311,11 @@ def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
-    before, now = state.get("config"), config.model_dump(mode="json")
+    saved, now = state.get("config"), config.model_dump(mode="json")
+    before = saved if isinstance(saved, dict) else {}
     changes = []
     for table, names in keys.items():
-        old = before.get(table) if isinstance(before, dict) else None
+        old = before.get(table)
         if not isinstance(old, dict):
             continue
         for name in names or now[table]:
