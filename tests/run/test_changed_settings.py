@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import (
+    ASYNC,
+    STEPS,
+    TWO_ROUNDS,
+    UNCORRECTED,
+    SmallRuns,
+    before_step,
+    interrupt,
+    small_runs,
+)
 from torchround.config import Config
+from torchround.engine.store.prediction import Prediction
 
 __all__ = ["small_runs"]
 
@@ -62,6 +72,40 @@ def test_a_correction_of_the_delay_that_is_new_to_a_run_is_reported(
     caplog.clear()
     assert small_runs("run", ASYNC, "--engine.delay_correction=predict") == 0
     assert "from now on" not in caplog.text
+
+
+def test_a_correction_that_muon_does_not_make_is_no_change(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With Muon `auto` means `none`: neither a resumed run nor a complete one was trained with another setting."""
+    muon = (ASYNC, "--optimizer.name=muon", "--training.dtype=bfloat16")
+    assert small_runs("whole", *muon) == 0
+    stop_after(small_runs, monkeypatch, 2, *muon)
+    for tries in ("resumed", "complete"):
+        assert small_runs("run", *muon, UNCORRECTED) == 0, (tries, capsys.readouterr().err)
+    assert "engine.delay_correction" not in caplog.text
+    small_runs.assert_same("run", "whole")
+
+
+def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Prediction.state
+
+    def without_lr(self: Prediction) -> dict[str, Any]:
+        return {name: value for name, value in whole(self).items() if name != "lr"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prediction, "state", without_lr)
+        stop_after(small_runs, monkeypatch, 2, ASYNC)
+    assert small_runs("run", ASYNC) == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert (
+        "step-2: invalid run state in the checkpoint: ValueError(" in message and "prediction is" in message
+    )
 
 
 def test_other_rounds_change_a_run_by_rounding_alone(

@@ -62,6 +62,18 @@ def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write() -> None:
     assert store.weights()[name].data_ptr() != store.weights()[name].data_ptr() or before.numel() == 0
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["split", "fp32"])
+def test_a_writer_of_some_values_leaves_the_others_as_they_were(dtype: torch.dtype) -> None:
+    store = toy_store(toy_model(), dtype)
+    name = "block.1.up.weight"
+    expected = {key: value.clone() for key, value in store.weights().items()}
+    expected[name][3] = 0.7
+    with store.filling()[name] as weight:
+        weight[3] = 0.7
+    for key, value in store.weights().items():
+        assert torch.equal(value, expected[key]), key
+
+
 def test_a_writer_that_fails_leaves_split_weights_as_they_were() -> None:
     store = toy_store(toy_model(), BF16)
     name = "block.1.up.weight"

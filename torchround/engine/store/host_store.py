@@ -179,7 +179,9 @@ class HostStore:
         # First: it may refuse what the checkpoint says.
         self.prediction = None
         if prediction is not None and self.policy.predicts:
-            self.prediction = Prediction.from_state(prediction, applied_updates, self.optimizer.table)
+            self.prediction = Prediction.from_state(
+                prediction, applied_updates, self.trained, self.optimizer.table
+            )
         self.stale_layers = stale_layers
         for bundle in self.owned:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
