@@ -42,8 +42,10 @@ FORMS = {
     "compact-split": (COMPACT, BFLOAT16),
     "compact-split-async": (COMPACT, BFLOAT16, ASYNC, UNCORRECTED),
 }
-ROUNDED = 'exp_avg and exp_avg_sq are rounded to 8 bits (optimizer.state = "compact")'
-CONTINUED = "exp_avg and exp_avg_sq continue in float32 from values that were rounded to 8 bits"
+ROUNDED = "the optimizer's state (exp_avg, exp_avg_sq) is rounded to 8 bits (optimizer.state = \"compact\")"
+CONTINUED = (
+    "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
+)
 
 
 def as_compact(state: dict[str, Tensor]) -> dict[str, Tensor]:

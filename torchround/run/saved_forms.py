@@ -45,10 +45,10 @@ class SavedForms:
         names = [name for name in self._values if any(key.startswith(f"{name}/") for key in converted)]
         if not names:
             return None
-        kept = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        kept = f"the optimizer's state ({', '.join(names)})"
         if self._own is EXACT:
-            return f"{kept} continue in float32 from values that were rounded to 8 bits"
-        return f'{kept} are rounded to 8 bits (optimizer.state = "{self._own.name}"), which cannot be undone'
+            return f"{kept} continues in float32 from values that were rounded to 8 bits"
+        return f'{kept} is rounded to 8 bits (optimizer.state = "{self._own.name}"), which cannot be undone'
 
     def _conversions(self, stored: Layout, wanted: Layout) -> Iterator[Conversion]:
         for name, (_, shape) in wanted.items():
