@@ -53,7 +53,7 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.Monke
 
 
 def test_a_user_without_a_name_has_inductors_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under a number of its own."""
+    """A container may run under a number that has no name."""
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")
@@ -160,7 +160,7 @@ wait
 def test_a_run_that_stops_meanwhile_takes_its_compilers_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the processes that they start: a pipe that these write to has no writer left."""
+    """The processes that compilers start end too: a pipe that these write to has no writer left."""
     cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
     os.mkfifo(pipe)
     compiler.write_text(SLOW_COMPILER.format(pipe=pipe))

@@ -123,7 +123,7 @@ def make_optimizer(table: OptimizerTable) -> Optimizer:
 
 @dataclass(frozen=True)
 class Unchanged(UpdateRule):
-    """The rule of weights that someone else updates, or that stay as they are: no values, no update."""
+    """The rule of weights that a `HostOptimizer` updates, or that stay as they are: no values, no update."""
 
     values = ()
 

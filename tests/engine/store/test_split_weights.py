@@ -136,7 +136,7 @@ def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter() -> None
 
 
 def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() -> None:
-    """With no weight decay all parameters share a rule; a table with decay then needs two."""
+    """All parameters share a rule without weight decay; a table with decay then needs two."""
     model = toy_model()
     store = toy_store(model, optimizer=make_optimizer(AdamWTable(weight_decay=0.0, state="compact")))
     assert {len(bundle.segments) for bundle in store.bundles} == {1}
