@@ -174,6 +174,26 @@ def test_a_part_that_is_missing_is_named_and_nothing_is_written(
     assert all((tensor == 99).all() for tensor in target.values())
 
 
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_older_device_weights_are_cast_to_the_run_s_dtype(
+    tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    was, is_now = dtypes
+    stored = {f"master_1_old/{name}": torch.rand(shape).to(was) for name, shape in SHAPES.items()}
+    forms = assert_loads(
+        tmp_path, stored, {name: tensor.to(is_now) for name, tensor in stored.items()}, EXACT
+    )
+    assert forms.rounding_text(stored) is None
+    other_shape = {"master_1_old/head.one": torch.zeros(2, dtype=is_now)}
+    with pytest.raises(
+        ForeignCheckpointError, match=r"master_1_old/head\.one is .* \[1\] instead of .* \[2\]"
+    ):
+        load_checkpoint(tmp_path / "step-1", other_shape, lambda name: True, converter=forms)
+
+
 def test_a_scale_of_another_length_is_refused(tmp_path: Path) -> None:
     """A forged header must not decide how much a conversion reads or writes."""
     stored = kept_as(exact_state(), COMPACT)
