@@ -134,7 +134,7 @@ def _joining(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
 
     def receiver(kind: str) -> Receiver:
         def take(start: int, elements: Tensor) -> None:
-            if start == 0:
+            if not begun:
                 begun.append(kind)
             there = waiting[start : start + len(elements)]
             bits = elements.view(torch.int16)
