@@ -15,6 +15,7 @@ from torchround.checkpoint import (
 )
 from torchround.optim.formats import COMPACT, EXACT, StateFormat, StateValue
 from torchround.optim.split_weights import split
+from torchround.run import saved_forms
 from torchround.run.saved_forms import SavedForms, value_layout
 
 VALUES = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
@@ -102,8 +103,9 @@ def backwards(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["one file", "a file each"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read pieces of 4096 bytes, from one file or from one for each tensor."""
+    """Read pieces of 4096 bytes, from one file or from one for each tensor; decode a few blocks at once."""
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(saved_forms, "_CHUNK_ELEMENTS", 1024)
     if request.param == "a file each":
         monkeypatch.setattr(tensor_file, "FILE_BYTES", 1)
 
