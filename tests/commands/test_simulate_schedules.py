@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,35 @@ def test_a_picture_names_what_was_simulated_its_devices_and_tasks_of_both_kinds(
     assert "small on rtx4090: 2 devices, 4 micro-batches per step" in words
     assert ("device 0" in words, "device 1" in words, "device 2" in words) == (True, True, False)
     assert ("both in one" in words) is fused
+
+
+@pytest.mark.parametrize("schedule", ["roundpipe_sync", "roundpipe_async"])
+def test_work_of_devices_for_an_update_is_in_picture_and_trace_and_has_no_micro_batch(
+    small_costs: Path, tmp_path: Path, schedule: str
+) -> None:
+    """Layers 1 to 5 have such work; the devices take it in turn, the deepest layer first."""
+    costs = json.loads(small_costs.read_text())
+    costs["layers"] = [dict(layer) for layer in costs["layers"]]
+    for layer in costs["layers"][1:6]:
+        layer |= {"job_s": 0.03, "job_link_s": 0.002}
+    small_costs.write_text(json.dumps(costs))
+    (tmp_path / "partition.json").write_text(json.dumps({"forward": [6], "fused": 1, "backward": [3, 3]}))
+    files = ["--plot", str(tmp_path / "picture.svg"), "--trace", str(tmp_path / "trace.json")]
+    files += ["--partition", str(tmp_path / "partition.json")]
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", *files]
+    with rc_context({"svg.fonttype": "none"}):
+        assert main([*arguments, "--schedules", schedule]) == 0
+    picture = (tmp_path / "picture.svg").read_text()
+    assert ">orthogonalisation</text>" in picture
+    # One number for each micro-batch in each of four stages and two recomputations.
+    numbers = re.findall(r'<text style="font-size: 5px[^>]*>(\d+)</text>', picture)
+    assert Counter(numbers) == dict.fromkeys("0123", 6)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    jobs = [event for event in events if event.get("cat") == "orthogonalise"]
+    jobs = [event for event in jobs if event["args"]["step"] == jobs[0]["args"]["step"]]
+    assert [event["name"] for event in jobs] == ["O 5", "O 4", "O 3", "O 2", "O 1"]
+    devices = [event["pid"] for event in jobs]
+    assert devices == [devices[0], 1 - devices[0]] * 2 + devices[:1]
 
 
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(

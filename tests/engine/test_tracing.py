@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.toy import (
     KEPT,
     OPTIMIZER,
@@ -26,7 +27,8 @@ from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.tracing import StepTraces
-from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind
+from torchround.optim import make_optimizer
+from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind, label
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
@@ -45,18 +47,20 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=()):
+def train_traced(
+    num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=(), optimizer=OPTIMIZER
+):
     """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
 
     With `validates`, an evaluation runs before each step.
     """
     model = toy_model()
-    store = toy_store(model, policy=policy)
+    store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
     traces = KeptTraces(TraceTable(steps=(TRACED + 1,)), folder, devices, total_steps=len(BATCHES))
     under_way = []
     settings = EngineSettings(kept=kept)
-    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER, settings=settings) as engine:
+    with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
         traces.start()
         for device in devices if watcher else ():
             device.watchers.append(watcher)
@@ -125,6 +129,51 @@ def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(tmp_pa
         )
         # Nine sequences of eight tokens through five blocks, all of them before the fused stage.
         assert moved - without == 9 * 5 * sum(part.nbytes for part in work.keepable)
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(tmp_path, num_devices, policy):
+    """One span for each block, the deepest first; look-aheads go up and directions come down in two bytes each."""
+    timeline, store = train_traced(num_devices, tmp_path, policy, optimizer=OPTIMIZERS["muon"])
+    plain, _ = train_traced(num_devices, tmp_path, policy)
+    spans = {
+        task.layers.start: (task, start, end) for task, start, end in own(timeline) if is_direction(task)
+    }
+    assert sum(is_direction(task) for task, _, _ in own(timeline)) == len(spans)
+    assert [label(spans[layer][0]) for layer in (5, 4, 3, 2, 1)] == ["O 5", "O 4", "O 3", "O 2", "O 1"]
+    first = spans[5][0].device
+    assert all(task.device == (first + 5 - layer) % num_devices for layer, (task, _, _) in spans.items())
+    # In sync the jobs follow the step's own tasks; in async as many free slots as devices are in each step's tasks.
+    tasks = len(PARTITION.stages())
+    skipped = num_devices if policy is ASYNC else 0
+    assert (
+        first
+        == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0))
+        % num_devices
+    )
+    assert all(task.stream == COMPUTE and start < end for task, start, end in spans.values())
+    matrices = sum(
+        segment.numel
+        for bundle in store.bundles
+        for segment in bundle.segments
+        if segment.direction is not None
+    )
+    for kind in (TaskKind.RELOAD, TaskKind.GRADIENTS):
+        moved, without = (
+            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind)
+            for line in (timeline, plain)
+        )
+        assert moved - without == 2 * matrices
+    updates = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
+    assert max(end for _, _, end in spans.values()) <= updates
+    for device in range(num_devices):
+        mine = timeline.of_device(device)
+        assert all(timeline.end_s[a] <= timeline.start_s[b] for a, b in pairwise(mine))
+
+
+def is_direction(task):
+    return task.kind is TaskKind.ORTHOGONALISE
 
 
 def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):

@@ -1,15 +1,24 @@
 """Threads on memory nodes: what a machine's folder says, how buffers are cut, and who works on which part."""
 
+import itertools
+import logging
 import os
 import threading
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.toy import WIDTH, ToyBlock, toy_model
+from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.host_store import HostStore
+from torchround.optim import make_optimizer, node_threads
 from torchround.optim.node_threads import NodeThreads, Range, cut, memory_nodes
 
 
@@ -33,6 +42,13 @@ def test_a_machine_that_does_not_say_has_no_nodes(tmp_path: Path) -> None:
     assert memory_nodes(made_up_nodes(tmp_path, {0: "all of them"})) == []
 
 
+def test_a_folder_with_other_names_than_numbers_says_nothing(tmp_path: Path) -> None:
+    made_up_nodes(tmp_path, {0: "0"})
+    (tmp_path / "node0-old").mkdir()
+    (tmp_path / "node0-old" / "cpulist").write_text("0\n")
+    assert memory_nodes(tmp_path) == []
+
+
 @given(length=st.integers(0, 10_000), unit=st.integers(1, 300), parts=st.integers(1, 9))
 def test_ranges_cover_everything_once_and_begin_at_units(length: int, unit: int, parts: int) -> None:
     ranges = cut(length, unit, parts)
@@ -40,23 +56,76 @@ def test_ranges_cover_everything_once_and_begin_at_units(length: int, unit: int,
     assert len(ranges) == parts and all(each.start % unit == 0 for each in ranges)
 
 
-def work_seen(threads: NodeThreads, length: int) -> dict[tuple[int, int], str]:
-    """Let the threads take pieces of 10, and return which thread took which."""
-    seen: dict[tuple[int, int], str] = {}
+Work = dict[tuple[int, int], list[str]]
 
-    def work(part: Range) -> None:
-        while (piece := part.take(10)) is not None:
-            seen[piece] = threading.current_thread().name
 
-    threads.run(length, 10, work)
+def work_seen(threads: NodeThreads, length: int) -> Work:
+    """Let the threads take pieces of 10 and end, and return by which threads each was taken."""
+    seen = work_begun(threads, length)
     threads.close()
     return seen
 
 
+def work_begun(threads: NodeThreads, length: int) -> Work:
+    seen: Work = defaultdict(list)
+
+    def work(part: Range) -> None:
+        while (piece := part.take(10)) is not None:
+            seen[piece].append(threading.current_thread().name)
+
+    threads.run(length, 10, work)
+    return seen
+
+
+def done_once(seen: Work, length: int) -> bool:
+    pieces = {(start, min(start + 10, length)) for start in range(0, length, 10)}
+    return seen.keys() == pieces and {len(by) for by in seen.values()} == {1}
+
+
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_every_piece_is_done_once_by_any_number_of_threads(count: int) -> None:
-    pieces = [(start, min(start + 10, 1003)) for start in range(0, 1003, 10)]
-    assert sorted(work_seen(NodeThreads(count), 1003)) == pieces
+    assert done_once(work_seen(NodeThreads(count), 1003), 1003)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("nodes", [[], [{0}, {1}]], ids=["flat", "two nodes"])
+def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nodes: list[frozenset[int]], most: int
+) -> None:
+    start, started = threading.Thread.start, itertools.count()
+
+    def refuse(thread: threading.Thread) -> None:
+        if next(started) >= most:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    node_threads._warn_once.cache_clear()
+    threads = NodeThreads(4, nodes)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(threading.Thread, "start", refuse)
+        first = work_begun(threads, 1000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a thread for work on host memory is refused (can't start new thread); fewer threads do it, more slowly"
+    ]
+    # What a thread was refused for is not done later either.
+    second = work_seen(threads, 1000)
+    assert done_once(first, 1000) and done_once(second, 1000)
+
+
+def test_threads_that_may_not_be_bound_work_on_any_core(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    node_threads._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        seen = work_seen(NodeThreads(4, [frozenset({0, 1}), frozenset({2, 3})]), 1000)
+    assert done_once(seen, 1000) and "MainThread" not in {name for (name,) in seen.values()}
+    [message] = {record.getMessage() for record in caplog.records}
+    assert "cannot be bound" in message
 
 
 def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(
@@ -72,14 +141,14 @@ def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(
     nodes = [frozenset({0, 1}), frozenset({2, 3})]
     seen = work_seen(NodeThreads(4, nodes), 1000)
     assert set(bound.values()) == set(nodes)
-    assert len(seen) == 100
-    assert all(bound[name] == nodes[start // 500] for (start, _), name in seen.items())
+    assert done_once(seen, 1000)
+    assert all(bound[name] == nodes[start // 500] for (start, _), (name,) in seen.items())
 
 
 @pytest.mark.parametrize("nodes", [[], [frozenset({0, 1})]], ids=["none", "one"])
 def test_a_flat_machine_binds_no_thread(monkeypatch: pytest.MonkeyPatch, nodes: list[frozenset[int]]) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("a thread was bound"))
-    assert len(work_seen(NodeThreads(3, nodes), 1000)) == 100
+    assert done_once(work_seen(NodeThreads(3, nodes), 1000), 1000)
 
 
 def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended() -> None:
@@ -92,23 +161,56 @@ def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended() -> No
     threads.close()
 
 
-@pytest.mark.parametrize("for_devices", [True, False])
-def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(
-    monkeypatch: pytest.MonkeyPatch, for_devices: bool
-) -> None:
+@pytest.fixture
+def first_writers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Make up two nodes, and note which of them writes each range of new buffers: node (-1: neither), address, bytes."""
     nodes = (frozenset({0}), frozenset({1}))
-    bound: dict[int, frozenset[int]] = {}
-    written: dict[int, tuple[int, int]] = {}
+    bound: dict[int, int] = {}
+    written: list[tuple[int, int, int]] = []
     monkeypatch.setattr(host_memory, "nodes_of_machine", lambda: nodes)
     monkeypatch.setattr(
-        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): cores})
+        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): nodes.index(cores)})
     )
     monkeypatch.setattr(
         host_memory.ctypes,
         "memset",
-        lambda address, _, size: written.update({threading.get_ident(): (address, size)}),
+        lambda address, _, size: written.append((bound.get(threading.get_ident(), -1), address, size)),
     )
+    return written
+
+
+@pytest.mark.parametrize("for_devices", [True, False])
+def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(
+    first_writers: list[tuple[int, int, int]], for_devices: bool
+) -> None:
     buffer = HostAllocator(pinned=False).allocate(1_000_000, for_devices)
     begin, half = buffer.data_ptr(), 1_000_000 // 2 // 4096 * 4096
-    spans = {bound[thread]: span for thread, span in written.items()}
-    assert spans == {nodes[0]: (begin, half), nodes[1]: (begin + half, 1_000_000 - half)}
+    assert sorted(first_writers) == [(0, begin, half), (1, begin + half, 1_000_000 - half)]
+
+
+class WideBlock(ToyBlock):
+    """A block whose matrices have two learning rates in Muon, and so segments of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4096, device="meta")
+        self.down = torch.nn.Linear(4096, WIDTH, bias=False, device="meta")
+        self.square = torch.nn.Parameter(torch.empty(256, 256, device="meta"))
+
+
+def test_the_node_that_updates_a_range_of_a_segment_has_first_written_it(
+    first_writers: list[tuple[int, int, int]],
+) -> None:
+    model = toy_model()
+    model = replace(model, layers=(model.layers[0], WideBlock(), *model.layers[2:]))
+    store = HostStore(model, torch.bfloat16, optimizer=make_optimizer(MuonTable()))
+    store.allocate_gradients(rounds=2)
+    bundle = store.bundles[1]
+    large = [segment for segment in bundle.segments if segment.numel >= 2**16]
+    assert len(large) == 2
+    for flat in (bundle.device_weights[0], bundle.residual, bundle.gradient):
+        assert flat is not None
+        for segment in large:
+            for node, part in enumerate(cut(segment.numel * flat.itemsize, 4096, 2)):
+                begin = flat.data_ptr() + segment.start * flat.itemsize
+                assert (node, begin + part.start, part.stop - part.start) in first_writers

@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import (
+    ASYNC,
+    STEPS,
+    TWO_ROUNDS,
+    UNCORRECTED,
+    SmallRuns,
+    before_step,
+    interrupt,
+    small_runs,
+)
 from torchround.config import Config
+from torchround.engine.store.prediction import Prediction
 
 __all__ = ["small_runs"]
 
@@ -64,6 +74,40 @@ def test_a_correction_of_the_delay_that_is_new_to_a_run_is_reported(
     assert "from now on" not in caplog.text
 
 
+def test_a_correction_that_muon_does_not_make_is_no_change(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With Muon `auto` means `none`: neither a resumed run nor a complete one was trained with another setting."""
+    muon = (ASYNC, "--optimizer.name=muon", "--training.dtype=bfloat16")
+    assert small_runs("whole", *muon) == 0
+    stop_after(small_runs, monkeypatch, 2, *muon)
+    for tries in ("resumed", "complete"):
+        assert small_runs("run", *muon, UNCORRECTED) == 0, (tries, capsys.readouterr().err)
+    assert "engine.delay_correction" not in caplog.text
+    small_runs.assert_same("run", "whole")
+
+
+def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Prediction.state
+
+    def without_lr(self: Prediction) -> dict[str, Any]:
+        return {name: value for name, value in whole(self).items() if name != "lr"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prediction, "state", without_lr)
+        stop_after(small_runs, monkeypatch, 2, ASYNC)
+    assert small_runs("run", ASYNC) == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert (
+        "step-2: invalid run state in the checkpoint: ValueError(" in message and "prediction is" in message
+    )
+
+
 def test_other_rounds_change_a_run_by_rounding_alone(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,3 +145,12 @@ def test_another_model_is_refused_with_what_differs_and_other_number_formats_are
     code = small_runs("run", "--training.steps=6", change)
     message = capsys.readouterr().err
     assert code == (2 if differs else 0) and differs in message and "Traceback" not in message, message
+
+
+def test_frozen_weights_of_another_number_format_are_refused_with_the_key(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("run", "--lora.rank=2") == 0
+    assert small_runs("run", "--lora.rank=2", "--training.steps=6", "--training.dtype=bfloat16") == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert "is float32 [" in message and "(training.dtype 'float32' -> 'bfloat16'). Resume with" in message

@@ -102,7 +102,8 @@ def _draw(
                 if upper:
                     pale = _colour(replace(task, kind=TaskKind.FORWARD), num_layers)
                     panel.add_patch(Rectangle((left_ms, bottom), width_ms, upper, fc=pale, lw=0))
-                if stream == COMPUTE and end_s - begin_s > numbered_s:
+                # Work for an update is of no micro-batch.
+                if stream == COMPUTE and task.micro_batch >= 0 and end_s - begin_s > numbered_s:
                     place = left_ms + width_ms / 2, bottom + (height + upper) / 2
                     _number(panel, task.micro_batch % per_step, place, fill)
     panel.set_ylim(line.num_devices - 0.5, -0.5)

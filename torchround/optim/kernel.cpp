@@ -175,7 +175,8 @@ template <int V> inline void write_value(Compact, const Buffers &b, const Span &
         uint8_t *codes = static_cast<uint8_t *>(b.parts[V].kept) + start;
         const float factor = scale > 0 ? 255.0f / scale : 0.0f;
         for (int i = 0; i < n; ++i) {
-            const uint8_t code = uint8_t(bits<int32_t>(from[i] * factor + TO_INTEGER));
+            const float whole = from[i] * factor; // infinite if the value is
+            const uint8_t code = uint8_t(bits<int32_t>((whole < 255.0f ? whole : 255.0f) + TO_INTEGER));
             const uint8_t least = from[i] > 0;
             codes[i] = code < least ? least : code;
         }

@@ -8,13 +8,16 @@ no thread is bound to cores.
 
 import ctypes
 import itertools
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 NODES = Path("/sys/devices/system/node")
 
@@ -55,35 +58,36 @@ RangeWork = Callable[[Range], None]
 class NodeThreads:
     """`count` threads, the calling one among them unless there are nodes; then each node has its share of them.
 
-    `close` ends them.
+    The calling thread does the work of threads that the system refuses to start. `close` ends the threads.
     """
 
     def __init__(self, count: int, nodes: Nodes = ()) -> None:
-        self._nodes = nodes if len(nodes) > 1 else ()
-        if self._nodes:
-            cores = sum(map(len, self._nodes))
-            self._counts = [max(1, count * len(node) // cores) for node in self._nodes]
-            sized = enumerate(zip(self._counts, self._nodes, strict=True))
-            self._pools = [_pool(size, f"torchround node {k}", node) for k, (size, node) in sized]
-        else:
-            self._counts = [count - 1]
-            self._pools = [_pool(count - 1, "torchround update", None)] if count > 1 else []
+        self._is_bound = len(nodes) > 1
+        shares: list[tuple[int, str, frozenset[int] | None]] = [(count - 1, "torchround update", None)]
+        if self._is_bound:
+            cores = sum(map(len, nodes))
+            sized = ((max(1, count * len(node) // cores), node) for node in nodes)
+            shares = [(size, f"torchround node {k}", node) for k, (size, node) in enumerate(sized)]
+        # By node. Executors of one thread each: one of several keeps the work of a thread that could not be started, and
+        # another of its threads would do it at a later time.
+        self._threads = [[_thread(name, node) for _ in range(size)] for size, name, node in shares]
 
     def run(self, length: int, unit: int, work: RangeWork) -> None:
         """Let the threads do the work on `[0, length)`, and return when all of it is done.
 
         Ranges begin at multiples of `unit`. Fewer than two units for each range are done by the calling thread alone.
         """
-        ranges = cut(length, unit, max(1, len(self._nodes)))
+        ranges = cut(length, unit, len(self._threads))
         futures: list[Future[None]] = []
         try:
             if length >= 2 * unit * len(ranges):
-                for pool, range_, size in zip(self._pools, ranges, self._counts, strict=False):
+                for threads, range_ in zip(self._threads, ranges, strict=True):
                     pieces = -(-(range_.stop - range_.start) // unit)
-                    futures += [pool.submit(work, range_) for _ in range(min(size, pieces))]
-            if not futures or not self._nodes:
-                for range_ in ranges:
-                    work(range_)
+                    futures += _begin(threads, pieces, work, range_)
+            if self._is_bound:
+                wait(futures)  # then nothing is left for this thread, whose node may be another
+            for range_ in ranges:
+                work(range_)
         finally:
             wait(futures)  # they write to the caller's buffers
         for future in futures:
@@ -91,16 +95,42 @@ class NodeThreads:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in self._pools:
-            pool.shutdown()
+        for thread in itertools.chain.from_iterable(self._threads):
+            thread.shutdown()
 
 
-def _pool(size: int, name: str, cores: frozenset[int] | None) -> ThreadPoolExecutor:
+def _begin(
+    threads: list[ThreadPoolExecutor], most: int, work: RangeWork, range_: Range
+) -> Iterator[Future[None]]:
+    """Let at most `most` of the threads begin with a range. Threads that cannot be started are dropped."""
+    for thread in threads[:most]:
+        try:
+            yield thread.submit(work, range_)
+        except RuntimeError as error:  # a limit on the number of processes, or the interpreter ends
+            thread.shutdown(wait=False, cancel_futures=True)
+            threads.remove(thread)
+            _warn_once(
+                f"a thread for work on host memory is refused ({error}); fewer threads do it, more slowly"
+            )
+
+
+def _thread(name: str, cores: frozenset[int] | None) -> ThreadPoolExecutor:
     def bind() -> None:
-        if cores is not None:
-            os.sched_setaffinity(0, cores)  # of this thread alone
+        try:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # of this thread alone
+        except OSError as error:
+            _warn_once(
+                f"threads cannot be bound to the cores of a memory node ({error}); they run on any core, where "
+                "memory may be farther away"
+            )
 
-    return ThreadPoolExecutor(size, thread_name_prefix=name, initializer=bind)
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=bind)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def cut(length: int, unit: int, parts: int) -> list[Range]:
@@ -114,8 +144,8 @@ def memory_nodes(folder: Path = NODES) -> list[frozenset[int]]:
     if not hasattr(os, "sched_getaffinity"):
         return []
     usable = os.sched_getaffinity(0)
-    lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     try:
+        lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
         nodes = [_cores(path.read_text()) & usable for path in lists]
     except (OSError, ValueError):
         return []

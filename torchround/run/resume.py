@@ -20,6 +20,7 @@ from torchround.checkpoint import (
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
+from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
@@ -56,7 +57,7 @@ RUN_KEYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("load_path", "load"),
 }
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
-STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
+STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base"), "training": ("dtype",)}
 
 # The entries of a checkpoint's state, and their types.
 STATE_TYPES: Mapping[str, type] = {
@@ -310,24 +311,27 @@ def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
-    before, now = state.get("config"), config.model_dump(mode="json")
+    saved, now = state.get("config"), config.model_dump(mode="json")
+    before = saved if isinstance(saved, dict) else {}
     changes = []
     for table, names in keys.items():
-        old = before.get(table) if isinstance(before, dict) else None
+        old = before.get(table)
         if not isinstance(old, dict):
             continue
         for name in names or now[table]:
             if name not in old and (table, name) not in BEFORE:
                 continue
-            was, will_be = (_meaning(settings, table, name) for settings in (old, now[table]))
+            was, will_be = (_meaning(settings, table, name) for settings in (before, now))
             if was != will_be:
                 changes.append(f"{table}.{name} {was!r} -> {will_be!r}")
     return changes
 
 
-def _meaning(settings: Mapping[str, Any], table: str, name: str) -> Any:
-    """Return a key's value; the correction of the delay by what it does, so that `auto` is no change."""
+def _meaning(config: Mapping[str, Any], table: str, name: str) -> Any:
+    """Return the value of a configuration's key; the correction of the delay by what it does, so that `auto` is no change."""
+    settings = config[table]
     value = settings.get(name, BEFORE.get((table, name)))
     if (table, name) == CORRECTION and value == "auto":
-        return "predict" if settings.get("update") == "async" else "none"
+        corrects = settings.get("update") == "async" and table_for(config.get(OPTIMIZER[0])).can_predict
+        return "predict" if corrects else "none"
     return value

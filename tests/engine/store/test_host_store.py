@@ -1,7 +1,9 @@
 """The host store: which state is stored where and how often, its views, and what a resume restores."""
 
 import itertools
-from typing import Literal
+import re
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -278,3 +280,41 @@ def test_a_parameter_that_a_layer_uses_twice_is_stored_once() -> None:
     assert not any("again" in name for name in store.weights())
     places = {location.path: location.parameter for location in store.locations[1]}
     assert places["up.weight"] == places["again.weight"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: None, None),
+        (lambda state: state.pop("lr"), "prediction is {'betas'"),
+        (lambda state: state.pop("betas"), "prediction has lr, eps; legal: lr, betas, eps"),
+        (lambda state: state.update(weight_decay=0.1), "prediction has lr, betas, eps, weight_decay; legal"),
+        (lambda state: state.update(lr=float("nan")), "prediction is {'lr': nan"),
+        (lambda state: state.update(betas=0.9), "betas"),
+        (lambda state: state.update(eps=None), "eps"),
+    ],
+    ids=["sound", "no lr", "no betas", "a key too many", "not finite", "no pair", "no number"],
+)
+def test_a_damaged_prediction_is_refused_by_one_kind_of_error_before_anything_changes(
+    damage: Callable[[dict[str, Any]], object], message: str | None
+) -> None:
+    store = toy_store(toy_model(), torch.bfloat16, policy=ASYNC_PREDICT)
+    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
+        train(engine, BATCHES[:2])
+    saved, before = store.resume_state()["prediction"], copy_of(store)
+    weights = [bundle.version(2).clone() for bundle in store.bundles]
+    damage(saved)
+    if message is None:
+        store.resume(2, applied_updates=2, prediction=saved)
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            store.resume(2, applied_updates=2, prediction=saved)
+    assert_same_state(copy_of(store), before)
+    assert all(torch.equal(b.version(2), old) for b, old in zip(store.bundles, weights, strict=True))
+
+
+@pytest.mark.parametrize("prediction", [[], 5, "lr"], ids=str)
+def test_a_prediction_that_is_no_table_is_refused(prediction: Any) -> None:
+    store = toy_store(toy_model(), policy=ASYNC_PREDICT)
+    with pytest.raises(ValueError, match="prediction is "):
+        store.resume(2, applied_updates=2, prediction=prediction)

@@ -42,22 +42,26 @@ class Prediction:
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, Any], applied_updates: int, table: type[OptimizerTable]
+        cls, state: Any, applied_updates: int, bundles: Iterable[Bundle], table: type[OptimizerTable]
     ) -> "Prediction":
-        """Rebuild it from a checkpoint. Raises `ValueError` for numbers that no update can have had.
+        """Rebuild it from a checkpoint, for these bundles. Raises `ValueError` for what no update can have left.
 
-        `table` says which settings are legal.
+        `table` says which values of settings are legal.
         """
+        lr = state.get("lr") if isinstance(state, Mapping) else None
+        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
+            raise ValueError(f"prediction is {str(state)[:100]}")
         settings = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in state.items()
             if name != "lr"
         }
-        lr = state["lr"]
-        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
-            raise ValueError(f"prediction is {str(dict(state))[:100]}")
+        found, names = cls(lr, settings), cls.of(bundles, lr).settings.keys()
+        if settings.keys() != names:
+            listed = ", ".join(["lr", *names])
+            raise ValueError(f"prediction has {', '.join(map(str, state))}; legal: {listed}")
         table.model_validate(settings)
-        return cls(lr, settings)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return its values, JSON-able."""

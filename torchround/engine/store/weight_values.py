@@ -1,13 +1,12 @@
 """The weights of a host store by name: their values, and memory to write them by.
 
 Split weights are nowhere in memory as fp32 numbers. So a reader gets a fresh copy of one parameter at each access, and a
-writer gets one parameter in fp32, which is split when the writer is done with it.
+writer gets one parameter in fp32, which is split again when the writer is done with it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import Tensor
 
 from torchround.engine.store.bundles import Bundle
@@ -41,7 +40,7 @@ class WeightValues(Mapping[str, Tensor]):
         return len(self._held)
 
     def writable(self) -> Mapping[str, AbstractContextManager[Tensor]]:
-        """Return, for each parameter, a block in which all its values are written."""
+        """Return, for each parameter, a block in which its values can be changed."""
         return {
             name: _written(bundle, parameter, self._version)
             for name, (bundle, parameter) in self._held.items()
@@ -55,10 +54,8 @@ def values_of(bundle: Bundle, parameter: FlatParameter, version: int) -> Tensor:
 
 @contextmanager
 def _written(bundle: Bundle, parameter: FlatParameter, version: int) -> Iterator[Tensor]:
-    """Yield memory for all values of a parameter. Those of split weights are split at the end, if no exception ends it."""
-    if bundle.residual is None:
-        yield values_of(bundle, parameter, version)
-        return
-    values = torch.empty(parameter.shape)  # all of them are written, so the old ones need not be joined
+    """Yield a parameter's values, to be changed. Those of split weights are split at the end, if no exception ends it."""
+    values = values_of(bundle, parameter, version)
     yield values
-    bundle.set_weights(values.view(-1), version, parameter.start)
+    if bundle.residual is not None:
+        bundle.set_weights(values.view(-1), version, parameter.start)
