@@ -65,6 +65,7 @@ inline float next_step(const float *rooted, Numbers numbers);
 #include "kind.h"
 
 constexpr float TO_INTEGER = 12582912.0f; // 1.5 x 2^23: a sum with it has the nearest integer in its last bits
+constexpr int32_t CODE_0 = 0x4b400000;    // its pattern
 
 // The segment's buffers, in the order of `kernel.py`.
 struct Buffers {
@@ -175,10 +176,11 @@ template <int V> inline void write_value(Compact, const Buffers &b, const Span &
         uint8_t *codes = static_cast<uint8_t *>(b.parts[V].kept) + start;
         const float factor = scale > 0 ? 255.0f / scale : 0.0f;
         for (int i = 0; i < n; ++i) {
-            const float whole = from[i] * factor; // infinite if the value is
-            const uint8_t code = uint8_t(bits<int32_t>((whole < 255.0f ? whole : 255.0f) + TO_INTEGER));
-            const uint8_t least = from[i] > 0;
-            codes[i] = code < least ? least : code;
+            // A root above 0 has at least the code 1, and an infinite one the code 255.
+            const int32_t root_bits = bits<int32_t>(from[i]), code = bits<int32_t>(from[i] * factor + TO_INTEGER);
+            const int32_t least = CODE_0 | (root_bits < 1 ? root_bits : 1), most = CODE_0 | 255;
+            const int32_t bounded = code < most ? code : most;
+            codes[i] = uint8_t(bounded < least ? least : bounded);
         }
     }
 }
