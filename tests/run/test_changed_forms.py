@@ -42,7 +42,7 @@ FORMS = {
     "compact-split": (COMPACT, BFLOAT16),
     "compact-split-async": (COMPACT, BFLOAT16, ASYNC, UNCORRECTED),
 }
-ROUNDED = "the optimizer's state (exp_avg, exp_avg_sq) is rounded to 8 bits (optimizer.state = \"compact\")"
+ROUNDED = 'the optimizer\'s state (exp_avg, exp_avg_sq) is rounded to 8 bits (optimizer.state = "compact")'
 CONTINUED = (
     "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
 )
