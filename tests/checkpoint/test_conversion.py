@@ -23,8 +23,7 @@ from torchround.checkpoint import (
     step_folder,
     tensor_file,
 )
-from torchround.checkpoint.conversion import TensorSink
-from torchround.checkpoint.tensor_file import TensorFile
+from torchround.checkpoint.conversion import ReadingPlan, TensorSink, layout_of
 from torchround.machines.group import MachineGroup
 
 # 5000 elements are several pieces of 4096 bytes in 16 bits, and their bytes are no whole blocks of a disk.
@@ -231,6 +230,15 @@ def test_machines_read_halves_that_others_saved(tmp_path: Path, shared: bool) ->
         assert loaded.converted == whole_values().keys()
 
 
+def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone() -> None:
+    frozen = {"weights/frozen": torch.arange(7.0)}
+    stored, wanted = (layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values()))
+    plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
+    own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
+    assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
+    assert plan.needed({}) == frozenset()
+
+
 def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path: Path) -> None:
     """Codes, scales and residuals go to the file from their own memory, as weights do."""
     tensors = {
@@ -241,9 +249,8 @@ def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path: Path) -> No
         "exp_avg_sq/a": torch.arange(64 * 512).view(64, 512).to(torch.uint8),
     }
     [file] = tensor_file.plan_files(tensors)
-    assert isinstance(file, TensorFile) and list(file.tensors) == list(tensors), (
-        "whole blocks keep their order"
-    )
+    assert list(file.tensors) == list(tensors), "whole blocks keep their order"
+    assert all(file.tensors[name] is tensor for name, tensor in tensors.items()), "a tensor was copied"
     path = Checkpointer(tmp_path / "run").save(1, tensors, {})
     shutil.copytree(path, tmp_path / "moved" / "step-1")
     target = room_for(tensors)

@@ -21,6 +21,9 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.worker import orthogonalise
 from torchround.optim import make_optimizer
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.timeline import TaskKind
 
 LR = 1e-2
 STEPS = 4
@@ -230,6 +233,47 @@ def test_each_bundle_goes_to_the_device_whose_turn_it_is():
             taken[landed.layer] = landed.device
     first = len(result.tasks) % 2
     assert taken == {5: first, 4: 1 - first, 3: first, 2: 1 - first, 1: first}
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS.keys())
+def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(
+    partition, num_devices, policy
+):
+    model = toy_model()
+    with muon_engine(model, muon_store(model, policy=policy), num_devices, partition) as engine:
+        results = []
+        for micro_batches in toy_batches(3, micro_batches=2):
+            results.append(engine.forward_backward(micro_batches))
+            engine.step(LR)
+        for result in results:
+            result.update()
+    delay = policy.versions - 1
+    in_slots = [(task.slot, [stage_of(task.stage)]) for result in results for task in result.tasks]
+    for made, handed_out in zip(results, results[delay:], strict=False):
+        for slot in handed_out.direction_slots[:num_devices]:
+            landed = [each.layer for each in made.update().directions if each.device == slot % num_devices]
+            in_slots.append((slot, [("orthogonalise", layer, layer + 1) for layer in landed]))
+    in_slots.sort()
+    layers = [LayerCost(name, 1.0, 1.0, job_s=float(name in model.names[1:-1])) for name in model.names]
+    tasks = dispatch_tasks(partition, Costs(tuple(layers)), num_devices, 2, 1, update=policy.name, steps=3)
+    for device in range(num_devices):
+        simulated = [stage_of(task) for task in tasks if is_first_of_stage(task, device)]
+        jobs = [job for slot, jobs in in_slots if slot % num_devices == device for job in jobs]
+        assert jobs == simulated
+
+
+def stage_of(stage):
+    """Return kind and layers of a stage, or of a simulated task."""
+    layers = getattr(stage, "layers", None) or range(stage.start, stage.stop)
+    return stage.kind.value, layers.start, layers.stop
+
+
+def is_first_of_stage(task, device):
+    """Tell whether a simulated task is the first micro-batch of a stage of this device, or one of its jobs."""
+    kinds = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.ORTHOGONALISE)
+    return task.device == device and task.kind in kinds and task.micro_batch <= 0
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])

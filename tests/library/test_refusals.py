@@ -209,11 +209,12 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
     ("options", "words"),
     [
         ({"optimizer": "adam"}, 'legal: "adamw".*, a class of torch.optim'),
-        ({"state": "tiny"}, "state: .*exact"),
+        ({"state": "tiny"}, 'optimizer = "adamw": state = \'tiny\'; legal: "exact" or "compact"$'),
         ({"optimizer": torch.optim.SGD, "state": "compact"}, "for our own optimizers"),
-        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9, 1.0)}, r"betas = \(0\.9, 1\.0\); legal: an array of 2"),
+        ({"optimizer": "muon", "betas": (0.9,)}, r'"muon": betas = \(0\.9,\); legal: an array of 2'),
     ],
-    ids=["unknown", "unknown format", "format of another's state", "out of range"],
+    ids=["unknown", "unknown format", "format of another's state", "out of range", "too few"],
 )
 def test_settings_of_our_own_optimizers_are_checked_by_their_tables(options, words) -> None:
     with pytest.raises(PipelineUsageError, match=words):

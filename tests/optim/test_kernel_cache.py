@@ -4,12 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
 from torchround.optim import (
@@ -48,6 +50,17 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.Monke
     )  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
+
+
+def test_a_user_without_a_name_has_inductors_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run under a number that has no name."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("getpass.getuser", nameless)
+    assert kind_of(ADAMW).library().parents[1] == Path(default_cache_dir())
 
 
 def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype() -> None:
@@ -137,23 +150,35 @@ def test_a_kernel_with_other_bits_is_not_used(
     assert "does not give the uncompiled one's bits" in record.getMessage()
 
 
+SLOW_COMPILER = """#!/bin/sh
+exec 3> {pipe}
+(echo begun >&3; sleep 60; echo alive >&3) &
+wait
+"""
+
+
 def test_a_run_that_stops_meanwhile_takes_its_compilers_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def remember(*arguments, **options):  # type: ignore[no-untyped-def]
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", remember)
+    """The processes that compilers start end too: a pipe that these write to has no writer left."""
+    cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    compiler.write_text(SLOW_COMPILER.format(pipe=pipe))
+    compiler.chmod(0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("CXX", str(compiler))
+    said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def stop() -> None:
-        raise RunStopped
+        with suppress(BlockingIOError):
+            if os.read(said, 100) == b"begun\n":
+                raise RunStopped
 
-    with pytest.raises(RunStopped):
-        get_kernels([SPLIT[0]], stop)
-    assert [process.returncode for process in started] == [-9]
-    assert not list((tmp_path / "torchround").iterdir())
+    try:
+        with pytest.raises(RunStopped):
+            get_kernels([SPLIT[0]], stop)
+        os.set_blocking(said, True)
+        assert os.read(said, 100) == b""
+    finally:
+        os.close(said)
+    assert not list((cache / "torchround").iterdir())

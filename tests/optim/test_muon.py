@@ -68,6 +68,29 @@ def test_one_step_equals_the_muon_of_torch(shape: tuple[int, ...], keys: dict[st
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    "keys", [{}, {"nesterov": False}, {"adjust_lr": "original"}], ids=["nesterov", "momentum", "original"]
+)
+def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(
+    shape: tuple[int, ...], keys: dict[str, object]
+) -> None:
+    """Whole gradients and a momentum of a half leave nothing to round, so that both orthogonalise the same numbers.
+
+    A rate of 1 makes a step as large as a weight: an error of the step cannot hide in the weight's size.
+    """
+    generator = torch.Generator().manual_seed(9)
+    start = torch.randn(shape, generator=generator)
+    gradients = [torch.randint(-8, 9, shape, generator=generator).float() for _ in range(6)]
+    table = MuonTable(lr=1.0, momentum=0.5, **keys)
+    expected = their_steps(start, gradients, table)
+    weight, momentum = start.clone(), torch.zeros(shape)
+    for gradient in gradients:
+        our_step(buffers_of(rule_of(shape, **dict(table)), weight, momentum, gradient), shape, table.lr)
+    # Each weight is rounded twice or thrice a step.
+    assert (weight - expected).norm() <= 1e-6 * (expected - start).norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_twelve_steps_equal_the_muon_of_torch(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(shape, generator=generator)

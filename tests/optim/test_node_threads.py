@@ -5,15 +5,20 @@ import logging
 import os
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.toy import WIDTH, ToyBlock, toy_model
+from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.host_memory import HostAllocator
-from torchround.optim import node_threads
+from torchround.engine.store.host_store import HostStore
+from torchround.optim import make_optimizer, node_threads
 from torchround.optim.node_threads import NodeThreads, Range, cut, memory_nodes
 
 
@@ -156,23 +161,56 @@ def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended() -> No
     threads.close()
 
 
-@pytest.mark.parametrize("for_devices", [True, False])
-def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(
-    monkeypatch: pytest.MonkeyPatch, for_devices: bool
-) -> None:
+@pytest.fixture
+def first_writers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Make up two nodes, and note which of them writes each range of new buffers: node (-1: neither), address, bytes."""
     nodes = (frozenset({0}), frozenset({1}))
-    bound: dict[int, frozenset[int]] = {}
-    written: dict[int, tuple[int, int]] = {}
+    bound: dict[int, int] = {}
+    written: list[tuple[int, int, int]] = []
     monkeypatch.setattr(host_memory, "nodes_of_machine", lambda: nodes)
     monkeypatch.setattr(
-        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): cores})
+        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): nodes.index(cores)})
     )
     monkeypatch.setattr(
         host_memory.ctypes,
         "memset",
-        lambda address, _, size: written.update({threading.get_ident(): (address, size)}),
+        lambda address, _, size: written.append((bound.get(threading.get_ident(), -1), address, size)),
     )
+    return written
+
+
+@pytest.mark.parametrize("for_devices", [True, False])
+def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(
+    first_writers: list[tuple[int, int, int]], for_devices: bool
+) -> None:
     buffer = HostAllocator(pinned=False).allocate(1_000_000, for_devices)
     begin, half = buffer.data_ptr(), 1_000_000 // 2 // 4096 * 4096
-    spans = {bound[thread]: span for thread, span in written.items()}
-    assert spans == {nodes[0]: (begin, half), nodes[1]: (begin + half, 1_000_000 - half)}
+    assert sorted(first_writers) == [(0, begin, half), (1, begin + half, 1_000_000 - half)]
+
+
+class WideBlock(ToyBlock):
+    """A block whose matrices have two learning rates in Muon, and so segments of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4096, device="meta")
+        self.down = torch.nn.Linear(4096, WIDTH, bias=False, device="meta")
+        self.square = torch.nn.Parameter(torch.empty(256, 256, device="meta"))
+
+
+def test_the_node_that_updates_a_range_of_a_segment_has_first_written_it(
+    first_writers: list[tuple[int, int, int]],
+) -> None:
+    model = toy_model()
+    model = replace(model, layers=(model.layers[0], WideBlock(), *model.layers[2:]))
+    store = HostStore(model, torch.bfloat16, optimizer=make_optimizer(MuonTable()))
+    store.allocate_gradients(rounds=2)
+    bundle = store.bundles[1]
+    large = [segment for segment in bundle.segments if segment.numel >= 2**16]
+    assert len(large) == 2
+    for flat in (bundle.device_weights[0], bundle.residual, bundle.gradient):
+        assert flat is not None
+        for segment in large:
+            for node, part in enumerate(cut(segment.numel * flat.itemsize, 4096, 2)):
+                begin = flat.data_ptr() + segment.start * flat.itemsize
+                assert (node, begin + part.start, part.stop - part.start) in first_writers

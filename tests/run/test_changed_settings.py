@@ -145,3 +145,12 @@ def test_another_model_is_refused_with_what_differs_and_other_number_formats_are
     code = small_runs("run", "--training.steps=6", change)
     message = capsys.readouterr().err
     assert code == (2 if differs else 0) and differs in message and "Traceback" not in message, message
+
+
+def test_frozen_weights_of_another_number_format_are_refused_with_the_key(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("run", "--lora.rank=2") == 0
+    assert small_runs("run", "--lora.rank=2", "--training.steps=6", "--training.dtype=bfloat16") == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert "is float32 [" in message and "(training.dtype 'float32' -> 'bfloat16'). Resume with" in message

@@ -6,7 +6,6 @@ import pytest
 
 from tests.run.test_counted_memory import RandomSetting
 from tests.support.machines import run_machines
-from torchround.config import AdamWTable
 from torchround.data import cut
 from torchround.engine.store.ownership import Ownership
 from torchround.machines.group import MachineGroup
@@ -32,7 +31,7 @@ class MachineSetting(RandomSetting):
         batch = batch if rounds == 1 else 2 * self.num_machines * self.training.micro_batch_size
         self.training = self.training.model_copy(update={"global_batch_size": batch})
         self.engine = self.engine.model_copy(update={"rounds": rounds})
-        self.numbers = RunNumbers(self.training, self.engine)
+        self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
     def question(self, host_bytes: int | None = None) -> RunQuestion:
         hardware = Hardware("cpu", self.devices, self.device_bytes, host_bytes)
@@ -47,7 +46,7 @@ class MachineSetting(RandomSetting):
         store = build_store(model, self.numbers, hardware, ownership=ownership)
         store.initialize(model, 0)
         devices = hardware.make_devices()
-        tables = self.numbers, AdamWTable()
+        tables = self.numbers, self.optimizer
         with build_engine(model, store, devices, plan, *tables, machines=group) as engine:
             reserve_buffers(engine, self.training, self.validates)
             reserved = engine.pool.allocated_bytes
@@ -64,7 +63,7 @@ class MachineSetting(RandomSetting):
             assert engine.pool.allocated_bytes == reserved, "steps took more than was reserved before them"
             peaks = [device.peak_bytes() for device in devices]
             assert max(peaks) <= self.device_bytes
-            activations = max(stage.compute_bytes for stage in plan.stages) * self.devices
+            activations = self.most_activations(plan)
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
 
 

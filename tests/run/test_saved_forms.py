@@ -15,6 +15,7 @@ from torchround.checkpoint import (
 )
 from torchround.optim.formats import COMPACT, EXACT, StateFormat, StateValue
 from torchround.optim.split_weights import split
+from torchround.run import saved_forms
 from torchround.run.saved_forms import SavedForms, value_layout
 
 VALUES = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
@@ -102,8 +103,9 @@ def backwards(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["one file", "a file each"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read pieces of 4096 bytes, from one file or from one for each tensor."""
+    """Read pieces of 4096 bytes, from one file or from one for each tensor; decode a few blocks at once."""
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(saved_forms, "_CHUNK_ELEMENTS", 1024)
     if request.param == "a file each":
         monkeypatch.setattr(tensor_file, "FILE_BYTES", 1)
 
@@ -127,16 +129,16 @@ def test_exact_and_compact_values_become_each_other_as_the_format_rounds(
     exact = exact_state()
     compact = kept_as(exact, COMPACT)
     forms = assert_loads(tmp_path / "compact", order(exact), compact, COMPACT)
-    text = forms.rounding_text(compact)
-    assert text == (
-        'exp_avg and exp_avg_sq are rounded to 8 bits (optimizer.state = "compact"), which cannot be undone'
+    assert forms.rounding_text(compact) == (
+        "the optimizer's state (exp_avg, exp_avg_sq) is rounded to 8 bits "
+        '(optimizer.state = "compact"), which cannot be undone'
     )
-    three = SavedForms((*VALUES, StateValue("momentum_buffer")), COMPACT)
-    text = three.rounding_text({*compact, "momentum_buffer/block.0.w"})
-    assert text is not None and text.startswith("exp_avg, exp_avg_sq and momentum_buffer are rounded")
+    one = SavedForms([StateValue("momentum_buffer")], COMPACT).rounding_text(["momentum_buffer/block.0.w"])
+    assert one is not None and one.startswith("the optimizer's state (momentum_buffer) is rounded")
     forms = assert_loads(tmp_path / "exact", order(compact), read_back(compact, COMPACT), EXACT)
-    text = forms.rounding_text(exact)
-    assert text == "exp_avg and exp_avg_sq continue in float32 from values that were rounded to 8 bits"
+    assert forms.rounding_text(exact) == (
+        "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
+    )
 
 
 def test_both_conversions_at_once_and_none_where_forms_are_equal(tmp_path: Path) -> None:
@@ -172,6 +174,26 @@ def test_a_part_that_is_missing_is_named_and_nothing_is_written(
     with pytest.raises(ForeignCheckpointError, match=words):
         load_checkpoint(path, target, converter=SavedForms(VALUES, own))
     assert all((tensor == 99).all() for tensor in target.values())
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_older_device_weights_are_cast_to_the_run_s_dtype(
+    tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    was, is_now = dtypes
+    stored = {f"master_1_old/{name}": torch.rand(shape).to(was) for name, shape in SHAPES.items()}
+    forms = assert_loads(
+        tmp_path, stored, {name: tensor.to(is_now) for name, tensor in stored.items()}, EXACT
+    )
+    assert forms.rounding_text(stored) is None
+    other_shape = {"master_1_old/head.one": torch.zeros(2, dtype=is_now)}
+    with pytest.raises(
+        ForeignCheckpointError, match=r"master_1_old/head\.one is .* \[1\] instead of .* \[2\]"
+    ):
+        load_checkpoint(tmp_path / "step-1", other_shape, lambda name: True, converter=forms)
 
 
 def test_a_scale_of_another_length_is_refused(tmp_path: Path) -> None:

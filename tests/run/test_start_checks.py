@@ -11,7 +11,16 @@ import pytest
 
 import torchround.run.checkpoints
 import torchround.trainer
-from tests.support.small_run import ASYNC, STEPS, TIED, SmallRuns, before_forward, small_runs
+from tests.support.small_run import (
+    ASYNC,
+    BOUNDED,
+    COMPACT,
+    STEPS,
+    TIED,
+    SmallRuns,
+    before_forward,
+    small_runs,
+)
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.config import CheckpointTable, ValidationTable
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
@@ -32,8 +41,16 @@ def disk_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=free_bytes or 0))
 
 
+BFLOAT16, MUON = "--training.dtype=bfloat16", "--optimizer.name=muon"
+
+
 @pytest.mark.parametrize(
-    "mode", [[], [ASYNC], [TIED], ["--lora.rank=2"], [ASYNC, "--training.dtype=bfloat16", "--lora.rank=2"]]
+    "mode",
+    [
+        *([], [ASYNC], [TIED], ["--lora.rank=2"], [ASYNC, BFLOAT16, "--lora.rank=2"]),
+        *([BFLOAT16, COMPACT], [BFLOAT16, *BOUNDED], [MUON], [BFLOAT16, ASYNC, MUON, COMPACT]),
+    ],
+    ids=" ".join,
 )
 def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: list[str]

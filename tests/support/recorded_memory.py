@@ -5,6 +5,7 @@ the last view of the buffer. Python's weak references to tensors and storages sa
 """
 
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -45,8 +46,8 @@ def record_buffers(monkeypatch: pytest.MonkeyPatch) -> RecordedBuffers:
         return buffers.allocate(self.name, nbytes)
 
     class RecordedAllocator(HostAllocator):
-        def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
-            super().allocate(nbytes, for_devices)
+        def allocate(self, nbytes: int, for_devices: bool, parts: Sequence[int] = ()) -> Tensor:
+            super().allocate(nbytes, for_devices, parts)
             return buffers.allocate("a pool", nbytes)
 
     def open_recorded(self: HostPool, *arguments: object) -> None:

@@ -22,7 +22,7 @@ class StoredSplitWeight(StoredTensor):
     residual: StoredTensor
 
     def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. `start` and `nbytes` are whole numbers."""
+        """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. Both are multiples of 4."""
         start, nbytes = (self.begin + start) // 2, nbytes // 2
         # The next read overwrites what this one returned.
         upper = files.read(self.upper, start, nbytes).clone()

@@ -76,8 +76,9 @@ class EngineTable(Table):
     more host memory per trained parameter, 4 with `delay_correction`, and the delay of one step can hurt pre-training
     from scratch. `bounded`: each layer is updated once its own gradient is complete. The forward of step t uses the
     weights after t - 1 updates in the first `stale_layers` layers; everything else uses those after t updates. Steps
-    overlap as in `async`, with one version of the weights (in bfloat16 2 bytes more than `sync`). It needs `training.clip = "layer"` or `training.max_norm = 0`, one round, and another
-    `training.dtype` than float16. Muon cannot update layer by layer."""
+    overlap as in `async`, with one version of the weights (in bfloat16 2 bytes more than `sync`). It needs
+    `training.clip = "layer"` or `training.max_norm = 0`, one round, and another `training.dtype` than float16. Muon cannot
+    update layer by layer."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
     """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
@@ -87,11 +88,11 @@ class EngineTable(Table):
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
     """Correction of the delay in `async`. `auto`: `predict` in `async`, which loses less than `none` there
-    (docs/staleness.md), and `none` with optimizers that cannot predict (Muon). `predict`: devices compute with weights one update ahead of the newest, along the
-    direction of the last update (AdamW's moments, no weight decay). It takes no second pass; in bfloat16 it takes 2 bytes of host memory per trained
-    parameter, because predicted weights cannot be half of the true ones (docs/optimizers.md). Checkpoints
-    and exports hold the true weights, and validations compute with them: each then writes the device weights twice
-    more. Needs `update = "async"`."""
+    (docs/staleness.md), and `none` with optimizers that cannot predict (Muon). `predict`: devices compute with weights one
+    update ahead of the newest, along the direction of the last update (AdamW's moments, no weight decay). It takes no
+    second pass. In bfloat16 it takes 2 bytes of host memory per trained parameter, because predicted weights cannot be half
+    of the true ones (docs/optimizers.md). Checkpoints and exports hold the true weights, and validations compute with them:
+    each then writes the device weights twice more. Needs `update = "async"`."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
     """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through

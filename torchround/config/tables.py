@@ -94,10 +94,10 @@ class TrainingTable(Table):
     linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number format of activations and of the weights that devices compute with. The optimizer always keeps float32
-    weights. `float32` doubles device memory, boundary activations and transfers. `float16`, for GPUs without bfloat16,
-    scales the loss. The scale begins at 65536. It halves after each gradient that is not finite, whose update is
-    skipped, and doubles after 2000 good steps."""
+    """Number format of activations and of the weights that devices compute with. The optimizer updates weights with all
+    bits of float32 (docs/optimizers.md). `float32` doubles device memory, boundary activations and transfers. `float16`,
+    for GPUs without bfloat16, scales the loss. The scale begins at 65536. It halves after each gradient that is not finite,
+    whose update is skipped, and doubles after 2000 good steps."""
 
     fp16_accumulation: bool = False
     """Whether matrix products of `float16` add up in float16 instead of float32. GeForce cards are up to twice as fast that
@@ -106,7 +106,7 @@ class TrainingTable(Table):
 
     max_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm. A larger gradient is scaled down to it. 0 switches clipping off; the norm is still
-    measured."""
+    measured. With Muon only the parameters that AdamW updates count, and only their gradient is scaled."""
 
     clip: Literal["global", "layer"] = "global"
     """The norm that `max_norm` bounds. `global`: the norm of the whole gradient. `layer`: each layer's gradient is scaled

@@ -8,15 +8,15 @@ from torchround.engine.direction_jobs import DirectionJob, directed_bundles
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.update_report import UPDATED
-from torchround.pipeline.partition import StageKind, StageTask
+from torchround.pipeline.partition import StageKind, StageTask, slots_before_late_jobs
 
 
 class DirectionDispatch:
     """The direction jobs of the newest step, which are handed out once, in stage slots of their own.
 
     In `sync` they come right after the step's stages, because the next step waits for its update. Otherwise they come
-    before the first stage of the next step that has a backward: by then the gradients have landed, so no device stands
-    still. Gradients of the next step land only after them, so they cannot come later.
+    after the forward stages of the next step, and after at least `num_devices - 1` of its stages
+    (`partition.slots_before_late_jobs`): by then the gradients have landed, so few devices wait.
     """
 
     def __init__(self, store: HostStore, board: Board, num_devices: int) -> None:
@@ -36,7 +36,8 @@ class DirectionDispatch:
 
         As many slots as devices, so that each stage keeps its device.
         """
-        before = next((i for i, t in enumerate(tasks) if t.stage.kind is not StageKind.FORWARD), 0)
+        num_forward = next((i for i, t in enumerate(tasks) if t.stage.kind is not StageKind.FORWARD), 0)
+        before = slots_before_late_jobs(num_forward, len(tasks), self._num_devices)
         if self._waiting is None:
             return tasks, before
         later = [replace(task, slot=task.slot + self._num_devices) for task in tasks[before:]]

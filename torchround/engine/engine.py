@@ -161,6 +161,9 @@ class Engine:
             tasks = share_tasks(share, self.partition, len(self.devices), first_slot)
             tasks, before = self._directions.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
+            # Before the stages: a device that had to wait for its job would first send off gradients, and those of
+            # this step land only after the job.
+            direction_slots = self._take_directions(first_slot + before)
             self._dispatch(pass_, tasks)
             # After the jobs: devices are not to wait, and the optimizer has nothing to do
             # before the first part lands.
@@ -171,7 +174,7 @@ class Engine:
             self._exchange.begin(self._step, share)
             self._calls, self._rounds = self._calls + 1, share.total_rounds
             result = self._track(pass_, tasks)
-            self._hand_out_directions(first_slot + before)
+            self._passes.add_directions(direction_slots)
             return result
 
     def step(self, lr: float | None = None) -> None:
@@ -316,11 +319,15 @@ class Engine:
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
-    def _hand_out_directions(self, first_slot: int | None = None) -> None:
-        """Hand out the direction jobs that wait, by default in the next slots. AdamW has none."""
-        slots = self._directions.hand_out(self._next_slot if first_slot is None else first_slot)
+    def _hand_out_directions(self) -> None:
+        """Hand out the direction jobs that wait in the next slots. AdamW has none."""
+        self._passes.add_directions(self._take_directions(self._next_slot))
+
+    def _take_directions(self, first_slot: int) -> tuple[int, ...]:
+        """Hand out the direction jobs that wait, from `first_slot` on. Returns their slots."""
+        slots = self._directions.hand_out(first_slot)
         self._next_slot += len(slots)
-        self._passes.add_directions(slots)
+        return slots
 
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from torchround.config import OptimizerTable
+from torchround.config.key_types import KeyType, describe
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.host_updates import trained_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, UpdatePolicy
@@ -71,7 +72,10 @@ def _our_table(name: str, given: Mapping[str, Any]) -> OptimizerTable:
     try:
         return table.model_validate({**usual, **given})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        # A wrong element is a mistake in the whole argument, as its caller sees it.
+        wrong = dict.fromkeys(str(details["loc"][0]) for details in error.errors())
+        legal = {key: describe(KeyType.of_field(table.model_fields[key])) for key in wrong}
+        problems = "; ".join(f"{key} = {given[key]!r}; legal: {legal[key]}" for key in wrong)
         raise PipelineUsageError(f'optimizer = "{name}": {problems}') from error
 
 

@@ -81,9 +81,10 @@ class Pipeline:
       an optimizer. A class or a callable runs on the host, after the last gradient, and is slower.
     - `lr`, `weight_decay`: as in `torch.optim`, but without weight decay if none is asked for, also for a class that has
       one by default. It is for all parameters but `no_decay`.
-    - `betas`, `eps`: (0.9, 0.999) and 1e-8 for `"adamw"` if not given; a class of `torch.optim` has its own defaults.
+    - `betas`, `eps`: of AdamW, also of its part in `"muon"`, (0.9, 0.999) and 1e-8 if not given; a class of `torch.optim`
+      has its own defaults.
     - `state`: `"compact"` keeps the state of `"adamw"` and `"muon"` in 8 bits.
-    - `max_norm`: bound of the norm of the whole gradient; 0 is no bound.
+    - `max_norm`: bound of the norm of the whole gradient; 0 is no bound. With `"muon"`, of AdamW's part.
     - `update`: `"sync"` as a plain loop; `"async"` computes with weights that are one step old, and devices never wait.
     - `seed`: seed of the layers' random numbers.
     - `partition`: the stages, in place of those from measured costs. `device_memory_gib`: most memory of each device.

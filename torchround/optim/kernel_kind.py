@@ -93,7 +93,7 @@ using DeviceWeight = {DTYPES[self.written]};
         """
         folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         if folder is None:
-            folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+            folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
         parts = (SOURCE.read_text(), self.header(), *compiler_flags(), platform.platform(), _processor())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         return Path(folder) / "torchround" / f"update-{self.format.name}-{key}.so"
@@ -103,6 +103,14 @@ def compiler_flags() -> tuple[str, ...]:
     """Return the compiler's options, among them the one that asks for this processor's own instructions."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return (*FLAGS, "-march=native" if is_x86 else "-mcpu=native")
+
+
+def _user() -> str:
+    """Return the user's name, or the number of one without a name, as containers often have, in Inductor's words."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ModuleNotFoundError):
+        return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
 
 
 def _processor() -> str:

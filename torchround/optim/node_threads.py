@@ -109,7 +109,9 @@ def _begin(
         except RuntimeError as error:  # a limit on the number of processes, or the interpreter ends
             thread.shutdown(wait=False, cancel_futures=True)
             threads.remove(thread)
-            _warn_once(f"a thread for work on host memory is refused ({error}); fewer threads do it, more slowly")
+            _warn_once(
+                f"a thread for work on host memory is refused ({error}); fewer threads do it, more slowly"
+            )
 
 
 def _thread(name: str, cores: frozenset[int] | None) -> ThreadPoolExecutor:

@@ -109,16 +109,21 @@ class Optimizer(ABC):
 
 
 def make_optimizer(table: OptimizerTable) -> Optimizer:
-    """Make the optimizer that belongs to the class of the table."""
+    """Make the optimizer that belongs to the class of the table. Raises `TypeError` if none does."""
     for module in iter_modules([str(Path(__file__).with_name("rules"))]):
         import_module(f"torchround.optim.rules.{module.name}")
     known = {found.table: found for found in Optimizer.__subclasses__() if hasattr(found, "table")}
+    if type(table) not in known:
+        raise TypeError(
+            f"no class derives from Optimizer itself and has `table = {type(table).__name__}`; "
+            f"known tables: {', '.join(sorted(one.__name__ for one in known))}"
+        )
     return known[type(table)](table)
 
 
 @dataclass(frozen=True)
 class Unchanged(UpdateRule):
-    """The rule of weights that someone else updates, or that stay as they are: no values, no update."""
+    """The rule of weights that a `HostOptimizer` updates, or that stay as they are: no values, no update."""
 
     values = ()
 

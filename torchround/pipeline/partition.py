@@ -132,6 +132,17 @@ def step_tasks(
     ]
 
 
+def slots_before_late_jobs(num_forward: int, num_slots: int, num_devices: int) -> int:
+    """Return how many of a step's slots come before the jobs for the update of the step before (`async`).
+
+    `num_forward` counts the slots before the step's first backward, `num_slots` all of them.
+    """
+    # When the gradients are complete, the other N - 1 devices still run a stage of this step each. A job before that
+    # stage would wait for them. A device with two such stages before its job could not let the gradients of the first
+    # one land: that memory is free after the update, which needs the job.
+    return min(max(num_forward, num_devices - 1), num_slots)
+
+
 def evaluation_stages(partition: Partition) -> tuple[Stage, ...]:
     """Return the stages of a pass without gradients: the forward stages, then the fused range as a forward stage."""
     # The ranges of the training stages, so that evaluation needs no larger slots on a device.

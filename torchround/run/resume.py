@@ -57,7 +57,7 @@ RUN_KEYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("load_path", "load"),
 }
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
-STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
+STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base"), "training": ("dtype",)}
 
 # The entries of a checkpoint's state, and their types.
 STATE_TYPES: Mapping[str, type] = {

@@ -2,9 +2,10 @@
 
     weights      weights/<p> F32                        residual/<p> I16 beside weights/<p> BF16 (split)
     each value   exp_avg/<p> F32 (exact)                exp_avg/<p> I8 or U8 beside exp_avg_scale/<p> BF16 (compact)
+    older        master_1_old/<p> in the training dtype
 
-A run reads either form into what its own store keeps. Split weights and fp32 weights hold the same bits. A value that
-becomes compact, or was compact, is rounded to 8 bits. All conversions work piece by piece: at most a value's scales
+A run reads any form into what its own store keeps. Split weights and fp32 weights hold the same bits. A value that
+becomes compact, or was compact, is rounded to 8 bits. Older device weights are rounded to the run's dtype. All conversions work piece by piece: at most a value's scales
 wait in memory, which are one byte for each 64 elements of a parameter.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchround.checkpoint import Conversion, Layout, Receiver
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
+from torchround.engine.store.state_views import OLDER_WEIGHTS, RESIDUAL, WEIGHTS
 from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
 from torchround.optim.split_weights import join, split
 
@@ -45,13 +46,13 @@ class SavedForms:
         names = [name for name in self._values if any(key.startswith(f"{name}/") for key in converted)]
         if not names:
             return None
-        kept = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        kept = f"the optimizer's state ({', '.join(names)})"
         if self._own is EXACT:
-            return f"{kept} continue in float32 from values that were rounded to 8 bits"
-        return f'{kept} are rounded to 8 bits (optimizer.state = "{self._own.name}"), which cannot be undone'
+            return f"{kept} continues in float32 from values that were rounded to 8 bits"
+        return f'{kept} is rounded to 8 bits (optimizer.state = "{self._own.name}"), which cannot be undone'
 
     def _conversions(self, stored: Layout, wanted: Layout) -> Iterator[Conversion]:
-        for name, (_, shape) in wanted.items():
+        for name, (wanted_dtype, shape) in wanted.items():
             kind, _, parameter = name.partition("/")
             if kind == WEIGHTS:
                 whole: Layout = {name: (torch.float32, shape)}
@@ -63,6 +64,11 @@ class SavedForms:
                     yield Conversion(whole, halves, _splitting)
                 elif _holds(stored, halves) and _holds(wanted, whole):
                     yield Conversion(halves, whole, _joining)
+            elif kind.startswith(OLDER_WEIGHTS):
+                dtype = stored[name][0] if name in stored else wanted_dtype
+                older: Layout = {name: (dtype, shape)}
+                if dtype != wanted_dtype and dtype.is_floating_point and _holds(stored, older):
+                    yield Conversion(older, {name: (wanted_dtype, shape)}, _casting)
             elif kind in self._values:
                 yield from self._of_value(self._values[kind], parameter, shape, stored, wanted)
 
@@ -106,6 +112,17 @@ def _splitting(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
     return {name: take}
 
 
+def _casting(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
+    """Return the receiver of device weights of another dtype."""
+    [(name, tensor)] = wanted.items()
+    flat = tensor.view(-1)
+
+    def take(start: int, elements: Tensor) -> None:
+        flat[start : start + len(elements)] = elements
+
+    return {name: take}
+
+
 def _joining(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
     """Return the receivers of split weights that are kept in fp32. The halves come in either order.
 
@@ -117,7 +134,7 @@ def _joining(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
 
     def receiver(kind: str) -> Receiver:
         def take(start: int, elements: Tensor) -> None:
-            if start == 0:
+            if not begun:
                 begun.append(kind)
             there = waiting[start : start + len(elements)]
             bits = elements.view(torch.int16)

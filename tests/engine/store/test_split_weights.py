@@ -1,14 +1,26 @@
 """Split weights in the host store: written, read, refreshed, resumed; and segments for other rules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.rounding import ties_up
-from tests.support.toy import toy_model, toy_store
-from torchround.config import AdamWTable
+from tests.support.toy import (
+    PARTITIONS,
+    ToyBlock,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.config import AdamWTable, OptimizerTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.segments import parameter_facts
 from torchround.engine.store.state_views import RESIDUAL
 from torchround.optim.optimizer import NO_STATE, make_optimizer
 
@@ -59,7 +71,8 @@ def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write() -> None:
     before = store.weights()[name].clone()
     store.weights()[name].zero_()
     assert torch.equal(store.weights()[name], before)
-    assert store.weights()[name].data_ptr() != store.weights()[name].data_ptr() or before.numel() == 0
+    one, other = store.weights()[name], store.weights()[name]
+    assert one.data_ptr() != other.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["split", "fp32"])
@@ -123,7 +136,7 @@ def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter() -> None
 
 
 def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() -> None:
-    """With no weight decay all parameters share a rule; a table with decay then needs two."""
+    """All parameters share a rule without weight decay; a table with decay then needs two."""
     model = toy_model()
     store = toy_store(model, optimizer=make_optimizer(AdamWTable(weight_decay=0.0, state="compact")))
     assert {len(bundle.segments) for bundle in store.bundles} == {1}
@@ -139,6 +152,31 @@ def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() 
         for segment in bundle.segments:
             decays = {len(p.shape) >= 2 for p in bundle.parameters if segment.start <= p.start < segment.stop}
             assert decays == {segment.rule.weight_decay > 0}
+
+
+class BlockWithEmptyParameters(ToyBlock):
+    """A block with an empty matrix beside its own, and an empty vector as its last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.no_rows = torch.nn.Parameter(torch.empty(0, 16, device="meta"))
+        self.nothing = torch.nn.Parameter(torch.empty(0, device="meta"))
+
+
+@pytest.mark.parametrize("table", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_parameter_without_elements_is_in_one_segment_and_trains(table: OptimizerTable) -> None:
+    model = toy_model()
+    model = replace(model, layers=(*model.layers[:2], BlockWithEmptyParameters(), *model.layers[3:]))
+    optimizer = make_optimizer(table)
+    store = toy_store(model, BF16, optimizer=optimizer)
+    rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
+    for bundle in store.bundles:
+        for parameter in bundle.parameters:
+            found = [s.rule for s in bundle.segments if s.start <= parameter.start < s.stop]
+            assert found == [rules[parameter.name]], parameter.name
+    with toy_engine(model, store, PARTITIONS["one stage"], 1, optimizer=table) as engine:
+        losses = train(engine, toy_batches(2, micro_batches=1))
+    assert losses[0] != losses[1] and store.step == 2
 
 
 def test_rules_that_keep_other_state_are_refused() -> None:

@@ -294,6 +294,7 @@ def _lay_out(
         first = start
         for facts in alike:
             placed.append(FlatParameter(facts.name, start, facts.shape))
-            start = -(-placed[-1].stop // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+            # One without elements takes a place too, so that it begins inside its own segment.
+            start = -(-max(placed[-1].stop, start + 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         segments.append(Segment(first, start, rule, optimizer.format))
     return Bundle(index, layers, trainable, tuple(placed), start, tuple(segments) if trainable else ())

@@ -16,8 +16,9 @@ import threading
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,10 +72,11 @@ class HostAllocator:
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
-    def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
+    def allocate(self, nbytes: int, for_devices: bool, parts: Sequence[int] = ()) -> Tensor:
         """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory.
 
-        Raises `HostMemoryError`.
+        Each memory node owns a range of each of the consecutive `parts`, given in bytes; of the whole buffer without
+        them. Raises `HostMemoryError`.
         """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
@@ -84,14 +86,14 @@ class HostAllocator:
         if not (self._pinned and for_devices):
             pageable = torch.frombuffer(mapping, dtype=torch.uint8)
             if len(nodes_of_machine()) > 1:
-                _fill(pageable)  # before a thread of another node writes its pages first
+                _fill(pageable, parts)  # before a thread of another node writes its pages first
             return pageable
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
         _keep_mapped(mapping, view)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
-        _fill(buffer)
+        _fill(buffer, parts)
         self._page_lock(mapping, view, buffer.data_ptr(), nbytes)
         return buffer
 
@@ -183,15 +185,16 @@ def _let_go(mapping: mmap.mmap, process: int) -> None:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(mapping))
 
 
-def _fill(buffer: Tensor) -> None:
+def _fill(buffer: Tensor, parts: Sequence[int]) -> None:
     """Write every page once, with several threads: with one, hundreds of GiB would take minutes.
 
-    Each part of the buffer is written by threads of the memory node that it shall belong to (`node_threads.py`).
+    Each range of a part is written by threads of the memory node that it shall belong to (`node_threads.py`).
     """
-    address, nbytes = buffer.data_ptr(), buffer.numel()
+    nbytes = buffer.numel()
+    assert sum(parts) in (0, nbytes), f"parts of {sum(parts)} bytes are not a buffer of {nbytes}"
 
-    def fill(part: Range) -> None:
-        while (piece := part.take(FILL_BYTES)) is not None:
+    def fill(address: int, range_: Range) -> None:
+        while (piece := range_.take(FILL_BYTES)) is not None:
             start, stop = piece
             ctypes.memset(address + start, 0, stop - start)  # without holding the GIL
 
@@ -199,7 +202,10 @@ def _fill(buffer: Tensor) -> None:
         min(-(-nbytes // FILL_BYTES), os.cpu_count() or 1, MOST_FILL_THREADS), nodes_of_machine()
     )
     try:
-        threads.run(nbytes, mmap.PAGESIZE, fill)
+        begin = buffer.data_ptr()
+        for size in parts or (nbytes,):
+            threads.run(size, mmap.PAGESIZE, partial(fill, begin))
+            begin += size
     finally:
         threads.close()
 

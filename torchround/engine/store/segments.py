@@ -129,7 +129,7 @@ def parameter_facts(model: LayeredModel) -> dict[str, ParameterFacts]:
                 continue
             seen.add(id(parameter))
             name, is_alone = f"{layer_name}.{path}", users[id(parameter)] == {index}
-            is_matrix = name in matrices and parameter.ndim in (2, 3)
+            is_matrix = name in matrices and parameter.ndim in (2, 3) and parameter.numel() > 0
             facts[name] = ParameterFacts(
                 name, parameter.shape, name in decayed, is_matrix and is_alone and 0 < index < last
             )

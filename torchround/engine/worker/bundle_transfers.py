@@ -176,7 +176,7 @@ class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
     The deepest layers go first, as the optimizer takes them; a layer's gradients go after `layers_final`.
-    `slot_number` is the number of the stage slot that made them. `part_numbers` gives, by layer and bundle,
+    `slot_number` is the number of the stage slot that made them, in `step`. `part_numbers` gives, by layer and bundle,
     which part of the step's gradient they are. `rounding` is device memory for rounded elements, None if
     slots have the store's gradient dtype.
     """
@@ -205,7 +205,7 @@ class GradientDownload:
         self._ranges = layout.gradients[::-1]
         self._first_layer = layout.layers.start
         self._first_final = layout.layers.stop
-        self._step = step
+        self.step = step
         self._part_numbers = part_numbers
         self._next_range = 0
         self._done_elements = 0  # of the next range
@@ -245,7 +245,7 @@ class GradientDownload:
     def _may_download(self) -> bool:
         slot_range = self._ranges[self._next_range]
         return slot_range.layer >= self._first_final and self._ordering.may_write_gradient(
-            slot_range.bundle, self._step, self._previous_part(slot_range)
+            slot_range.bundle, self.step, self._previous_part(slot_range)
         )
 
     def _enqueue(self, numel: int) -> int:
@@ -261,14 +261,14 @@ class GradientDownload:
         if stop == slot_range.numel:
             event = self._device.record(Stream.GRADIENT_DOWNLOAD)
             part_number = self._part_numbers[slot_range.layer, slot_range.bundle]
-            self._ordering.gradient_landed(slot_range.bundle, self._step, part_number, event, buffer)
+            self._ordering.gradient_landed(slot_range.bundle, self.step, part_number, event, buffer)
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
         return stop - start
 
     def _open_landing(self, slot_range: SlotRange) -> tuple[Tensor, HostBuffer | None]:
         """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
         bundle = self._store.bundles[slot_range.bundle]
-        self._ordering.before_gradient_write(slot_range.bundle, self._step, self._previous_part(slot_range))
+        self._ordering.before_gradient_write(slot_range.bundle, self.step, self._previous_part(slot_range))
         if not bundle.adds_up:
             assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
             return bundle.gradient, None

@@ -188,8 +188,9 @@ class DeviceWorker:
     def _orthogonalise(self, job: DirectionJob) -> None:
         """Run a direction job, while the weights of the next stage come up as far as they are complete."""
         self._job = job
-        # The optimizer needs them for look-aheads, maybe for those that other devices wait for.
-        self._flush()
+        # Look-aheads need them, maybe on other devices. Gradients of the next step land only after this job's update.
+        if self._download is not None and self._download.step <= job.step:
+            self._flush()
         self._device.begin_step(job.step, *DIRECTION_STREAMS)
         for position, bundle in enumerate(job.bundles):
             self._micro_batch = position

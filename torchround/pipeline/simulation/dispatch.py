@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask, step_tasks
+from torchround.pipeline.partition import (
+    Partition,
+    Stage,
+    StageKind,
+    StageTask,
+    slots_before_late_jobs,
+    step_tasks,
+)
 from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.simulation.update_jobs import update_jobs
 from torchround.pipeline.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
@@ -34,7 +41,7 @@ def dispatch_tasks(
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
-    Jobs that devices do for the update follow the slots of each step (`update_jobs.py`).
+    Jobs that devices do for the update follow the slots of each step, or come among those of the next (`update_jobs.py`).
     If there are several steps, each is followed by its update: after the step's last gradient and job the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
     update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
@@ -48,22 +55,26 @@ def dispatch_tasks(
     if link_waits is not None:
         builder.link_s = link_waits.of(partition, rounds)
     slots_per_step = rounds * partition.num_stages
-    has_late_jobs = update == "async" and bool(update_jobs(costs))
+    has_late_jobs = update == "async" and steps > 1 and bool(update_jobs(costs))
+    before_jobs = slots_before_late_jobs(len(partition.forward), slots_per_step, num_devices)
     updates: list[list[int]] = []
     for step in range(steps):
         source = step - STEPS_UNTIL_READ[update]
         read = [updates[index] if index >= 0 else [] for index in (source, source - 1)]
         builder.begin_step(step, *read)
-        for stage_task in step_tasks(
-            partition, num_micro_batches, rounds, num_devices, step * slots_per_step
-        ):
-            place = stage_task.round, stage_task.stage_index
-            if has_late_jobs and step and place == (0, len(partition.forward)):
-                builder.add_jobs(stage_task.slot, num_devices, builder.gradients_before)
+        first_slot = step * slots_per_step
+        stage_tasks = step_tasks(partition, num_micro_batches, rounds, num_devices, first_slot)
+        if has_late_jobs:
+            for stage_task in stage_tasks[:before_jobs]:
+                builder.add(stage_task)
+            if step:
+                builder.add_jobs(first_slot + before_jobs, num_devices, builder.gradients_before)
                 updates.append(builder.add_updates(builder.gradients_before))
+            for stage_task in stage_tasks[before_jobs:]:
+                builder.add(stage_task)
+            continue  # the next step takes up the jobs of this one
+        for stage_task in stage_tasks:
             builder.add(stage_task)
-        if has_late_jobs and steps > 1:
-            continue  # the next step takes them up
         builder.add_jobs((step + 1) * slots_per_step, num_devices)
         if steps > 1:
             updates.append(builder.add_updates(builder.last_gradients))

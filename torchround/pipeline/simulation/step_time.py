@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, split_evenly
+from torchround.pipeline.partition import Partition, slots_before_late_jobs, split_evenly
 from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.simulation.update_jobs import UpdateJob, run_jobs, update_jobs
 
@@ -221,19 +221,21 @@ def run_slots(
     round_sizes: Sequence[int],
     free: list[float],
     ready_s: Sequence[float],
-    before_fused: Callable[[int], None] | None = None,
+    between: Callable[[int], None] | None = None,
+    at: int = 0,
 ) -> list[float]:
     """Run one step's slots, whose stages start no earlier than `ready_s`; return when each slot ends.
 
-    `free` is as in `run_step`. `before_fused` is called before the fused stage of the first round, with the index of its
-    device in `free`.
+    `free` is as in `run_step`. `between` is called after the first `at` slots, with the index in `free` of the device
+    that takes the next one.
     """
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
     ends: list[float] = []
     for size in round_sizes:
-        pause = None if ends else before_fused
-        _run_round(stages, size, free, times.hop_s, ends, times.num_forward, pause)
+        _run_round(stages, size, free, times.hop_s, ends, between, at)
     slot = len(ends) % len(free)
+    if between is not None and at == len(ends):
+        between(slot)
     # Slots take devices in turn without a restart, so the
     # next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
@@ -246,8 +248,8 @@ def _run_round(
     free: list[float],
     hop_s: float,
     ends: list[float],
-    num_forward: int,
-    before_fused: Callable[[int], None] | None,
+    between: Callable[[int], None] | None,
+    at: int,
 ) -> None:
     """Run a round of `size` micro-batches; add the ends of its slots to `ends`, which holds the slots before them.
 
@@ -263,9 +265,9 @@ def _run_round(
     shift = 0.0
     outputs: list[Lines] = []  # the same of each stage, for recomputations
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
-    for stage, (entry_s, total_s, ready_s, producer) in enumerate(stages):
-        if before_fused is not None and stage == num_forward:
-            before_fused(slot)
+    for entry_s, total_s, ready_s, producer in stages:
+        if between is not None and len(ends) == at:
+            between(slot)
         # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
         if slopes:
             shift += entry_s
@@ -339,13 +341,14 @@ def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float])
 def _next_state_with_jobs(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
     """Run a step and the jobs of the step before. The state ends with that step's last gradient, and the last update."""
     *free, gradients_s, last_update = state
+    at = slots_before_late_jobs(times.num_forward, len(sizes) * len(times.total_s), len(free))
     back_s: list[float] = []
 
     def run_last_jobs(first: int) -> None:
         back_s.append(run_jobs(times.jobs, [gradients_s] * len(times.jobs), free, first))
 
     ready_s = [last_update + updated_s for updated_s in times.updated_after_s]
-    ends = run_slots(times, sizes, free, ready_s, run_last_jobs)
+    ends = run_slots(times, sizes, free, ready_s, run_last_jobs, at)
     # The host's update of the step before, which the step after next reads.
     return [*free, max(ends), max(*back_s, gradients_s, last_update + times.update_s)]
 

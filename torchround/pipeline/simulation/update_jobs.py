@@ -1,9 +1,10 @@
-"""Work that devices do for an update, after a step's backward stages: the orthogonalisation of Muon, one job for each layer.
+"""Work that devices do for an update, once gradients are complete: the orthogonalisation of Muon, one job for each layer.
 
 Jobs follow the stage slots of a step. They are dealt to the devices in turn, the deepest layer first, as gradients land; the
 device of the next slot gets the first one. Afterwards slots continue as without them. In `async` the jobs of
-a step come right before the next step's fused stage instead: nothing needs their results sooner. A job begins once its layer's gradient is complete: the host's look-ahead goes up, the device computes, and the direction comes down. The copies of
-one job run beside the computation of others. The update begins when all directions are back.
+a step come among the slots of the next one (`partition.slots_before_late_jobs`). A job begins once its layer's gradient is
+complete: the host's look-ahead goes up, the device computes, and the direction comes down. The copies of one job run
+beside the computation of others. The update begins when all directions are back.
 """
 
 from collections.abc import Sequence
