@@ -5,7 +5,7 @@ The run makes these numbers from its optimizer, state format and policy. This ro
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # The type in which devices compute for updates.
 JOB_DTYPE, JOB_ELEMENT_BYTES = "bfloat16", 2
@@ -68,17 +68,14 @@ class UpdateCosts:
       parameters of each.
     - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under policies that allow it.
     - `predicts`: whether `async` writes predicted device weights. These are no part of the weight, so fp32 is kept.
-    - `smaller_rules`: the same rules with the state format that takes least; empty if the run has it.
+    - `smaller`: what other settings of the optimizer would cost, each by the change of the config that makes them. They keep
+      less for some parameters at least.
     """
 
     rules: tuple[RuleCosts, ...]
     splits_weights: bool = False
     predicts: bool = False
-    smaller_rules: tuple[RuleCosts, ...] = ()
-
-    def with_smaller_state(self) -> "UpdateCosts":
-        """Return the costs of the same optimizer with the state format that takes least."""
-        return replace(self, rules=self.smaller_rules or self.rules, smaller_rules=())
+    smaller: tuple[tuple[str, "UpdateCosts"], ...] = ()
 
     def is_split(self, update: str) -> bool:
         """Return whether trained weights are split under this update mode. `bounded` keeps fp32 for weights that lag."""
