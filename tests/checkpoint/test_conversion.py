@@ -232,7 +232,9 @@ def test_machines_read_halves_that_others_saved(tmp_path: Path, shared: bool) ->
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone() -> None:
     frozen = {"weights/frozen": torch.arange(7.0)}
-    stored, wanted = (layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values()))
+    stored, wanted = (
+        layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values())
+    )
     plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
     own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
     assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
