@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import train
 from tests.support.borrowed_toys import write_toy
 from tests.support.released_run import saved
+from tests.support.small_run import fp32_weights
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import runs_fused
@@ -26,6 +27,17 @@ optimizer = { lr = 1e-2 }
 checkpoint = { interval_steps = 2 }
 """
 KINDS = ["qwen2", "gemma2", "qwen3_moe"]
+BFLOAT16, MUON, COMPACT = "--training.dtype=bfloat16", "--optimizer.name=muon", "--optimizer.state=compact"
+# Optimizers and forms of state, each with a kind of model.
+STATES = {
+    "compact": ("gemma2", COMPACT),
+    "compact, predicted": ("qwen2", COMPACT, BFLOAT16, "--engine.update=async"),
+    "muon, experts": ("qwen3_moe", MUON),
+    "muon, split": ("qwen2", MUON, BFLOAT16),
+    "muon, compact": ("gemma2", MUON, COMPACT, BFLOAT16, "--engine.update=async"),
+    "muon, adapters": ("qwen2", MUON, BFLOAT16, "--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']"),
+}
+RUNS = {**{kind: (kind,) for kind in KINDS}, **STATES}
 ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']", "--optimizer.lr=0.05")
 SINGLE = "model.safetensors"
 pytestmark = pytest.mark.thorough
@@ -84,14 +96,18 @@ def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(kind, folder, releases):
+@pytest.mark.parametrize("case", RUNS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(case, folder, releases):
+    kind, *settings = RUNS[case]
     take(folder, releases(kind))
-    assert run("whole") == run("parts") == 0
+    assert run("whole", *settings) == run("parts", *settings) == 0
     shutil.rmtree(folder / "outputs" / "parts" / "checkpoints" / "step-3")
-    assert run("parts") == 0
+    assert run("parts", "--engine.num_devices=3", *settings) == 0
     whole, parts = saved(folder, "whole"), saved(folder, "parts")
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    parts_of_state = {key.split("/")[0] for key in whole}
+    assert ("momentum_buffer" in parts_of_state) == (MUON in settings)
+    assert any(part.endswith("_scale") for part in parts_of_state) == (COMPACT in settings)
 
 
 def test_losses_and_weights_do_not_depend_on_the_number_of_devices(folder):
@@ -103,15 +119,15 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_devices(folder):
         assert all(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_what_transformers_loads_with_the_weights_of_the_checkpoint(kind, folder, releases):
+@pytest.mark.parametrize("case", [case for case in RUNS if case != "muon, adapters"])
+def test_an_export_is_what_transformers_loads_with_the_weights_of_the_checkpoint(case, folder, releases):
+    kind, *settings = RUNS[case]
     take(folder, releases(kind))
-    assert run("small") == 0
+    assert run("small", *settings) == 0
     target = exported("small", folder)
     theirs, base = load_file(target / SINGLE), load_file(folder / "release" / SINGLE)
     assert theirs.keys() == base.keys() and not any(torch.equal(theirs[name], base[name]) for name in base)
-    weights = {key: tensor for key, tensor in saved(folder, "small").items() if key.startswith("weights/")}
-    numbers = torch.cat([tensor.flatten() for tensor in weights.values()])
+    numbers = torch.cat([tensor.flatten() for tensor in fp32_weights(saved(folder, "small")).values()])
     model = AutoModelForCausalLM.from_pretrained(target)
     loaded = torch.cat([parameter.flatten() for parameter in model.parameters()])
     assert torch.equal(loaded.sort().values, numbers.sort().values)

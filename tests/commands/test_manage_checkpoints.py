@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,28 @@ def test_list_shows_what_is_there_and_what_is_damaged(
     (run / "checkpoints" / "step-4" / "state.json").unlink()
     assert main(["list", str(run / given)]) == 1
     assert "damaged: state.json is missing" in capsys.readouterr().out.splitlines()[4]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"optimizer": {"name": "muon", "state": "compact"}}, "muon, compact"),
+        ({"optimizer": {"lr": 1e-3}}, "adamw, exact"),  # of a release without these keys
+        ({"optimizer": "adamw"}, ""),
+        ({"optimizer": {"name": "[bold]\x1b]0;pwned\x07", "state": 5}}, "[bold]\\x1b]0;pwned\\x07, 5"),
+        ({}, ""),
+        (None, ""),
+    ],
+    ids=["muon", "old", "damaged", "hostile", "no table", "no config"],
+)
+def test_list_shows_the_optimizer_and_the_format_of_its_state(
+    tmp_path: Path, config: Any, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Checkpointer(tmp_path / "checkpoints").save(1, {"w": torch.zeros(2)}, {"config": config})
+    assert main(["list", str(tmp_path)]) == 0
+    heads, line = capsys.readouterr().out.splitlines()
+    place = slice(heads.index("optimizer"), heads.index("validation loss"))
+    assert line[place].strip() == told
 
 
 def test_verify_reads_every_byte_and_names_what_is_damaged(

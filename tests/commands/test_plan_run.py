@@ -106,10 +106,12 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
     # 128 GB are 119.2 GiB.
     arguments = ["--config", "qwen3_32b.toml", "--model.flavor", "14B", "--training.global_batch_size", "16"]
     arguments += ["--device", "rtx4090", "--host-memory-gib", "119.2"]
-    done = plan(*arguments)
-    assert done.returncode == 1 and '  with optimizer.state = "compact": fits' in done.stdout
+    done, told = plan(*arguments), '  with optimizer.state = "compact" (saves 82.09 GiB)'
+    assert done.returncode == 1 and f"{told}: fits" in done.stdout
     large = plan(*arguments, "--training.global_batch_size", "64")
-    assert '  with optimizer.state = "compact" and training.global_batch_size = 16: fits' in large.stdout
+    assert f"{told} and training.global_batch_size = 16: fits" in large.stdout
+    muon = plan(*arguments, "--optimizer.name", "muon", "--optimizer.state", "compact")
+    assert muon.returncode == 1 and '  with optimizer.name = "adamw" (saves 12.11 GiB): fits' in muon.stdout
     compact = plan(*arguments, "--optimizer.state", "compact")
     assert compact.returncode == 0 and "does not fit" not in compact.stdout
     sizes = dict(

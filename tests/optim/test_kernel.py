@@ -201,6 +201,22 @@ def test_other_threads_run_python_during_an_update() -> None:
     assert seen_between
 
 
+@pytest.mark.parametrize("kind", SPLIT, ids=name_of)
+def test_a_second_moment_that_overflows_stays_infinite_as_in_the_plain_pass(
+    kernels: dict[KernelKind, UpdateKernel], kind: KernelKind
+) -> None:
+    """The next step is divided by its root: a zero would make that step huge."""
+    plain = example_buffers(kind, 300)
+    assert plain.gradient is not None
+    plain.gradient[5], plain.gradient[140] = 1e25, -1e30
+    compiled = copy_of(plain)
+    for _ in range(3):
+        update(plain, None)
+        update(compiled, kernels[kind])
+        assert have_same_bits(compiled, plain)
+        assert plain.values(0, 300)[1][[5, 140]].isinf().all()
+
+
 def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[KernelKind, UpdateKernel]) -> None:
     """A retry must leave elements alone that hold new values already; `progress` counts them."""
     for kind in SPLIT:

@@ -3,12 +3,28 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.borrowed import peak_of_tensors
 from torchround.config.optimizer_tables import MuonTable
-from torchround.engine.worker.orthogonalise import orthogonalised, piece_elements, pieces, slot_bytes
+from torchround.engine.worker.orthogonalise import (
+    COEFFICIENTS,
+    STEPS,
+    iterated,
+    orthogonalised,
+    piece_elements,
+    pieces,
+    scratch_bytes,
+    slot_bytes,
+)
 from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, UpdateRule, make_optimizer, update_
 from torchround.optim.update_pass import look_ahead_
+from torchround.pipeline import update_costs
+from torchround.pipeline.update_costs import newton_schulz_flops, row_bands
 
+# With two bands of rows or more.
+LARGE = {"tall": (1, 1300, 1100), "square": (1, 1024, 1024), "experts": (2, 1030, 1024)}
 SHAPES = {"tall": (96, 40), "wide": (24, 80), "square": (48, 48), "experts": (5, 32, 24)}
 
 
@@ -134,6 +150,73 @@ def test_directions_have_singular_values_near_one() -> None:
 
 def test_a_matrix_of_zeros_has_no_direction() -> None:
     assert not orthogonalised(torch.zeros(1, 8, 16, dtype=torch.bfloat16)).any()
+
+
+@pytest.fixture
+def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut matrices of some hundred rows into five bands."""
+    monkeypatch.setattr(update_costs, "LEAST_BAND_ROWS", 32)
+    monkeypatch.setattr(update_costs, "BAND_EDGE_ROWS", 8)
+
+
+BANDED = {"tall": (1, 330, 203), "wide": (1, 170, 500), "square": (1, 256, 256), "experts": (3, 160, 210)}
+
+
+@pytest.mark.parametrize("shape", BANDED.values(), ids=BANDED.keys())
+@pytest.mark.usefixtures("narrow_bands")
+def test_products_in_bands_are_those_of_the_function_of_torch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Both compute in float64 here, so that a wrong element could not hide behind rounding."""
+    assert len(row_bands(min(shape[1:]))) == 5
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(9))
+    expected = torch.stack([_zeropower_via_newtonschulz(m, COEFFICIENTS, STEPS, 1e-7) for m in given])
+    # Both ways that devices have: one after the other, and as a batch.
+    torch.testing.assert_close(orthogonalised(given), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(iterated_batch(given.double()), expected, rtol=1e-9, atol=1e-12)
+
+
+def iterated_batch(given: Tensor) -> Tensor:
+    is_tall = given.shape[-2] > given.shape[-1]
+    matrices = given.mT if is_tall else given
+    found = iterated(matrices / matrices.flatten(1).norm(dim=1)[:, None, None])
+    return found.mT if is_tall else found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+def test_bands_round_no_worse_than_the_function_of_torch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(10)).to(dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+        exact = [_zeropower_via_newtonschulz(m, COEFFICIENTS, STEPS, 1e-7) for m in given]
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype, copy=True))
+    for matrix, found, wanted in zip(given, orthogonalised(given), exact, strict=True):
+        theirs = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, 1e-7)
+        # Both round the same values as often. So their errors are two draws of one size, each the norm of a million
+        # roundings: such norms differ by far less than a fifth. A band left out or mirrored wrongly is off by half.
+        assert (found - wanted).norm() <= 1.2 * (theirs - wanted).norm()
+
+
+@pytest.mark.parametrize("shape", [*LARGE.values(), (3, 96, 40)], ids=[*LARGE.keys(), "small stack"])
+def test_counted_flops_are_those_of_the_products_that_run(shape: tuple[int, ...]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalised(torch.zeros(shape, dtype=torch.bfloat16))
+    assert counter.get_total_flops() == newton_schulz_flops(shape, STEPS)
+
+
+def test_bands_cover_the_triangle_and_small_matrices_have_one() -> None:
+    assert row_bands(1023) == [(0, 1023)] and row_bands(1024) == [(0, 512), (512, 1024)]
+    assert row_bands(4096) == [(0, 768), (768, 1664), (1664, 2432), (2432, 3328), (3328, 4096)]
+
+
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+def test_a_piece_takes_no_more_memory_than_is_counted(shape: tuple[int, ...]) -> None:
+    given = torch.zeros(shape, dtype=torch.bfloat16)
+    assert peak_of_tensors(lambda: iterated_batch(given)) <= scratch_bytes(shape)
 
 
 def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,9 @@ def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way() -> None:
     """Five steps on a 2 x 3 matrix and on a stack of four 5 x 2 ones, by hand: m^2 n and m^3 of the shorter side m."""
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * (4 * 4 * 3 + 2 * 8)
     assert newton_schulz_flops((4, 5, 2), 5) == 4 * 5 * (4 * 4 * 5 + 2 * 8)
+    # With 1024 rows in two bands, three of four quarters of `X X^T` and of its square are computed.
+    m, n = 1024, 2048
+    assert newton_schulz_flops((n, m), 5) == 5 * (0.75 * 2 * m * m * n + 0.75 * 2 * m**3 + 2 * m * m * n)
     card = DeviceSpec("card", 24, 10, {"bfloat16": 1e12, "float16": 2e12})
     job = JobWork(6e11, 6_600_000_000, 40, 50) + JobWork(6e11, 0, 60, 10)
     layer, other = costs_from_work(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.counted_rules import FULL
+from tests.support.counted_rules import COMPACT_ADAMW, COMPACT_VALUE, FULL
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
 from torchround.pipeline.memory import GIB
@@ -13,6 +13,7 @@ from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
 from torchround.pipeline.plan_report import fits, longest_tokens, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.run_question import RunQuestion
+from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20
@@ -111,6 +112,36 @@ def test_a_state_that_does_not_fit_proposes_nothing_that_the_run_has_already() -
         'training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
         "a smaller training.seq_len, training.global_batch_size or data.shuffle_sequences"
     )
+
+
+OTHER_STATES = replace(
+    FULL,
+    smaller=(
+        ("half the state", UpdateCosts((COMPACT_ADAMW,))),
+        ("a larger state", UpdateCosts((RuleCosts(9.0),))),
+    ),
+)
+
+
+# The state takes 448 MiB, and activations a few more.
+@pytest.mark.parametrize("host_mib", [400, 449], ids=["state", "activations"])
+def test_a_smaller_state_is_proposed_with_what_it_saves_if_the_host_is_short(host_mib: int) -> None:
+    question = replace(QUESTION, updates=OTHER_STATES, host_bytes=host_mib * MIB)
+    proposed = f"half the state (saves {(8 - 2 * COMPACT_VALUE) * 28 / 1024:.2f} GiB)"
+    answer = report_plan(question)
+    assert answer.plan is None and proposed in answer.problem and "a larger state" not in answer.problem
+    [change] = [change for change in answer.changes if "the state" in change.setting]
+    assert change.setting == proposed and change.fits
+    assert not any("a larger state" in change.setting for change in answer.changes)
+    needs_both = report_plan(replace(question, host_bytes=282 * MIB)).changes
+    assert any(change.setting.startswith(f"{proposed} and training.global_batch") for change in needs_both)
+
+
+def test_a_smaller_state_is_no_help_for_a_device_nor_without_trained_weights() -> None:
+    of_a_device = report_plan(replace(QUESTION, updates=OTHER_STATES, device_bytes=20 * MIB))
+    assert of_a_device.plan is None and "the state" not in of_a_device.problem
+    frozen = replace(QUESTION, updates=OTHER_STATES, parameters=ParameterCounts(0, GIB), host_bytes=MIB)
+    assert "the state" not in report_plan(frozen).problem
 
 
 def test_the_proposed_batch_is_the_largest_halving_that_fits() -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import torchround.run.hardware
-from torchround.config import EngineTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
+from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, whole_pages
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text, whole_pages
 from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -90,6 +91,66 @@ def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
         InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
     ):
         plan_for(run_question(model(), numbers, scarce))
+
+
+COMPACT, ADAMW = 'optimizer.state = "compact"', 'optimizer.name = "adamw"'
+NO_CORRECTION = 'engine.delay_correction = "none"'
+SMALLEST = AdamWTable(state="compact")
+UNCORRECTED = EngineTable(update="async", delay_correction="none")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("table", "engine", "smaller"),
+    [
+        (AdamWTable(), EngineTable(), {COMPACT: (SMALLEST, EngineTable())}),
+        (
+            AdamWTable(),
+            EngineTable(update="async"),
+            {COMPACT: (SMALLEST, EngineTable(update="async"))},
+        ),
+        (SMALLEST, EngineTable(), {}),
+        (
+            MuonTable(),
+            EngineTable(),
+            {
+                COMPACT: (MuonTable(state="compact"), EngineTable()),
+                f"{ADAMW} and {COMPACT}": (SMALLEST, EngineTable()),
+            },
+        ),
+        (MuonTable(state="compact"), UNCORRECTED, {ADAMW: (SMALLEST, UNCORRECTED)}),
+        (
+            MuonTable(state="compact"),
+            EngineTable(update="async"),
+            {f"{ADAMW} and {NO_CORRECTION}": (SMALLEST, UNCORRECTED)},
+        ),
+    ],
+    ids=["adamw", "adamw, async", "compact", "muon", "muon, compact", "muon, compact, async"],
+)
+def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(
+    dtype: str,
+    table: OptimizerTable,
+    engine: EngineTable,
+    smaller: dict[str, tuple[OptimizerTable, EngineTable]],
+) -> None:
+    """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""
+
+    def numbers_of(settings: OptimizerTable, engine: EngineTable) -> RunNumbers:
+        return RunNumbers(TrainingTable(dtype=dtype), engine, optimizer=settings)
+
+    numbers = numbers_of(table, engine)
+    whole_bytes = build_store(model(), numbers, CPU).nbytes()
+    told = [
+        f"{setting} (saves {size_text(whole_bytes - build_store(model(), numbers_of(*changed), CPU).nbytes())})"
+        for setting, changed in smaller.items()
+    ]
+    scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes - 2**20)
+    question = run_question(model(), numbers, scarce)
+    assert [setting for setting, _ in question.smaller_states()] == told
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan_for(question)
+    assert all(setting in str(caught.value) for setting in told)
+    assert str(caught.value).count("(saves ") == len(told)
 
 
 def test_each_length_is_tried_with_its_own_batches_of_data() -> None:

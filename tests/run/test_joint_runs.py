@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from tests.support.machines import run_machines
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
-from torchround.config import AdamWTable, Config, RunTable
+from torchround.config import AdamWTable, Config, OptimizerTable, RunTable
+from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
@@ -25,8 +28,6 @@ from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.layer import LayeredModel
 from torchround.machines.group import MachineGroup
-from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
@@ -39,13 +40,8 @@ from torchround.run.validation import joint_losses
 STEP = 7
 
 
-def adapted_model() -> LayeredModel:
-    """Return a model with a frozen base and trained adapters."""
-    llama3 = FAMILIES["llama3"]
-    config = llama3.config_from_flavor("debug", vocab_size=64, num_layers=3)
-    model = llama3.build(config)
-    add_adapters(model, llama3.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "v_proj")))
-    return model
+adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
+expert_model = partial(small_decoder, "qwen3", "debug_moe")
 
 
 def trained_store(
@@ -92,31 +88,41 @@ def restored(
 
 
 @pytest.mark.parametrize(
-    ("build", "dtype", "policy"),
+    ("build", "dtype", "policy", "name"),
     [
-        (toy_model, torch.bfloat16, SYNC),
-        (partial(toy_model, True), torch.float32, ASYNC),
-        (toy_model, torch.bfloat16, ASYNC_PREDICT),
-        (adapted_model, torch.bfloat16, ASYNC),
+        (toy_model, torch.bfloat16, SYNC, "adamw"),
+        (partial(toy_model, True), torch.float32, ASYNC, "adamw"),
+        (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw"),
+        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
+        (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
+        (expert_model, torch.bfloat16, SYNC, "muon"),
+        (adapted_model, torch.bfloat16, ASYNC, "muon compact"),
+        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
     ],
-    ids=["sync", "async, tied", "async, predicting", "adapters"],
+    ids=[
+        *("sync", "async, tied", "async, predicting", "adapters", "async, predicting, compact"),
+        *("experts, muon", "adapters, muon, compact", "async, tied, muon, compact"),
+    ],
 )
 def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
-    tmp_path: Path, build: Callable[[], LayeredModel], dtype: torch.dtype, policy: UpdatePolicy
+    tmp_path: Path, build: Callable[[], LayeredModel], dtype: torch.dtype, policy: UpdatePolicy, name: str
 ) -> None:
-    whole = trained_store(build(), dtype, policy)
+    optimizer = make_optimizer(OPTIMIZERS[name])
+    whole = trained_store(build(), dtype, policy, optimizer=optimizer)
 
     def save(group: MachineGroup) -> None:
-        store = trained_store(build(), dtype, policy, group.rank, group.size)
+        store = trained_store(build(), dtype, policy, group.rank, group.size, optimizer)
         state = store.resume_state()
         Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), state)
 
     run_machines(4, save)
-    alone = HostStore(build(), dtype, policy=policy)
+    alone = HostStore(build(), dtype, policy=policy, optimizer=optimizer)
     loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
     alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
     load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
-    every = {size: run_machines(size, restored(build, dtype, policy, load, size)) for size in (2, 3, 4)}
+    every = {
+        size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3, 4)
+    }
     for stores in ([alone], *every.values()):
         together: dict[str, Tensor] = {}
         for store in stores:
@@ -131,12 +137,22 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
     ("before", "after"),
     [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")],
 )
-@pytest.mark.parametrize(("dtype", "policy"), [(torch.float32, SYNC), (torch.bfloat16, ASYNC)], ids=str)
+@pytest.mark.parametrize("table", [AdamWTable, MuonTable])
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [(torch.float32, SYNC), (torch.bfloat16, ASYNC)],
+    ids=["sync, float32", "async, bfloat16"],
+)
 def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
-    tmp_path: Path, dtype: torch.dtype, policy: UpdatePolicy, before: str, after: str
+    tmp_path: Path,
+    dtype: torch.dtype,
+    policy: UpdatePolicy,
+    table: type[OptimizerTable],
+    before: str,
+    after: str,
 ) -> None:
     """Two machines save in bfloat16, with split weights; one and three load, and hold the same bits."""
-    was, is_now = (make_optimizer(AdamWTable(state=state)) for state in (before, after))
+    was, is_now = (make_optimizer(table.model_validate({"state": state})) for state in (before, after))
 
     def save(group: MachineGroup) -> None:
         store = trained_store(toy_model(), torch.bfloat16, ASYNC, group.rank, group.size, was)

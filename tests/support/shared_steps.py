@@ -39,7 +39,8 @@ class Case:
 
     `optimizer` is None for the default one of the toy model. `store` are options of the host store, `spikes` the arguments
     of its `SpikeBounds`; `before` may change its weights.
-    If it `evaluates`, each machine evaluates some of a batch beside the second step.
+    If it `evaluates`, each machine evaluates some of a batch beside the second step. `begin` gets each machine's own store
+    and its group before the first step.
     """
 
     batches: Sequence[Sequence[MicroBatch]]
@@ -53,6 +54,7 @@ class Case:
     spikes: tuple[Any, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[HostStore], None] = lambda store: None
+    begin: Callable[[HostStore, MachineGroup | None], None] = lambda store, group: None
     evaluates: bool = False
     lr: float = 1e-2
 
@@ -67,6 +69,7 @@ class Case:
         spikes = SpikeBounds(*self.spikes)
         store = HostStore(model, self.dtype, **options, spikes=spikes, ownership=Ownership(rank, size))
         copy_state(whole, store)
+        self.begin(store, group)
         engine = toy_engine(
             *(model, store, self.partition, self.num_devices),
             observer=log,

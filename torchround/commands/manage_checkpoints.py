@@ -25,6 +25,7 @@ from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
 from torchround.pipeline.memory import size_text
+from torchround.run.resume import BEFORE
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import best_of, keeps_best, kept_losses
 from torchround.untrusted.terminal import terminal_safe
@@ -73,12 +74,12 @@ def list_all(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("folder", "size", "age", "condition", "validation loss", "run", box=None)
+    table = Table("folder", "size", "age", "condition", "optimizer", "validation loss", "run", box=None)
     any_damaged = False
     checkpointer = Checkpointer(checkpoints_of(options.folder))
     losses = {checkpointer.checkpoints()[step]: loss for step, loss in kept_losses(checkpointer).items()}
     best = min(losses, key=losses.__getitem__, default=None)
-    for path, condition, run_name in conditions(checkpointer):
+    for path, condition, state in conditions(checkpointer):
         with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
             if path.is_symlink():
                 condition += f", a link to {terminal_safe(path.readlink())}"
@@ -86,29 +87,31 @@ def list_all(options: argparse.Namespace) -> int:
             size_bytes = sum(file.lstat().st_size for file in path.iterdir()) if is_there else 0
             age_s = time.time() - (path.stat() if is_there else path.lstat()).st_mtime
             loss = f"{losses[path]:.4f}{', the best' * (path == best)}" if path in losses else ""
-            table.add_row(path.name, size_text(size_bytes), age(age_s), Text(condition), loss, run_name)
+            # Texts, because a table reads strings as markup.
+            texts = [Text(terminal_safe(told)) for told in (optimizer_in(state), loss, name_in(state))]
+            table.add_row(path.name, size_text(size_bytes), age(age_s), Text(condition), *texts)
             any_damaged |= condition.startswith("damaged")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(any_damaged)
 
 
-def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str, str]]:
-    """Yield each folder, its condition and its run's name: checkpoints by rising step, then leftovers of killed saves."""
+def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """Yield each folder, its condition and its state: checkpoints by rising step, then leftovers of killed saves.
+
+    The state is empty if it cannot be read.
+    """
     for step, path in checkpointer.checkpoints().items():
-        condition, run_name = "complete", ""
+        condition, state = "complete", {}
         try:
-            run_name = name_in(read_state(path, read_manifest(path, step)))
+            state = read_state(path, read_manifest(path, step))
         except ForeignCheckpointError as error:
             condition = reason(error, path)
         except CheckpointError as error:
             condition = f"damaged: {reason(error, path)}"
-        yield path, condition, run_name
+        yield path, condition, state
     for path in checkpointer.leftovers():
-        yield (
-            path,
-            "being written, or left by a killed save" if path.suffix == ".tmp" else "being deleted",
-            "",
-        )
+        is_new = path.suffix == ".tmp"
+        yield path, "being written, or left by a killed save" if is_new else "being deleted", {}
 
 
 def name_in(state: dict[str, Any]) -> str:
@@ -117,6 +120,15 @@ def name_in(state: dict[str, Any]) -> str:
         return str(state["config"]["run"]["name"])
     except (KeyError, TypeError):
         return ""
+
+
+def optimizer_in(state: dict[str, Any]) -> str:
+    """Return name and state format of a run's optimizer, such as `muon, compact`; "" if the state is not a run's."""
+    config = state.get("config")
+    table = config.get("optimizer") if isinstance(config, dict) else None
+    if not isinstance(table, dict):
+        return ""
+    return ", ".join(str(table.get(key, BEFORE["optimizer", key])) for key in ("name", "state"))
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -169,7 +169,8 @@ template <int V> inline void write_value(Compact, const Buffers &b, const Span &
             // The pattern of a root above 0 is at least 1, and so is its code.
             const int32_t pattern = bits<int32_t>(from[i]);
             const int32_t lowest = TO_INTEGER_BITS | (pattern < 1 ? pattern : 1);
-            const int32_t code = bits<int32_t>(from[i] * factor + TO_INTEGER);
+            const float whole = from[i] * factor; // infinite if the value is
+            const int32_t code = bits<int32_t>((whole < 255.0f ? whole : 255.0f) + TO_INTEGER);
             codes[i] = uint8_t(code < lowest ? lowest : code);
         }
     }

@@ -49,6 +49,7 @@ class MemoryLimits:
     - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
     - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that
       they are accumulated in, up to this size.
+    - `host_changes`: changes of the config that would leave more host memory for plans.
     """
 
     device_bytes: int | None = None
@@ -61,6 +62,7 @@ class MemoryLimits:
     devices_on_host: int = 0
     rounds_bytes: int = 0
     constant_bytes: int = 0
+    host_changes: tuple[str, ...] = ()
 
     def micro_batches_at_once(self, num_micro_batches: int, rounds: int) -> int:
         """Return how many micro-batches a device holds the integers of: of a round, in a validation of all."""

@@ -26,8 +26,6 @@ from torchround.pipeline.search.systematic_search import coarse_partitions
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
 # What makes the buffers of the data loader smaller.
 OF_DATA = "a smaller training.seq_len, training.global_batch_size or data.shuffle_sequences"
-# The state format that takes least.
-COMPACT = 'optimizer.state = "compact"'
 # The least gain in step time that a report mentions.
 CLEARLY_FASTER = 0.03
 
@@ -131,8 +129,7 @@ def _state_changes(question: RunQuestion, state: HostMemory) -> Iterator[str]:
     yield "a smaller model (model.flavor or model.shape)"
     if _trains_all(question):
         yield "adapters on frozen weights (lora.rank)"
-    if question.updates.smaller_rules and question.parameters.trained:
-        yield COMPACT
+    yield from (setting for setting, _ in question.smaller_states())
     if question.element_bytes > 2:
         yield 'training.dtype = "bfloat16"'
     if question.update == "async":
@@ -296,14 +293,13 @@ def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
 
 def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
     """Try changes that need less memory, each alone; a smaller state with a smaller batch too if neither does."""
-    compact = replace(question, updates=question.updates.with_smaller_state())
     alternatives = [
         _smaller_batch(question),
         ("training.micro_batch_size = 1", replace(question, micro_batch_size=1)),
         (f"training.seq_len = {question.seq_len // 2}", replace(question, seq_len=question.seq_len // 2)),
         ('engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)),
         ('engine.update = "sync"', replace(question, update="sync")),
-        (COMPACT, compact),
+        *question.smaller_states(),
         ('engine.keep_activations = "none"', replace(question, keep_activations="none")),
         (
             f"engine.rounds = {question.num_micro_batches}",
@@ -318,7 +314,7 @@ def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
         has_rounds = changed.update == "bounded" and changed.rounds not in ("auto", 1)
         if changed != question and not has_rounds:
             yield ConfigChange(setting, fits(changed))
-    if compact != question and not fits(compact):
-        setting, changed = _smaller_batch(compact)
-        if fits(changed) and not fits(_smaller_batch(question)[1]):
-            yield ConfigChange(f"{COMPACT} and {setting}")
+    for setting, smaller in question.smaller_states():
+        batch, changed = _smaller_batch(smaller)
+        if not fits(smaller) and fits(changed) and not fits(_smaller_batch(question)[1]):
+            yield ConfigChange(f"{setting} and {batch}")

@@ -283,9 +283,9 @@ def _host_error(
     largest = max(problem.costs.layers, key=lambda layer: layer.boundary_bytes)
     missing_gib = (needed - limit) / GIB
     besides = " and the virtual devices" if problem.limits.devices_on_host else ""
-    keys: tuple[str, ...] = HOST_KEYS
+    keys = (*HOST_KEYS, *problem.limits.host_changes)
     if problem.costs.kept:
-        besides, keys = f", those that layers keep{besides}", ("engine.keep_activations", *HOST_KEYS)
+        besides, keys = f", those that layers keep{besides}", ("engine.keep_activations", *keys)
     message = (
         f"the activations between {stages} stages{besides} need {size_text(needed)} of host memory and "
         f"{size_text(limit)} are left for them: {size_text(needed - limit)} are missing (the output of layer "

@@ -1,13 +1,13 @@
 """A run to be planned: all that the planner has to know of its config, its model and its machine, in numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.machine_memory import owned_state_bytes, state_of_machine
-from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
+from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding, size_text
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
 from torchround.pipeline.simulation.kept_link import KeptLink
@@ -140,6 +140,14 @@ class RunQuestion:
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
+    def smaller_states(self) -> Iterator[tuple[str, "RunQuestion"]]:
+        """Yield changes of the optimizer that take less of the host, each with what it saves, and the changed run."""
+        for setting, updates in self.updates.smaller:
+            changed = replace(self, updates=updates)
+            saved_bytes = self.state().state_bytes - changed.state().state_bytes
+            if saved_bytes > 0:
+                yield f"{setting} (saves {size_text(saved_bytes)})", changed
+
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""
         each = -(-8 * sequences * self.seq_len // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -180,5 +188,6 @@ class RunQuestion:
             devices_on_host=self.num_devices if self.devices_on_host else 0,
             rounds_bytes=rounds_bytes,
             constant_bytes=self.constant_bytes,
+            host_changes=tuple(setting for setting, _ in self.smaller_states()),
             **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
         )

@@ -5,12 +5,16 @@ The run makes these numbers from its optimizer, state format and policy. This ro
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 # The type in which devices compute for updates.
 JOB_DTYPE, JOB_ELEMENT_BYTES = "bfloat16", 2
 # An fp32 weight, and the residual of a 16-bit device weight.
 FULL_WEIGHT_BYTES, RESIDUAL_BYTES = 4, 2
+# Bands of a symmetric product. Fewer rows would fill a device badly, and edges are those of its tiles. More bands would
+# save little: 5 save 2/5 of a product, and no number saves more than half. docs/optimizers.md has what they save here.
+LEAST_BAND_ROWS, MOST_BANDS, BAND_EDGE_ROWS = 512, 5, 128
 # A sum over rounds is read and written in fp32 for each round.
 SUM_TRAFFIC_BYTES = 8
 
@@ -39,13 +43,25 @@ class JobWork:
         )
 
 
+def row_bands(rows: int) -> list[tuple[int, int]]:
+    """Cut the rows of a symmetric product into bands. Each is computed up to its last row's diagonal, and mirrored.
+
+    One band is the whole product.
+    """
+    count = max(min(rows // LEAST_BAND_ROWS, MOST_BANDS), 1)
+    edges = [round(rows * band / count / BAND_EDGE_ROWS) * BAND_EDGE_ROWS for band in range(count)]
+    return list(pairwise([*edges, rows]))
+
+
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
     """Count the products that orthogonalise a matrix, or each of a stack of matrices [E, m, n].
 
-    With m the shorter side, a step computes `X X^T` (2 m^2 n), its square (2 m^3), and their sum times X (2 m^2 n).
+    With m the shorter side, a step computes `X X^T` (2 m^2 n), its square (2 m^3), and their sum times X (2 m^2 n). The
+    first two are symmetric, and only the `row_bands` of them are computed.
     """
     short, long = sorted(shape[-2:])
-    return math.prod(shape[:-2]) * steps * (4.0 * short**2 * long + 2.0 * short**3)
+    banded = sum((stop - start) * stop for start, stop in row_bands(short))
+    return math.prod(shape[:-2]) * steps * 2.0 * (banded * (long + short) + short**2 * long)
 
 
 @dataclass(frozen=True)
@@ -68,17 +84,14 @@ class UpdateCosts:
       parameters of each.
     - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under policies that allow it.
     - `predicts`: whether `async` writes predicted device weights. These are no part of the weight, so fp32 is kept.
-    - `smaller_rules`: the same rules with the state format that takes least; empty if the run has it.
+    - `smaller`: what other settings of the optimizer would cost, each by the change of the config that makes them. They keep
+      less for some parameters at least.
     """
 
     rules: tuple[RuleCosts, ...]
     splits_weights: bool = False
     predicts: bool = False
-    smaller_rules: tuple[RuleCosts, ...] = ()
-
-    def with_smaller_state(self) -> "UpdateCosts":
-        """Return the costs of the same optimizer with the state format that takes least."""
-        return replace(self, rules=self.smaller_rules or self.rules, smaller_rules=())
+    smaller: tuple[tuple[str, "UpdateCosts"], ...] = ()
 
     def is_split(self, update: str) -> bool:
         """Return whether trained weights are split under this update mode. `bounded` keeps fp32 for weights that lag."""

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
 import torch
 
-from torchround.config import EngineTable, OptimizerTable
+from torchround.config import AdamWTable, EngineTable, OptimizerTable
 from torchround.engine.store.segments import parameter_facts
 from torchround.engine.worker.orthogonalise import STEPS, scratch_bytes, slot_bytes
 from torchround.layer import LayeredModel
-from torchround.optim.formats import COMPACT, StateFormat
+from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
 from torchround.pipeline.update_costs import (
     JOB_ELEMENT_BYTES,
@@ -21,6 +21,8 @@ from torchround.pipeline.update_costs import (
     UpdateCosts,
     newton_schulz_flops,
 )
+
+COMPACT_STATE = 'optimizer.state = "compact"'
 
 
 @dataclass(frozen=True)
@@ -41,23 +43,42 @@ def optimizer_numbers(
     model: LayeredModel, table: OptimizerTable, engine: EngineTable, dtype: torch.dtype
 ) -> OptimizerNumbers:
     """Ask the optimizer of `table` for its numbers in a run of `model` with weights of `dtype`."""
-    optimizer = make_optimizer(table)
-    trained = trained_names(model)
-    rules = {
-        name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items() if name in trained
+    trained, others = trained_names(model), _smaller_settings(table, engine)
+    facts_of = {name: facts for name, facts in parameter_facts(model).items() if name in trained}
+    optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
+    kept = {
+        name: tuple(_costs(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
+        for name, facts in facts_of.items()
     }
-    kept = {name: (_costs(rule, optimizer.format), _costs(rule, COMPACT)) for name, rule in rules.items()}
-    distinct = list(dict.fromkeys(kept.values())) or [(RuleCosts(0.0), RuleCosts(0.0))]
-    own, smaller = zip(*distinct, strict=True)
-    updates = UpdateCosts(
-        rules=own,
-        splits_weights=optimizer.splits_weights and dtype == torch.bfloat16,
-        predicts=engine.delay_correction != "none" and table.can_predict,
-        smaller_rules=() if own == smaller else smaller,
+    distinct = list(dict.fromkeys(kept.values())) or [(RuleCosts(0.0),) * len(optimizers)]
+    own, *smaller = (
+        UpdateCosts(
+            rules,
+            splits_weights=optimizer.splits_weights and dtype == torch.bfloat16,
+            predicts=engine.delay_correction != "none" and table.can_predict,
+        )
+        for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
     )
+    updates = replace(own, smaller=tuple(zip(others, smaller, strict=True)))
+    rules = {name: optimizers[0].rule_of(facts) for name, facts in facts_of.items()}
     return OptimizerNumbers(
         updates, {name: distinct.index(costs) for name, costs in kept.items()}, _jobs(model, rules)
     )
+
+
+def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
+    """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
+    changes = {}
+    if table.state != "compact":
+        changes[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
+    if not isinstance(table, AdamWTable):
+        keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
+        if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
+            keys.append(
+                'engine.delay_correction = "none"'
+            )  # AdamW would correct the delay, which takes 2 bytes
+        changes[" and ".join(keys)] = AdamWTable(state="compact")
+    return changes
 
 
 def trained_names(model: LayeredModel) -> frozenset[str]:

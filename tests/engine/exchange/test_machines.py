@@ -1,16 +1,17 @@
 """Training on several machines gives, bit for bit, what one machine with as many rounds in all gives."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.support.shared_steps import Case, assert_equal_to_one_machine
+from tests.support.small_decoders import small_decoder
 from tests.support.toy import PARTITIONS, VOCABULARY, toy_batches, toy_model
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import LayeredModel, with_dropout_seeds
-from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.layer import with_dropout_seeds
 from torchround.optim import stability
 from torchround.pipeline.partition import Partition
 
@@ -55,19 +56,13 @@ def test_predicted_weights_clipped_by_layer(num_machines):
     assert_equal_to_one_machine(case, num_machines)
 
 
-def experts() -> LayeredModel:
-    config = FAMILIES["qwen3"].config_from_flavor("debug_moe", vocab_size=VOCABULARY, num_layers=2)
-    return FAMILIES["qwen3"].build(config)
+experts = partial(small_decoder, "qwen3", "debug_moe")
+adapters = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
 
 
-def adapters() -> LayeredModel:
-    config = FAMILIES["llama3"].config_from_flavor("debug", vocab_size=VOCABULARY, num_layers=2)
-    model = FAMILIES["llama3"].build(config)
-    add_adapters(model, FAMILIES["llama3"].hf_names(config), LoraShape(2, 4.0, 0.25, ("q_proj", "v_proj")))
-    return model
-
-
-@pytest.mark.parametrize(("model", "num_machines"), [(experts, 2), (adapters, 3)])
+@pytest.mark.parametrize(
+    ("model", "num_machines"), [(experts, 2), (adapters, 3)], ids=["experts", "adapters"]
+)
 def test_experts_and_adapters_with_dropout(model, num_machines):
     seeded = [with_dropout_seeds(batch, seed=7, step=step) for step, batch in enumerate(BATCHES[:2])]
     assert_equal_to_one_machine(Case(seeded, model, SMALL, dtype=torch.bfloat16), num_machines)

@@ -2,7 +2,8 @@
 
 The optimizer thread writes what is to be orthogonalised, the look-ahead, into a segment's `direction`. A device takes
 it matrix by matrix, and the result lands where the look-ahead was. One matrix computes while the next one comes up and
-the last one goes down. The arithmetic is `torch.optim.Muon`'s, operation by operation.
+the last one goes down. The arithmetic is `torch.optim.Muon`'s, operation by operation. Large symmetric products are
+computed in bands of rows, which round differently.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import SlotRing
+from torchround.pipeline.update_costs import row_bands
 
 # The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,18 +45,35 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 def _newton_schulz(given: Tensor) -> Tensor:
     """Orthogonalise a matrix `[rows, columns]`, or a batch `[n, rows, columns]`, in bf16."""
-    a, b, c = COEFFICIENTS
     is_tall = given.shape[-2] > given.shape[-1]
     matrix = given.bfloat16()
     matrix = matrix.mT if is_tall else matrix
     norm = matrix.norm() if matrix.ndim == 2 else matrix.flatten(1).norm(dim=1)[:, None, None]
-    matrix = matrix / norm.clamp(min=LEAST_NORM)
-    multiply_add = torch.addmm if matrix.ndim == 2 else torch.baddbmm
-    for _ in range(STEPS):
-        gram = matrix @ matrix.mT
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        matrix = multiply_add(matrix, polynomial, matrix, beta=a)
+    matrix = iterated(matrix / norm.clamp(min=LEAST_NORM))
     return matrix.mT if is_tall else matrix
+
+
+def iterated(matrix: Tensor) -> Tensor:
+    """Apply the five steps to a matrix `[rows, columns]` of norm 1, or a batch of them, in its own dtype.
+
+    Two of a step's three products are symmetric: of many rows only the bands under the diagonal are computed.
+    """
+    a, b, c = COEFFICIENTS
+    is_batch = matrix.ndim == 3
+    multiply, multiply_add = (torch.bmm, torch.baddbmm) if is_batch else (torch.mm, torch.addmm)
+    rows = matrix.shape[-2]
+    gram, polynomial = (matrix.new_empty(*matrix.shape[:-1], rows) for _ in range(2))
+    for _ in range(STEPS):
+        for start, stop in row_bands(rows):
+            band = gram[..., start:stop, :stop]
+            multiply(matrix[..., start:stop, :], matrix[..., :stop, :].mT, out=band)
+            gram[..., :start, start:stop] = band[..., :start].mT
+        for start, stop in row_bands(rows):
+            band, factors = polynomial[..., start:stop, :stop], (gram[..., start:stop, :], gram[..., :stop])
+            multiply_add(gram[..., start:stop, :stop], *factors, beta=b, alpha=c, out=band)
+            polynomial[..., :start, start:stop] = band[..., :start].mT
+        matrix = multiply_add(matrix, polynomial, matrix, beta=a)
+    return matrix
 
 
 @dataclass(frozen=True)
