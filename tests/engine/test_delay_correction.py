@@ -1,6 +1,7 @@
 """Predicted device weights in `async`: the bits of a plain loop, the truth in fp32, and nothing that they cost."""
 
 import json
+from typing import Literal
 
 import pytest
 import torch
@@ -15,8 +16,13 @@ from tests.support.toy import (
     toy_store,
     train,
 )
+from torchround.config import OptimizerTable
+from torchround.config.key_types import Beta, Pair
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
+from torchround.engine.store.prediction import Prediction
 from torchround.engine.store.state_views import OLDER_WEIGHTS
+from torchround.optim import Optimizer, make_optimizer
+from torchround.optim.rules.muon import OtherRateRule
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS, LR = 8, 1e-2
@@ -161,6 +167,39 @@ def test_numbers_that_no_update_can_have_had_are_refused(damage):
 
 
 @pytest.mark.parametrize("policy", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
+class ScaledTable(OptimizerTable):
+    """AdamW at a part of the learning rate."""
+
+    can_predict = True
+
+    name: Literal["scaled-adamw"] = "scaled-adamw"
+    """Optimizer."""
+
+    betas: Pair[Beta] = (0.9, 0.95)
+    """Decay rates of the moments."""
+
+
+class ScaledAdamW(Optimizer):
+    """An optimizer whose rule has fields, `eps` and `lr_ratio`, that its table lacks."""
+
+    table = ScaledTable
+
+    def rule_of(self, parameter):
+        return OtherRateRule(self.settings.betas, 1e-3, 0.0, lr_ratio=0.5)
+
+
+def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
+    table, model = ScaledTable(), toy_model()
+    store = toy_store(model, policy=ASYNC_PREDICT, optimizer=make_optimizer(table))
+    with toy_engine(model, store, PARTITION, 1, optimizer=table) as engine:
+        train(engine, toy_batches(3, micro_batches=2))
+    found = Prediction.from_state(store.prediction.state(), 3, store.trained, ScaledTable)
+    assert found == store.prediction and found.settings["lr_ratio"] == 0.5
+    damaged = {**store.prediction.state(), "betas": [0.9, 1.5]}
+    with pytest.raises(ValueError, match="betas"):
+        Prediction.from_state(damaged, 3, store.trained, ScaledTable)
+
+
 def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
     before = ASYNC if policy.predicts else ASYNC_PREDICT

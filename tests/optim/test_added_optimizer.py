@@ -100,15 +100,14 @@ class LionLoop(PlainLoop):
             momentum.mul_(0.99).add_((1 - 0.99) * gradient)
 
 
-class TableOfNoOptimizer(OptimizerTable):
-    """A table without an optimizer."""
-
-    name: Literal["of-no-optimizer"] = "of-no-optimizer"
-    """Optimizer."""
-
-
 def test_a_table_without_an_optimizer_is_refused_by_its_name() -> None:
-    with pytest.raises(TypeError, match="table = TableOfNoOptimizer.*AdamWTable, .*LionTable, MuonTable"):
+    class TableOfNoOptimizer(OptimizerTable):  # not of the module: other modules ask for all tables there are
+        """A table without an optimizer."""
+
+        name: Literal["of-no-optimizer"] = "of-no-optimizer"
+        """Optimizer."""
+
+    with pytest.raises(TypeError, match="table = TableOfNoOptimizer.*AdamWTable.*LionTable.*MuonTable"):
         make_optimizer(TableOfNoOptimizer())
 
 

@@ -1,4 +1,4 @@
-"""The kinds of compiled updates: what decides the code of each, and where its library lies."""
+"""The kinds of compiled updates: what decides the code of each, and the place of its library."""
 
 import getpass
 import hashlib

@@ -1,7 +1,7 @@
 """Split weights: an fp32 weight as the 16-bit weight that devices compute with, and a 16-bit residual.
 
 The device weight is the upper half of the fp32 bit pattern, rounded to the nearest with ties up in magnitude. The rest
-of the pattern then lies in [-0x8000, 0x7fff] and fits in an int16, so that both together are the fp32 weight, bit for
+of the pattern is then in [-0x8000, 0x7fff] and fits in an int16, so that both together are the fp32 weight, bit for
 bit. Ties to even would need 17 bits. Only an exact tie, one weight in 65,536, is rounded otherwise than by PyTorch's
 cast. Source: the split master weights of FlashOptim (arXiv 2602.23349), with an integer residual that loses nothing.
 """

@@ -1,4 +1,4 @@
-"""Bundles: the parameters that travel together, and where each one lies in its bundle's flat buffers.
+"""Bundles: the parameters that travel together, and the place of each in its bundle's flat buffers.
 
 Shared parameters (tied weights) are a bundle of their own, which belongs to every layer that uses it.
 """

@@ -60,7 +60,8 @@ class Prediction:
         if settings.keys() != names:
             listed = ", ".join(["lr", *names])
             raise ValueError(f"prediction has {', '.join(map(str, state))}; legal: {listed}")
-        table.model_validate(settings)
+        # A rule may have further fields that follow from its settings.
+        table.model_validate({name: settings[name] for name in names & table.model_fields.keys()})
         return found
 
     def state(self) -> dict[str, Any]:
