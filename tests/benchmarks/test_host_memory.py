@@ -10,11 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.host_memory import CASES, FAMILY, LOADING, ONE_SHORT_SEQUENCE, MemoryCase, training_misses
+from benchmarks.host_memory import (
+    CASES,
+    FAMILY,
+    LOADING,
+    ONE_SHORT_SEQUENCE,
+    TRAINING,
+    MemoryCase,
+    training_misses,
+)
 from benchmarks.plain_loops import random_step
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
+from torchround.pipeline.memory import PROGRAM_BYTES
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question
@@ -88,17 +97,28 @@ def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case: MemoryCa
     assert planned == pytest.approx(store.nbytes(), rel=0.002)
 
 
+def test_a_process_takes_what_is_planned_and_the_program() -> None:
+    figures = TRAINING.measure(TRAINING.parse("training-memory", ["--blocks", "1"]))
+    [found] = figures["cases"].values()
+    # Without one of the model's 16-bit buffers, or with one twice, it would be 2 bytes away. The rest is of libraries.
+    assert found["resident_bytes_per_parameter"] == pytest.approx(found["planned_bytes_per_parameter"], abs=1)
+    # Versions and builds of PyTorch differ, and what is installed beside it.
+    assert PROGRAM_BYTES / 2 < 1e6 * found["program_mb"] < 2 * PROGRAM_BYTES
+
+
 def test_a_case_above_its_bound_or_away_from_its_plan_is_named() -> None:
     def figures(resident: float, store: float, planned: float) -> dict[str, object]:
         kinds = {"resident": resident, "store": store, "planned": planned}
         found = {f"{kind}_bytes_per_parameter": value for kind, value in kinds.items()}
         return {"cases": {"adamw exact, sync": found}}
 
-    assert training_misses(figures(14.3, 14.1, 14.0)) == []
-    [missed] = training_misses(figures(14.41, 14.1, 14.0))
+    assert training_misses(figures(14.2, 14.1, 14.0)) == []
+    [missed] = training_misses(figures(14.41, 14.2, 14.2))
     assert "at most 14.4" in missed
-    [missed] = training_misses(figures(14.3, 14.1, 13.0))
-    assert "planned 13.00" in missed
+    [missed] = training_misses(figures(14.2, 13.5, 14.0))
+    assert "the store takes 13.50" in missed
+    [missed] = training_misses(figures(14.3, 14.0, 14.0))
+    assert "14.30 resident" in missed and "planned 14.00" in missed
 
 
 def test_reading_weights_takes_no_second_copy_of_the_model() -> None:

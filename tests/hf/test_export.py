@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
+from torchround.commands.checkpoint_weights import checkpoint_weights
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import PretrainedWeights
+from torchround.hf import HFError, PretrainedWeights
 from torchround.models import FAMILIES
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
@@ -187,6 +188,22 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
     assert_same_tensors(*exports)
     head = all_tensors(exports[0])["model.norm.weight"]
     assert torch.equal(head, values["head.norm.weight"].to(dtype))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"residual/a": torch.zeros(3, 2).short()},
+        {"weights/a": torch.zeros(2, 3).bfloat16(), "residual/a": torch.zeros(3, 2).short()},
+        {"weights/a": torch.zeros(2, 3), "residual/a": torch.zeros(2, 3).short()},
+        {"weights/a": torch.zeros(2, 3).bfloat16(), "residual/a": torch.zeros(2, 3).int()},
+    ],
+    ids=["no weight", "another shape", "a whole weight", "another type"],
+)
+def test_a_residual_that_fits_no_weight_is_refused(tmp_path, forged):
+    save_file(forged, tmp_path / "tensors-00000.safetensors")
+    with pytest.raises(HFError, match="residual/a fits no weight"):
+        checkpoint_weights(tmp_path)
 
 
 def test_tensors_longer_than_a_piece_are_read_and_written_whole(releases, tmp_path, monkeypatch):

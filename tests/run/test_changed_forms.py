@@ -22,6 +22,7 @@ from tests.support.small_run import (
     stop_before_the_first_step,
     use_family,
 )
+from torchround.commands import train_model
 from torchround.config import Config
 from torchround.optim.formats import COMPACT as COMPACT_FORMAT
 from torchround.optim.formats import StateValue
@@ -29,6 +30,8 @@ from torchround.optim.formats import StateValue
 __all__ = ["small_runs"]
 
 BFLOAT16 = "--training.dtype=bfloat16"
+MUON = "--optimizer.name=muon"
+REFUSED = f"step-{STEPS} holds the state of another optimizer (optimizer.name '{{}}' -> 'adamw')"
 VALUES = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
 # The forms of checkpoints: fp32 and split weights, with exact and compact state. fp16 keeps fp32 weights.
 FORMS = {
@@ -159,18 +162,9 @@ def test_a_new_stage_begins_with_the_weights_of_any_form(
 
 
 def test_another_optimizer_is_refused_with_the_way_out_and_writes_nothing(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dumped = Config.model_dump
-
-    def of_another_optimizer(config: Config, **arguments: Any) -> dict[str, Any]:
-        found = dumped(config, **arguments)
-        found["optimizer"]["name"] = "another"
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Config, "model_dump", of_another_optimizer)
-        assert small_runs("run") == 0
+    assert small_runs("run", MUON) == 0
     before = sorted(small_runs.path("run").rglob("*"))
     capsys.readouterr()
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
@@ -178,13 +172,31 @@ def test_another_optimizer_is_refused_with_the_way_out_and_writes_nothing(
     for arguments in (("run", "--training.steps=9"), ("branch", load, "--training.steps=9")):
         assert small_runs(*arguments) == 2
         [message] = capsys.readouterr().err.splitlines()
-        assert (
-            f"step-{STEPS} holds the state of another optimizer (optimizer.name 'another' -> 'adamw')"
-            in message
-        )
+        assert REFUSED.format("muon") in message
         assert "--run.name NAME --checkpoint.load weights --checkpoint.load_path " in message
     assert sorted(small_runs.path("run").rglob("*")) == before and not small_runs.path("branch").exists()
     assert small_runs("branch", load, "--checkpoint.load=weights") == 0
+
+
+@pytest.mark.parametrize("name", ["muon", "another"])
+def test_another_optimizer_is_refused_by_the_load_too(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The state of Muon differs in its tensors. Another one's may have the names and shapes of AdamW's."""
+    dumped = Config.model_dump
+
+    def of_another_optimizer(config: Config, **arguments: Any) -> dict[str, Any]:
+        found = dumped(config, **arguments)
+        found["optimizer"]["name"] = name
+        return found
+
+    with monkeypatch.context() as patch:
+        if name == "another":
+            patch.setattr(Config, "model_dump", of_another_optimizer)
+        assert small_runs("run", *([MUON] if name == "muon" else [])) == 0
+    monkeypatch.setattr(train_model, "require_same_optimizer", lambda config, checkpointer: None)
+    assert small_runs("run", "--training.steps=9") == 2
+    assert REFUSED.format(name) in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_an_optimizer_s_name_is_of_exact_adamw(

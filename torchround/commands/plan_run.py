@@ -25,7 +25,7 @@ from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.kept_report import ratio_text
-from torchround.pipeline.memory import GIB, HostMemory, size_text
+from torchround.pipeline.memory import GIB, PROGRAM_BYTES, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, report_plan
@@ -239,6 +239,8 @@ def _host_table(report: PlanReport) -> "Table":
         rows["allowed"] = report.question.host_bytes
     if host.mapped_bytes:
         rows["besides, in files: frozen weights"] = host.mapped_bytes
+    if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
+        rows["besides, about: Python and PyTorch"] = PROGRAM_BYTES
     table = _table("host memory", ("kind",), ("size",))
     for name, size in rows.items():
         table.add_row(name, size_text(size))

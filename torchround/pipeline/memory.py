@@ -32,6 +32,9 @@ ROUNDING_ELEMENTS = 4 * 2**20
 # Frozen weights that stay in files go up through a ring of page-locked buffers, one ring for each device.
 READER_BUFFER_BYTES = 4 * MIB
 READER_BUFFERS = 8
+# Python, PyTorch for the CPU, and what PyTorch imports in a first step, whatever the model. Reports name it and no limit
+# counts it: most of it is taken before free memory is read. Measured as `program_mb` of `python -m benchmarks training-memory`.
+PROGRAM_BYTES = 450_000_000
 
 
 @dataclass(frozen=True)
