@@ -99,7 +99,9 @@ class PlainNet:
                 parameter.copy_(weight)
 
     def _loss(self, layers: Sequence[nn.Module], batch: SampleBatch) -> Tensor:
-        hidden, labels = batch.inputs_and_labels()
+        # Devices have a micro-batch in memory of its own. At another alignment kernels may round otherwise.
+        own = batch.rebuild()([part.clone() for part in batch.tensors()])
+        hidden, labels = own.inputs_and_labels()
         for index, layer in enumerate(layers):
             with drawing(layer_seed(self.seed, self.calls, batch.micro_batch, index)):
                 hidden = layer(hidden)
