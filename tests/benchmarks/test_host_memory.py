@@ -122,9 +122,9 @@ def test_a_case_above_its_bound_or_away_from_its_plan_is_named() -> None:
 
 
 def test_reading_weights_takes_no_second_copy_of_the_model() -> None:
-    figures = LOADING.measure(LOADING.parse("loading-memory", ["--parameters", "60e6"]))
+    figures = LOADING.measure(LOADING.parse("loading-memory", ["--parameters", "120e6"]))
     # Less than the store would mean that its pages were not resident, and that a second copy could hide there.
     assert 1 <= figures["peak_over_store"] < 1.15
-    # The largest parameter in fp32, 33 MB, until it is split, pieces of 8 MiB and what a process uses besides. A second
-    # copy would be the file's 120 MB.
-    assert figures["beyond_store_bytes"] < 90e6 < 0.8 * figures["file_bytes"]
+    # The largest parameter in fp32, 33 MB, until it is split, pieces of 8 MiB and what a process uses besides: about
+    # 100 MB, whatever the size of the model. A second copy would be the file's 234 MB more.
+    assert figures["beyond_store_bytes"] < 0.8 * figures["file_bytes"]

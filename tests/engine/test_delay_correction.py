@@ -166,7 +166,6 @@ def test_numbers_that_no_update_can_have_had_are_refused(damage):
     assert_same_state(copies(store), before)
 
 
-@pytest.mark.parametrize("policy", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
 class ScaledTable(OptimizerTable):
     """AdamW at a part of the learning rate."""
 
@@ -200,6 +199,7 @@ def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
         Prediction.from_state(damaged, 3, store.trained, ScaledTable)
 
 
+@pytest.mark.parametrize("policy", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
 def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
     before = ASYNC if policy.predicts else ASYNC_PREDICT
