@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.frame import ROOT, Benchmark, Report
+from benchmarks.frame import Benchmark, Report
 from benchmarks.installed_text import documentation_of
 from benchmarks.optimizer_cells import (
     EXACT,
@@ -26,6 +26,7 @@ from benchmarks.study import (
     Cell,
     ResultFile,
     Results,
+    add_study_options,
     complete,
     losses_by_seed,
     losses_table,
@@ -40,25 +41,9 @@ from benchmarks.study import (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the study; the default sizes are the ones of the committed results."""
     size = OptimizerStudySize()
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "outputs" / "optimizers.jsonl", help="file to continue"
-    )
-    parser.add_argument("--only-report", action="store_true", help="run nothing: show what the file holds")
-    parser.add_argument("--forget", action="store_true", help="keep no results, for a trial")
-    parser.add_argument(
-        "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
-    )
-    parser.add_argument("--picture", type=Path, help="draw the losses into this PNG")
-    parser.add_argument("--page", type=Path, help="put the tables between their markers in this page")
+    add_study_options(parser, "optimizers", size.blocks, size.seeds, size.most_rates)
     parser.add_argument("--package", default=size.package, help="package whose text is learnt")
-    parser.add_argument("--blocks", type=int, default=size.blocks, help="blocks of the model")
     parser.add_argument("--steps", type=int, default=size.steps, help="steps of a run")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=list(size.seeds), help="seeds of the final runs"
-    )
-    parser.add_argument(
-        "--most-rates", type=int, default=size.most_rates, help="most learning rates tried for a mode"
-    )
 
 
 def study(options: argparse.Namespace) -> Report:

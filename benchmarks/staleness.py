@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.frame import ROOT, Benchmark, Report
+from benchmarks.frame import Benchmark, Report
 from benchmarks.installed_text import documentation_of
 from benchmarks.staleness_cells import FIRST_RATES, StudySize, run_cell, wanted_cells
 from benchmarks.staleness_report import draw, final_losses, step_seconds, tables
-from benchmarks.study import ResultFile, complete, read_description, with_tables
+from benchmarks.study import ResultFile, add_study_options, complete, read_description, with_tables
 
 
 def describe(size: StudySize) -> Report:
@@ -33,17 +33,7 @@ def describe(size: StudySize) -> Report:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the study; the default sizes are the ones of the committed results."""
     size = StudySize()
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "outputs" / "staleness.jsonl", help="file to continue"
-    )
-    parser.add_argument("--only-report", action="store_true", help="run nothing: show what the file holds")
-    parser.add_argument("--forget", action="store_true", help="keep no results, for a trial")
-    parser.add_argument(
-        "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
-    )
-    parser.add_argument("--picture", type=Path, help="draw the losses into this PNG")
-    parser.add_argument("--page", type=Path, help="put the tables between their markers in this page")
-    parser.add_argument("--blocks", type=int, default=size.blocks, help="blocks of the model")
+    add_study_options(parser, "staleness", size.blocks, size.seeds, size.most_rates)
     parser.add_argument(
         "--pretraining-package", default=size.pretraining_package, help="its text is learnt first"
     )
@@ -55,12 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fine-tuning-steps", type=int, default=size.fine_tuning_steps, help="steps of a run"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=list(size.seeds), help="seeds of the final runs"
-    )
-    parser.add_argument(
-        "--most-rates", type=int, default=size.most_rates, help="most learning rates tried for a mode"
     )
 
 

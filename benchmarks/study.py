@@ -4,6 +4,7 @@ A cell is one training run. Its result is one line of JSON and a function of the
 that was interrupted continues where it was.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.frame import Report
+from benchmarks.frame import ROOT, Report
 
 TUNING_SEED = 0
 
@@ -57,6 +58,27 @@ class CellResult:
 
 
 Results = Mapping[Cell, CellResult]
+
+
+def add_study_options(
+    parser: argparse.ArgumentParser, name: str, blocks: int, seeds: Sequence[int], most_rates: int
+) -> None:
+    """Add the options that all studies have. Results are kept in `outputs/<name>.jsonl`."""
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "outputs" / f"{name}.jsonl", help="file to continue"
+    )
+    parser.add_argument("--only-report", action="store_true", help="run nothing: show what the file holds")
+    parser.add_argument("--forget", action="store_true", help="keep no results, for a trial")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
+    )
+    parser.add_argument("--picture", type=Path, help="draw the losses into this PNG")
+    parser.add_argument("--page", type=Path, help="put the tables between their markers in this page")
+    parser.add_argument("--blocks", type=int, default=blocks, help="blocks of the model")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help="seeds of the final runs")
+    parser.add_argument(
+        "--most-rates", type=int, default=most_rates, help="most learning rates tried for a mode"
+    )
 
 
 # The file of results.

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.kept_faults import PlantedError
 from tests.support.plain_adamw import adamw_predict_, adamw_update_
+from tests.support.update_faults import FailAtOperation
 from torchround.optim import UpdateProgress
 from torchround.optim.optimizer import rounded_numbers
 from torchround.optim.rules.adamw import AdamWRule
@@ -195,25 +196,6 @@ def test_bits_are_those_of_ieee_arithmetic_in_numpy() -> None:
     for ours, theirs in zip(buffers, (expected, first, second), strict=False):
         assert theirs.dtype == np.float32
         assert torch.equal(ours, torch.from_numpy(theirs))
-
-
-class PlantedError(Exception):
-    pass
-
-
-class FailAtOperation(TorchDispatchMode):
-    """Raises in place of the n-th torch operation that is run under it."""
-
-    def __init__(self, fatal: int) -> None:
-        super().__init__()
-        self.fatal = fatal
-        self.seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen += 1
-        if self.seen == self.fatal:
-            raise PlantedError(f"operation {self.fatal}: {func}")
-        return func(*args, **(kwargs or {}))
 
 
 def operations_of_an_update(buffers: Buffers, predicts: bool) -> int:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.kept_faults import PlantedError
+from tests.support.update_faults import FailAtOperation
 from torchround.optim import COMPACT, EXACT, UpdateBuffers, UpdateProgress, predict_, update_, update_pass
 from torchround.optim.formats import StateFormat
 from torchround.optim.rules.adamw import AdamWRule
@@ -83,21 +84,6 @@ def same(left: UpdateBuffers, right: UpdateBuffers) -> bool:
     return all(torch.equal(tensor, rights[name]) for name, tensor in tensors(left).items())
 
 
-class FailAtOperation(TorchDispatchMode):
-    """Raises in place of the n-th torch operation that is run under it."""
-
-    def __init__(self, fatal: int) -> None:
-        super().__init__()
-        self.fatal = fatal
-        self.seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen += 1
-        if self.seen == self.fatal:
-            raise InterruptedError(f"operation {self.fatal}: {func}")
-        return func(*args, **(kwargs or {}))
-
-
 def numpy_adamw(numel: int, steps: int, gradient_of: Callable[[int], Tensor]) -> np.ndarray:
     """Train fp32 weights in NumPy's arithmetic, from the weights of `buffers_of`, with zero moments."""
     f32, (beta1, beta2) = np.float32, RULE.betas
@@ -150,7 +136,7 @@ def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(
     old, new = tensors(start), tensors(finished)
     for fatal in range(1, counter.seen + 1):
         buffers, progress = copy_of(start), UpdateProgress()
-        with pytest.raises(InterruptedError), FailAtOperation(fatal):
+        with pytest.raises(PlantedError), FailAtOperation(fatal):
             update(way, buffers, progress=progress)
         for name, now in tensors(buffers).items():
             # A scale belongs to 128 elements.

@@ -1,12 +1,13 @@
-"""Faults in bounded and predicted updates: in devices while layers are updated, and in every step of the optimizer."""
+"""Faults in updates: in devices while layers are updated, in every step of the optimizer, and at every torch operation."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.kept_faults import Bomb, Site
+from tests.support.kept_faults import Bomb, PlantedError, Site
 from tests.support.toy import ToyBlock
 from torchround.engine import landed_gradients, optimizer_worker
 from torchround.engine.bounded_updates import BoundedOptimizerWorker
@@ -14,6 +15,21 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
+
+
+class FailAtOperation(TorchDispatchMode):
+    """Raises in place of the n-th torch operation that is run under it, and counts them all."""
+
+    def __init__(self, fatal: int) -> None:
+        super().__init__()
+        self.fatal = fatal
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen += 1
+        if self.seen == self.fatal:
+            raise PlantedError(f"operation {self.fatal}: {func}")
+        return func(*args, **(kwargs or {}))
 
 
 def before(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> Site:
