@@ -112,6 +112,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
     torch.set_num_threads(threads)
 
 
+def begin_from(
+    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, before: str, name: str, *options: str
+) -> None:
+    """Begin run `name` from the last checkpoint of run `before`, and stop it before its first step."""
+    load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
+    stop_before_the_first_step(monkeypatch)
+    assert written(name, load, *options) == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_lost(
     written: SmallRuns,
@@ -121,10 +130,8 @@ def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_los
     after: str,
 ) -> None:
     name = f"{before}-to-{after}"
-    load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
-    stop_before_the_first_step(monkeypatch)
-    code = written(name, load, "--training.steps=4", *FORMS[after])
-    assert code == 128 + signal.SIGTERM and written.saved(name) == [2]
+    begin_from(written, monkeypatch, before, name, "--training.steps=4", *FORMS[after])
+    assert written.saved(name) == [2]
     found, expected = written.state(name, 2), written.state(before, 2)
     assert_equal(fp32_weights(found), fp32_weights(expected))
     was, is_now = ("compact" in form for form in (before, after))
@@ -148,10 +155,8 @@ def test_a_new_stage_begins_with_the_weights_of_any_form(
     after: str,
 ) -> None:
     name = f"{before}-for-{after}"
-    load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
-    stop_before_the_first_step(monkeypatch)
-    code = written(name, load, "--checkpoint.load=weights", *FORMS[after])
-    assert code == 128 + signal.SIGTERM and written.saved(name) == [0]
+    begin_from(written, monkeypatch, before, name, "--checkpoint.load=weights", *FORMS[after])
+    assert written.saved(name) == [0]
     found = written.state(name, 0)
     assert_equal(fp32_weights(found), fp32_weights(written.state(before, 2)))
     assert not any(tensor.float().any() for tensor in values_of(found).values()), "the optimizer is not fresh"
