@@ -16,7 +16,7 @@ import pytest
 from tests.support.source_files import ROOT, Source, everything_run, library, offences, sources
 
 TOP_LEVEL = {
-    *("torchround", "configs", "tests", "scripts", "benchmarks", "docs"),
+    *("torchround", "models", "configs", "tests", "scripts", "benchmarks", "docs"),
     *("train.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"),
     *("Dockerfile", "Dockerfile.cpu"),
 }

@@ -57,7 +57,7 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `torchround/models/` (for example `llama3`). Required. `transformers`: a decoder that the
+    """Model family, a package of `models/` (for example `llama3`). Required. `transformers`: a decoder that the
     package of that name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder
     too."""
 

@@ -1,6 +1,6 @@
 """Sinks added to the result of a flash kernel, for accelerators: one kernel forward and one backward.
 
-`torchround/models/common/sinks.py` explains the formulas. Computed in fp32 and rounded where a result is written.
+`models/common/sinks.py` explains the formulas. Computed in fp32 and rounded where a result is written.
 
 Shapes: N tokens, H heads, C channels of a head, P partial sums of the sinks' gradient.
 """
