@@ -251,7 +251,7 @@ def test_a_mistake_is_one_message_and_nothing_is_made(mistake, folder, capsys):
 def test_a_missing_package_is_one_message_that_says_what_to_install(folder, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     assert run("small") == 2
-    assert "pip install 'torchround[transformers]'" in capsys.readouterr().err
+    assert "pip install 'transformers>=5.20'" in capsys.readouterr().err
 
 
 def test_a_family_of_our_own_that_reads_the_folder_is_named_once(folder, releases, caplog):

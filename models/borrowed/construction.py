@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MISSING = (
     'model.family = "transformers" needs the package of that name, which is not installed: '
-    "pip install 'torchround[transformers]'"
+    "pip install 'transformers>=5.20'"
 )
 OLDEST = (5, 20)
 # A table of positions may begin with so many rows that are no position.

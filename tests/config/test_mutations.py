@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchround.config import Config, ConfigError, load_config
 from torchround.config.key_types import UNSET
 from torchround.config.toml_writer import toml_value
+from torchround.config.validate import DEFAULT_STEPS
 
 VALID: dict[str, Any] = {
     "run": {"name": "x", "seed": 1},
@@ -62,7 +63,9 @@ def holds(config: Any, raw: Any) -> bool:
     """Return whether a config holds what was written: same values, lists as tuples, integers perhaps as floats."""
     if isinstance(raw, dict):
         return all(
-            raw_value == UNSET and getattr(config, key) is None or holds(getattr(config, key), raw_value)
+            # A run without steps and epochs gets a default number of steps.
+            (raw_value == UNSET and getattr(config, key) in (None, DEFAULT_STEPS))
+            or holds(getattr(config, key), raw_value)
             for key, raw_value in raw.items()
         )
     if isinstance(raw, list):

@@ -14,18 +14,19 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-# Name on the command line: module of this room. Each module has a `main(arguments)` that returns the exit code.
+# Name on the command line: module of this room, and what the command does. A module has a `main(arguments)` that returns
+# the exit code.
 COMMANDS = {
-    "train": "train_model",
-    "plan": "plan_run",
-    "simulate": "simulate_schedules",
-    "inspect_data": "inspect_data",
-    "checkpoint": "manage_checkpoints",
-    "export_hf": "export_hf",
-    "plot_loss": "plot_loss",
-    "page": "draw_page",
-    "doctor": "doctor",
-    "try_model": "try_model",
+    "doctor": ("doctor", "say what this machine has and which configs fit it"),
+    "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
+    "inspect_data": ("inspect_data", "show the sequences that a run would read"),
+    "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
+    "page": ("draw_page", "draw the metrics of runs as an HTML page"),
+    "plot_loss": ("plot_loss", "draw the loss curves of runs as a picture"),
+    "checkpoint": ("manage_checkpoints", "list, verify and prune the checkpoints of a run"),
+    "try_model": ("try_model", "score text with a trained model, and continue prompts"),
+    "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),
+    "simulate": ("simulate_schedules", "simulate pipeline schedules side by side"),
 }
 
 
@@ -42,9 +43,10 @@ def _start_named(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
         sys.argv[0] = f"torchround {name}"  # argparse takes its usage line from here
-        code: int = import_module(f"{__name__}.{COMMANDS[name]}").main(rest)
+        code: int = import_module(f"{__name__}.{COMMANDS[name][0]}").main(rest)
         return code
-    usage = f"usage: torchround COMMAND ..\ncommands: {', '.join(COMMANDS)}"
+    lines = [f"  {command:<12}  {does}" for command, (_, does) in COMMANDS.items()]
+    usage = "\n".join(["usage: torchround COMMAND ..", *lines, "torchround COMMAND --help says more."])
     if name in ("-h", "--help"):
         print(usage)
         return 0

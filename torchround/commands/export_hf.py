@@ -208,7 +208,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> str:
     """Write a PEFT folder, with the tokenizer. Returns a line that lists its files."""
     output = request.output
-    base = None if trained.base is None else str(trained.base)
+    # PEFT looks a relative folder up from wherever it is started.
+    base = None if trained.base is None else str(trained.base.absolute())
     with new_folder(output) as folder:
         copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         # PEFT reads one file, so there are no shards.

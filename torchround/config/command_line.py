@@ -7,7 +7,7 @@ from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
 from torchround.config.load import read_config, take_flag
 from torchround.config.reference import usage
-from torchround.config.usual_names import nearest_value, usual_key
+from torchround.config.usual_names import nearest_value, other_way, usual_key
 from torchround.config.validate import RawConfig, all_keys, validate
 
 SWITCHES = ("--print-config", "--dry-run", "--help")
@@ -89,6 +89,8 @@ def _config_path(rest: list[str], earlier: str | None) -> str:
 def _override(rest: list[str]) -> list[str]:
     """Remove an override from the front. Returns it as one argument, or as a flag without a value."""
     flag, value = take_flag(rest)
+    if not flag.startswith("--") and "." in flag and value is not None:
+        raise config_error(COMMAND_LINE, "", f"unexpected argument {flag}={value}; a key is written --{flag} {value}")
     if not flag.startswith("--") or "." not in flag:
         raise _unknown_flag(flag)
     return [flag] if value is None else [f"{flag}={value}"]
@@ -99,7 +101,7 @@ def _unknown_flag(flag: str) -> ConfigError:
     keys = [f"--{table}.{key}" for table, names in all_keys().items() for key in names if key == name]
     if not keys and (meant := usual_key(name)):
         keys = [f"--{meant}"]
-    hint = f"; nearest: {', '.join(keys)}" if keys else nearest(flag, FLAGS)
+    hint = f"; nearest: {', '.join(keys)}" if keys else other_way(name) or nearest(flag, FLAGS)
     if not flag.startswith("--"):
         return config_error(
             COMMAND_LINE, "", f"unexpected argument {flag}; a file is given as --config {flag}{hint}"

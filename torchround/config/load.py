@@ -71,6 +71,8 @@ def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
     """Try `first`, then `name` in each `configs/`. Returns the file, and every path tried as a text."""
     repository = Path(__file__).parents[2]
     candidates = [first, Path("configs") / name, repository / "configs" / name]
+    if not first.suffix:
+        candidates += [candidate.with_name(f"{candidate.name}.toml") for candidate in candidates]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
 
@@ -123,6 +125,8 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
+    if file.suffix in (".yaml", ".yml", ".json"):
+        raise config_error(str(file), "", f"a config is TOML, not {file.suffix[1:].upper()}; write key = value")
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         # The parser raises the same error for text nested beyond Python's stack.
@@ -136,7 +140,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except RecursionError:
         raise config_error(str(file), "", "not valid TOML: nested too deeply") from None
     except ValueError as error:
-        raise config_error(str(file), "", f"not valid TOML: {error}") from None
+        quotes = "; a string needs quotes" if str(error).startswith("Invalid value") else ""
+        raise config_error(str(file), "", f"not valid TOML: {error}{quotes}") from None
 
 
 def apply_override(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:

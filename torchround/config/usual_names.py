@@ -13,6 +13,7 @@ from torchround.config.errors import nearest
 USUAL_KEYS = MappingProxyType(
     {
         "learning_rate": "optimizer.lr",
+        "optim": "optimizer.name",
         "adam_beta1": "optimizer.betas",
         "adam_beta2": "optimizer.betas",
         "adamw_betas": "optimizer.betas",
@@ -129,6 +130,23 @@ USUAL_VALUES = MappingProxyType(
     }
 )
 
+# Another trainer's key or value -> what to write here, or that there is no such thing.
+OTHER_WAYS = MappingProxyType(
+    {
+        "adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
+        "adamw_bnb_8bit": 'optimizer.state = "compact" beside name = "adamw"',
+        "paged_adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
+        "load_in_4bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
+        "load_in_8bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
+    }
+)
+
+
+def other_way(given: str) -> str:
+    """Return `; write ..` for a name that no single key or value here stands for; empty if it is not known."""
+    way = OTHER_WAYS.get(given.lower().replace("-", "_"))
+    return f"; write {way}" if way else ""
+
 
 def usual_key(given: str) -> str | None:
     """Return the dotted key here that another trainer calls `given`, None if no trainer does."""
@@ -139,4 +157,4 @@ def nearest_value(given: str, legal: Iterable[str]) -> str:
     """Return `; nearest: x` for the legal value that `given` means elsewhere, or else is spelt like; empty if none is."""
     legal = list(legal)
     meant = USUAL_VALUES.get(given.lower())
-    return f"; nearest: {meant}" if meant in legal else nearest(given, legal)
+    return f"; nearest: {meant}" if meant in legal else other_way(given) or nearest(given, legal)

@@ -15,7 +15,7 @@ from torchround.config.config import Config, PlanTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import KeyType, describe, locate
 from torchround.config.optimizer_tables import optimizer_tables, table_for
-from torchround.config.usual_names import nearest_value, usual_key
+from torchround.config.usual_names import nearest_value, other_way, usual_key
 
 DEFAULT_STEPS = 1000
 """`training.steps` of a run with neither steps nor `data.epochs`."""
@@ -132,11 +132,14 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     outer, _, name = key.rpartition(".")
     known = table.model_fields
     meant = usual_key(name)
-    hint = f"; nearest: {meant}" if meant else nearest(name, known)
-    if not outer:
-        return f"unknown table; legal: {', '.join(known)}{hint}"
+    hint = f"; nearest: {meant}" if meant else other_way(name) or nearest(name, known)
     # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in all_keys().items() if name in keys and other != outer]
+    if not outer and not isinstance(given, dict):
+        hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else hint
+        return f"given {show(given)} outside of a table; a key belongs below its table's [name]{hint}"
+    if not outer:
+        return f"unknown table; legal: {', '.join(known)}{hint}"
     if elsewhere and not hint:
         hint = f"; nearest: {', '.join(elsewhere)}"
     others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]

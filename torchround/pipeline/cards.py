@@ -65,13 +65,17 @@ def _geforce(
 DEVICES = (
     # NVIDIA's paper on the Ampere GA102 architecture: "Peak FP16 Tensor TFLOPS with FP32 Accumulate", and twice that with
     # FP16 Accumulate. The RTX 3090 Ti follows from its clock and its 84 multiprocessors.
+    _geforce("rtx3060", 12, 32, 25.5, 12.7),
+    _geforce("rtx3070", 8, 32, 40.6, 20.3),
     _geforce("rtx3080", 10, 32, 59.5, 29.8),
     _geforce("rtx3090", 24, 32, 71.0, 35.6),
     _geforce("rtx3090ti", 24, 32, 80.0, 40.0),
-    # NVIDIA's paper on the Ada architecture, the same two rows: 165.2 and 330.3 for the RTX 4090. The RTX 4060 Ti and 4070
+    # NVIDIA's paper on the Ada architecture, the same two rows: 165.2 and 330.3 for the RTX 4090. The RTX 4060, 4060 Ti and 4070
     # follow from their clocks and multiprocessors.
+    _geforce("rtx4060", 8, 16, 30.2, 15.1),
     _geforce("rtx4060ti", 16, 16, 44.1, 22.1),
     _geforce("rtx4070", 12, 32, 58.3, 29.1),
+    _geforce("rtx4070ti", 12, 32, 80.2, 40.1),
     _geforce("rtx4080", 16, 32, 97.5, 48.7),
     _geforce("rtx4090", 24, 32, 165.2, 82.6),
     # NVIDIA's paper on the RTX Blackwell architecture, the same two rows: 209.5 and 419 for the RTX 5090.
@@ -82,6 +86,10 @@ DEVICES = (
     # cores add up in fp32 at full rate. Figures given with sparsity are halved.
     _card("rtxa6000", 48, 32, 154.8, 38.7),
     _card("rtx6000ada", 48, 32, 364.2, 91.1),
+    # Their tensor cores have no bfloat16, so no peak is given for it.
+    DeviceSpec("t4", 15, 16, {"float16": 65e12, "float32": 8.1e12}),
+    DeviceSpec("v100", 16, 16, {"float16": 112e12, "float32": 14e12}),
+    DeviceSpec("v100-32gb", 32, 16, {"float16": 112e12, "float32": 14e12}),
     _card("a10", 24, 32, 125.0, 31.2),
     _card("a40", 48, 32, 149.7, 37.4),
     _card("l4", 24, 32, 121.0, 30.3),
@@ -148,6 +156,10 @@ _ALIASES = {
     "h100sxm580gb": "h100",
     "h200141gbhbm3e": "h200",
     "h200sxm": "h200",
+    "v100pcie16gb": "v100",
+    "v100sxm216gb": "v100",
+    "v100pcie32gb": "v10032gb",
+    "v100sxm232gb": "v10032gb",
     "4090": "rtx4090",
     "3090": "rtx3090",
     "5090": "rtx5090",
