@@ -181,7 +181,7 @@ def test_every_key_and_table_that_is_named_exists() -> None:
 
 def test_every_path_that_is_named_exists() -> None:
     """Check paths below a folder of the repository, and bare names of code, configs and pages."""
-    folders = ("torchround", "configs", "scripts", "benchmarks", "tests", "docs")
+    folders = ("torchround", "models", "configs", "scripts", "benchmarks", "tests", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | {
         "train.py",
         "README.md",
