@@ -100,6 +100,8 @@ def test_a_command_runs(line: str, clone: Path) -> None:
             assert_installs(arguments)
         elif program in ("torchrun", "python", "python3"):
             run_python(program, arguments, clone)
+        elif program == "torchround":
+            run([sys.executable, "-c", "from torchround.commands import main; main()", *arguments], clone)
         else:
             pytest.fail(f"no rule how to try {command}")
 
