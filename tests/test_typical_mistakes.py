@@ -58,7 +58,8 @@ MISTAKES = {
         ("run.toml: ", "line 3"), config=CONFIG.replace('family = "llama3"', "family: llama3")
     ),
     "a key outside of a table": Mistake(
-        ("run.toml: steps: given 3 outside of a table", "nearest: training.steps"), config="steps = 3\n" + CONFIG
+        ("run.toml: steps: given 3 outside of a table", "nearest: training.steps"),
+        config="steps = 3\n" + CONFIG,
     ),
     "a string without quotes": Mistake(
         ("run.toml: not valid TOML", "needs quotes"), config=CONFIG.replace('"llama3"', "llama3")
@@ -68,7 +69,8 @@ MISTAKES = {
     ),
     "a config in YAML": Mistake(("run.yaml: ", "TOML, not YAML"), ("--config", "run.yaml"), config=""),
     "an optimizer in 8 bits": Mistake(
-        ('optimizer.name: given "adamw_8bit"', 'optimizer.state = "compact"'), ("--optimizer.name=adamw_8bit",)
+        ('optimizer.name: given "adamw_8bit"', 'optimizer.state = "compact"'),
+        ("--optimizer.name=adamw_8bit",),
     ),
     "weights in 4 bits": Mistake(
         ("model.load_in_4bit: unknown key", "lora.map_base"), ("--model.load_in_4bit=true",)
@@ -157,4 +159,3 @@ def test_a_typical_mistake_gives_what_where_and_what_to_do(
         assert position >= 0, f"{part!r} is not in its place in {printed.err}"
     assert "Traceback" not in printed.err
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
-

@@ -90,7 +90,9 @@ def _override(rest: list[str]) -> list[str]:
     """Remove an override from the front. Returns it as one argument, or as a flag without a value."""
     flag, value = take_flag(rest)
     if not flag.startswith("--") and "." in flag and value is not None:
-        raise config_error(COMMAND_LINE, "", f"unexpected argument {flag}={value}; a key is written --{flag} {value}")
+        raise config_error(
+            COMMAND_LINE, "", f"unexpected argument {flag}={value}; a key is written --{flag} {value}"
+        )
     if not flag.startswith("--") or "." not in flag:
         raise _unknown_flag(flag)
     return [flag] if value is None else [f"{flag}={value}"]

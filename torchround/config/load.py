@@ -126,7 +126,9 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     if file.suffix in (".yaml", ".yml", ".json"):
-        raise config_error(str(file), "", f"a config is TOML, not {file.suffix[1:].upper()}; write key = value")
+        raise config_error(
+            str(file), "", f"a config is TOML, not {file.suffix[1:].upper()}; write key = value"
+        )
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         # The parser raises the same error for text nested beyond Python's stack.
