@@ -1,7 +1,10 @@
 """What differs by kind of accelerator: what each kind claims, what models on `meta` choose, and who is asked."""
 
 import ast
+import importlib.util
 import re
+import sys
+import sysconfig
 
 import pytest
 import torch
@@ -78,6 +81,39 @@ def test_a_card_has_the_kernels_of_its_generation(capability, attention, grouped
     assert kind.has_triton() is (capability >= (8, 0)), "bfloat16 does not compile for older cards"
     assert not kind.has_offset_attention(torch.float32, 128) and not kind.has_grouped_products(torch.float32)
     assert kind.has_float32_products(torch.float16) and not kind.has_float32_products(torch.float32)
+
+
+def test_amds_numbers_choose_no_kernel_that_was_not_tried_there(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    kind = CudaKind((9, 4))  # an MI300
+    assert not kind.has_offset_attention(BF16, 128) and not kind.has_grouped_products(BF16)
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "headers"])
+def test_triton_without_a_c_compiler_or_headers_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    if lacks == "compiler":
+        monkeypatch.setenv("CC", "no-such-compiler")
+    else:
+        monkeypatch.setenv("CC", sys.executable)
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    accelerators._missing_for_triton.cache_clear()
+    try:
+        assert lacks in CudaKind((9, 0)).missing_compiler()
+    finally:
+        accelerators._missing_for_triton.cache_clear()
+
+
+@pytest.mark.parametrize("variable", [None, *accelerators.ALLOCATOR_VARIABLES])
+def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch, variable):
+    asked = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    for name in accelerators.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    CudaKind().prepare_allocator()
+    assert asked == (["expandable_segments:True"] if variable is None else [])
 
 
 def test_the_least_of_several_cards_decides(monkeypatch):

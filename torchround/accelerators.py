@@ -9,6 +9,9 @@ Models ask with the functions at the end, by `tensor.device.type`. A compiler ta
 """
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -23,6 +26,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HALVES = (torch.bfloat16, torch.float16)
+
+# Variables by which a user sets PyTorch's allocator.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # The error code of a kind that cannot page-lock memory.
 UNSUPPORTED = -1
@@ -98,6 +104,9 @@ class AcceleratorKind:
         """Write the recorded allocations to a file."""
         torch.get_device_module(self.name).memory._dump_snapshot(str(path))
 
+    def prepare_allocator(self) -> None:
+        """Set PyTorch's allocator for this process, before the first allocation on a device."""
+
     # Host memory. Results are the driver's error codes, 0 for success.
 
     def lock_pages(self, address: int, nbytes: int) -> int:
@@ -166,6 +175,11 @@ class CudaKind(AcceleratorKind):
         # torch.cuda.Event records on streams of its own module only.
         return torch.cuda.Stream(device, priority)
 
+    def prepare_allocator(self) -> None:
+        # Segments that grow: tensors of many sizes then leave no holes that are too small for the next one.
+        if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
     def lock_pages(self, address: int, nbytes: int) -> int:
         return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
 
@@ -174,15 +188,17 @@ class CudaKind(AcceleratorKind):
 
     def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
         # The kernel's own limits: heads of whole 16 bytes up to 256 channels, Ampere or later.
-        fits = (
-            dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256 and self._lowest_capability() >= (8, 0)
+        fits = dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256
+        return (
+            fits
+            and self._is_nvidia((8, 0))
+            and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
         )
-        return fits and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
         # It runs from 8.0 on, by torch's documentation. Except on Hopper and datacentre Blackwell, it waits for the
         # device to read the offsets and then multiplies group by group.
-        return dtype == torch.bfloat16 and self._lowest_capability()[0] in (9, 10)
+        return dtype == torch.bfloat16 and self._is_nvidia((9, 0)) and self._lowest_capability()[0] in (9, 10)
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
         # AMD's libraries are called in another way, which has not been looked at. NVIDIA's refuse results in float32 of
@@ -202,10 +218,15 @@ class CudaKind(AcceleratorKind):
 
     def has_triton(self) -> bool:
         # Older cards have no instructions for bfloat16, which Triton then cannot compile.
-        return self._lowest_capability() >= (8, 0) and (_has_triton() or not self._is_here())
+        return self._lowest_capability() >= (8, 0) and (not self._is_here() or _missing_for_triton() is None)
 
     def missing_compiler(self) -> str | None:
-        return None if _has_triton() else "the package triton is not installed"
+        return _missing_for_triton()
+
+    def _is_nvidia(self, least: tuple[int, int]) -> bool:
+        """Return whether the cards are NVIDIA's, of this capability or a higher one."""
+        # AMD's numbers mean something else, and their kernels were not tried.
+        return torch.version.hip is None and self._lowest_capability() >= least
 
     def _is_here(self) -> bool:
         return self._capability is None and self._capability_here() is not None
@@ -244,10 +265,10 @@ class XpuKind(AcceleratorKind):
         return dtype in HALVES and _has_kernel("aten::addmm.dtype", "XPU")
 
     def has_triton(self) -> bool:
-        return _has_triton()
+        return _missing_for_triton() is None
 
     def missing_compiler(self) -> str | None:
-        return None if _has_triton() else "the package triton is not installed"
+        return _missing_for_triton()
 
 
 # Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
@@ -374,8 +395,17 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _missing_for_triton() -> str | None:
+    """Return what Triton lacks here. It compiles a small C program against Python's headers for each kernel."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, [compiler] if compiler else ["clang", "gcc", "cc"])):
+        return f"there is no C compiler {compiler or 'cc'!r}; install one, or set CC"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"Python's headers are not in {headers}; install the package python3-dev"
+    return None
 
 
 @cache

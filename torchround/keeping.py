@@ -46,7 +46,7 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
     The result is a tensor or a flat tuple of tensors. Nothing outside of `function` may write into the results of its
     products, because a replay returns the same memory again.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return function(*args)
     if _thread.mark is None:
         return _run_part(name, function, args)
@@ -78,7 +78,7 @@ def passing(function: Callable[..., Result], *args: Any) -> Result:
 
     They are not kept. A replay leaves the memory of its products as it is.
     """
-    mode = None if torch.compiler.is_compiling() else _thread.mode
+    mode = None if torch.compiler.is_dynamo_compiling() else _thread.mode
     if mode is None:
         return function(*args)
     before, mode.passes = mode.passes, True
@@ -93,7 +93,7 @@ def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
     Inside of another `passing` it is not kept either.
     """
-    mode = None if torch.compiler.is_compiling() else _thread.mode
+    mode = None if torch.compiler.is_dynamo_compiling() else _thread.mode
     if mode is None:
         return function(*args)
     mode.joins = True

@@ -192,14 +192,16 @@ def choose_kernel(
     tokens: int,
     max_documents: int | Tensor | None,
     window: int | None,
+    sinks: bool = False,
 ) -> AttentionKernel:
     """Choose for sequences of `tokens` tokens on a `device` of this type. All three take sinks."""
     single = isinstance(max_documents, int) and max_documents == 1
-    if single and (window is None or window >= tokens):
-        return AttentionKernel.CAUSAL
-    if max_documents is not None and has_offset_attention(device, dtype, head_dim):
+    whole_past = single and (window is None or window >= tokens)
+    # With sinks the two others repeat keys and values for each query head.
+    takes_offsets = max_documents is not None and (sinks or not whole_past)
+    if takes_offsets and has_offset_attention(device, dtype, head_dim):
         return AttentionKernel.OFFSETS
-    return AttentionKernel.MASK
+    return AttentionKernel.CAUSAL if whole_past else AttentionKernel.MASK
 
 
 def attend(
@@ -220,7 +222,9 @@ def attend(
     without a value. `once` is `MicroBatch.once` of the micro-batch; by default nothing is kept with one.
     """
     tokens, head_dim = query.shape[1], query.shape[3]
-    kernel = choose_kernel(query.device.type, query.dtype, head_dim, tokens, max_documents, window)
+    kernel = choose_kernel(
+        query.device.type, query.dtype, head_dim, tokens, max_documents, window, sinks is not None
+    )
     if kernel is AttentionKernel.OFFSETS:
         assert max_documents is not None, (
             "the list of offsets has a known size only if documents were counted"

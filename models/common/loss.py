@@ -46,7 +46,7 @@ def token_loss_sum(
     once, with respect to `hidden` and `weight`. `loss_factor` promises that the backward follows and that its gradient
     of the result is this number; an accelerator then adds to `weight.grad` here already.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _OpaqueLoss.apply(hidden, weight, labels)
     if uses_fused(hidden):
         return fused_loss_sum(hidden, weight, labels, loss_factor)

@@ -53,7 +53,7 @@ def grouped_product(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         return _GroupedProduct.apply(rows, weights, groups, None)
     if _has_grouped_kernel(rows, weights):
         return F.grouped_mm(rows, weights, offs=groups.ends)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _OpaqueLoop.apply(rows, weights, groups.ends)
     return _multiply_rows(rows, weights, groups.bounds)
 

@@ -45,7 +45,7 @@ def operation(schema: str, shapes: Callable[..., Any]) -> Callable[[Function], F
 
 def uses_fused(tensor: Tensor) -> bool:
     """Return whether a layer calls fused operations for this tensor. It does not under a compiler."""
-    return not torch.compiler.is_compiling() and is_accelerator(tensor.device.type)
+    return not torch.compiler.is_dynamo_compiling() and is_accelerator(tensor.device.type)
 
 
 def uses_triton(tensor: Tensor) -> bool:

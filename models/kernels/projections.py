@@ -34,7 +34,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     The backward adds to the fp32 `weight.grad` if there is one and the device has such products. Otherwise, and under a
     compiler, autograd gets a gradient, as for any linear layer.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and takes_products(weight):
+    if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling() and takes_products(weight):
         return _Project.apply(x, weight, bias)[0]
     return F.linear(x, weight, bias)
 

@@ -16,6 +16,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.run import engine_parts
+from torchround.run.machine import compiler_text
 from torchround.run.numbers import RunNumbers, layer_works
 
 __all__ = ["small_runs"]  # the fixture
@@ -39,6 +40,12 @@ def test_auto_compiles_layers_on_kinds_that_inductor_writes_code_for(compiling_k
 
     assert compiles("auto", "cpu") and compiles("auto", "cuda") and not compiles("auto", "npu")
     assert not compiles(False, "cpu") and compiles(True, "npu")
+
+
+def test_doctor_compiles_a_kernel(monkeypatch):
+    monkeypatch.setattr(WithCompiler, "missing_compiler", lambda kind: None)
+    assert "ran" in compiler_text(WithCompiler("cpu"))
+    assert "could not be compiled" in compiler_text(WithCompiler("no such device"))
 
 
 def test_auto_compiles_no_layer_on_the_cpu():

@@ -28,7 +28,7 @@ CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], 
 def fused(monkeypatch):
     """Let layers call fused operations on the CPU."""
     for module in (primitives, attention, packed_attention, projections, gpt_oss_layers):
-        monkeypatch.setattr(module, "uses_fused", lambda tensor: not torch.compiler.is_compiling())
+        monkeypatch.setattr(module, "uses_fused", lambda tensor: not torch.compiler.is_dynamo_compiling())
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torchround.engine.errors import Stopped
 
 T = TypeVar("T")
 
-LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for a lock
+LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
 
 
 class HandOver(Generic[T]):
@@ -176,16 +176,6 @@ class Board:
         with self._lock:
             self.posts += 1
 
-    @contextmanager
-    def held(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold a lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
-        while not lock.acquire(timeout=LOCK_POLL_S):
-            self.raise_if_stopped()
-        try:
-            yield
-        finally:
-            lock.release()
-
     def raise_if_stopped(self) -> None:
         """Raise `Stopped` if the engine stopped."""
         if self._stopped:
@@ -211,3 +201,62 @@ class Board:
             yield
         finally:
             self._waiting.pop(thread, None)
+
+
+class LayerGate:
+    """Lets threads run layers at the same time, and a thread that compiles a layer only alone.
+
+    The compiler sets flags of the whole process while it traces. Calls of compiled layers then fail in other threads, and
+    PyTorch's own functions choose operations that suit a compiler. A thread inside must not wait for another thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: set[int] = set()  # threads that run layers
+        self._compiles = False
+
+    @contextmanager
+    def entered(self, board: Board) -> Iterator[None]:
+        """Run layers in the block, forward or backward. Raises `Stopped` if the engine stops before."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
+            self._inside.add(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside.discard(thread)
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self, board: Board) -> Iterator[None]:
+        """Compile in the block, which may be inside of `entered`. Raises `Stopped` if the engine stops before."""
+        thread = threading.get_ident()
+        with self._changed:
+            was_inside = thread in self._inside
+            # Otherwise two threads that want to compile would wait for each other.
+            self._inside.discard(thread)
+            self._changed.notify_all()
+            self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
+            self._compiles = True  # no thread enters from now on
+        try:
+            with self._changed:
+                self._wait(board, "waits until no thread runs a layer", lambda: not self._inside)
+            yield
+        finally:
+            with self._changed:
+                self._compiles = False
+                if was_inside:
+                    self._inside.add(thread)
+                self._changed.notify_all()
+
+    def _wait(self, board: Board, what: str, condition: Callable[[], bool]) -> None:
+        with board.waits(what):
+            while not condition():
+                board.raise_if_stopped()
+                self._changed.wait(LOCK_POLL_S)
+
+
+# One for all engines of the process, as the compiler's flags are.
+LAYER_GATE = LayerGate()

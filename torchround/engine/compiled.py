@@ -3,8 +3,8 @@
 Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with
 its parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its
 weights lie. Compilation waits for the first micro-batch of a new shape, because only then the shapes are
-those that occur. Forward and backward are compiled together, one kind at a time; devices that need nothing
-new continue meanwhile.
+those that occur. Forward and backward are compiled together, one kind at a time, while no other thread runs a
+layer (`LayerGate`).
 
 Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
 round differently, and results would depend on the plan.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchround import keeping
 from torchround.accelerators import kind_of
-from torchround.engine.board import Board
+from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.compiled_shape import CompiledShape
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, as_tuple, flatten
@@ -54,7 +54,7 @@ class LayerCompiler:
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
-        self._compiling = threading.Lock()
+        self._looking = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it
@@ -62,7 +62,7 @@ class LayerCompiler:
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(layer, code, code[0], backend, is_required, self._compiling)
+                kind = LayerKind(layer, code, code[0], backend, is_required)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -72,7 +72,7 @@ class LayerCompiler:
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
-        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device, board)):
+        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device)):
             return layer
         if next(layer.buffers(), None) is not None:
             return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
@@ -90,20 +90,15 @@ class LayerCompiler:
 
         return call
 
-    def _compiles_for(self, device: str, board: Board) -> bool:
+    def _compiles_for(self, device: str) -> bool:
         """Return whether there is a compiler for this type of device. Warns once if not."""
-        if device not in self._compiles:
-            with board.held(self._compiling):
-                if device not in self._compiles:
-                    missing = _missing_compiler(device) if self._backend == "inductor" else None
-                    if missing is not None:
-                        logger.warning(
-                            "%s: no layer can be compiled (%s); they %s",
-                            _setting(self.is_required),
-                            missing,
-                            COST,
-                        )
-                    self._compiles[device] = missing is None
+        with self._looking:
+            if device not in self._compiles:
+                missing = _missing_compiler(device) if self._backend == "inductor" else None
+                if missing is not None:
+                    setting = _setting(self.is_required)
+                    logger.warning("%s: no layer can be compiled (%s); they %s", setting, missing, COST)
+                self._compiles[device] = missing is None
         return self._compiles[device]
 
 
@@ -111,13 +106,7 @@ class LayerKind:
     """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(
-        self,
-        layer: nn.Module,
-        code: object,
-        is_last: bool,
-        backend: str,
-        is_required: bool,
-        lock: threading.Lock,
+        self, layer: nn.Module, code: object, is_last: bool, backend: str, is_required: bool
     ) -> None:
         self.code = code
         self.layer_names: list[str] = []
@@ -131,7 +120,6 @@ class LayerKind:
         self._is_last = is_last
         self._is_required = is_required
         self._backend = backend
-        self._compiling = lock
         self._given_up = False
 
     def run(
@@ -163,8 +151,8 @@ class LayerKind:
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
         if shape is None and not self._given_up:
-            with board.held(self._compiling):
-                # Looked up again: another worker may have compiled it while this one waited for the lock.
+            with LAYER_GATE.closed(board):
+                # Looked up again: another worker may have compiled it while this one waited.
                 if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]

@@ -305,6 +305,7 @@ class AcceleratorDevice(Device):
         self.torch_device = torch.device(torch_device)
         assert self.torch_device.index is not None, f"{torch_device} names no single device"
         self.kind = kind_of(self.torch_device.type)
+        self.kind.prepare_allocator()
         self.name = str(self.torch_device) if worker is None else f"{self.torch_device}/{worker}"
         self.pins_host_memory = self.kind.locks_pages
         self._streams = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchround.engine.board import HandOver
+from torchround.engine.board import LAYER_GATE, HandOver
 from torchround.engine.errors import FaultLocation, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.bundles import Bundle
@@ -45,7 +45,9 @@ class HostOptimizerWorker(OptimizerWorker):
             self._store.is_consistent = True  # nothing is written yet
             raise
         self._location = FaultLocation("optimizer worker")
-        self._optimizer.step(self._hyperparameters, gradients)
+        # PyTorch's optimizers compute in another way while a compiler is at work in the process.
+        with LAYER_GATE.entered(self._board):
+            self._optimizer.step(self._hyperparameters, gradients)
         self.moves += 1
         return super()._apply(step, lr, norm, loss_scale)
 

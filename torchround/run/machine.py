@@ -66,10 +66,23 @@ def device_facts(hardware: Hardware) -> Iterator[Fact]:
         return
     for index in range(kind.count()):
         yield f"device {index}", _card_text(kind, index)
-    yield "compiled layers", kind.missing_compiler() or "Inductor has what it needs"
+    yield "compiled layers", compiler_text(kind)
     # One worker for each card: workers that share a card share its link.
     for index, device in enumerate(devices[: kind.count()]):
         yield f"link {index}", link_text(device)
+
+
+def compiler_text(kind: AcceleratorKind) -> str:
+    """Compile and run one kernel, and say whether that works."""
+    missing = kind.missing_compiler()
+    if missing is not None:
+        return missing
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=kind.name))
+    except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
+        reason = str(error).strip().partition("\n")[0]
+        return f"a kernel could not be compiled ({type(error).__name__}: {reason}); layers run uncompiled"
+    return "Inductor compiled a kernel, which ran"
 
 
 def disk_text(folder: Path) -> str:

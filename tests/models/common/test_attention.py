@@ -123,6 +123,14 @@ def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(
     assert choose_kernel(device, dtype, 128, 64, max_documents, window) is kernel
 
 
+def test_sinks_take_the_kernel_that_shares_keys_also_for_one_document():
+    """The others repeat keys and values for each query head."""
+    arguments = (torch.bfloat16, 64, 64, 1, None)
+    assert choose_kernel("cuda", *arguments, sinks=True) is AttentionKernel.OFFSETS
+    assert choose_kernel("cuda", *arguments, sinks=False) is AttentionKernel.CAUSAL
+    assert choose_kernel("cpu", *arguments, sinks=True) is AttentionKernel.CAUSAL
+
+
 @pytest.mark.parametrize("head_dim", [4, 36, 264])
 def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
     assert choose_kernel("cuda", torch.bfloat16, head_dim, 64, 4, None) is AttentionKernel.MASK

@@ -9,6 +9,7 @@ enqueued everything.
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ T = TypeVar("T")
 # process that was stopped for an hour and then continued has missed one look only.
 LOOKS = 8
 CALLS_SHOWN = 3
+EVENTS_AT_ONCE = 64  # recorded events between two questions which of them are passed
 LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an event
 
 
@@ -79,15 +81,20 @@ class QueueWatch(DeviceWatcher):
     def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
         events = self._events[stream]
         events.append((event, self._state()))
-        self._forget_passed(events)
+        if (
+            len(events) % EVENTS_AT_ONCE == 0
+        ):  # each question is a call of the driver, in the thread that launches kernels
+            self._forget_passed(events)
         return event
 
     def _forget_passed(self, events: deque[tuple[Event, WorkerState]]) -> None:
         # A failed device raises where a thread waits for it. Here it only makes no progress.
         with self._lock, suppress(RuntimeError):
-            while events and events[0][0].query():
+            # A queue passes its events in their order.
+            passed = bisect_left(events, True, key=lambda entry: not entry[0].query())
+            for _ in range(passed):
                 events.popleft()
-                self._moves += 1
+            self._moves += passed
 
 
 class Watchdog:

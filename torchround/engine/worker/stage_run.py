@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import WaitForHandOver
+from torchround.engine.board import LAYER_GATE, Board, WaitForHandOver
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.passes import StageJob, restarted_layers
 from torchround.engine.results import DeviceSpan
+from torchround.engine.settings import EngineSettings
 from torchround.engine.worker.activation_transfers import (
     BOUNDARY,
     BOUNDARY_GRADIENT,
@@ -42,7 +43,7 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `sizes` are those of the values between layers. With `times_layers`, each layer's computations are spans of their
+    `sizes` are those of the values between layers. With `settings.times_layers`, each layer's computations are spans of their
     own, of every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another
     device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
     once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
@@ -58,8 +59,8 @@ class StageRun:
         *,
         model: LayeredModel,
         sizes: BoundarySizes,
-        layerwise_recompute: bool,
-        times_layers: bool,
+        settings: EngineSettings,
+        board: Board,
         device: Device,
         activations: ActivationTransfers,
         kept: KeptTransfers,
@@ -80,8 +81,9 @@ class StageRun:
             for layer in range(stage.start, stage.stop)
             if layer in model.receives_gradients
         }
-        self._layerwise = layerwise_recompute
-        self._times_layers = times_layers
+        self._layerwise = settings.layerwise_recompute
+        self._times_layers = settings.times_layers
+        self._board = board
         self._device = device
         self._activations = activations
         self._kept = kept
@@ -228,10 +230,14 @@ class StageRun:
         part_marks: list[tuple[str, Mark]] = []
         # Recomputations may take what is kept in place of their parts, so forwards alone tell how long these are.
         marks_parts = self._times_layers and kind is TaskKind.FORWARD
-        start = self._device.mark(Stream.COMPUTE)
-        with marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext():
-            result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
-        end = self._device.mark(Stream.COMPUTE)
+        marks = marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext()
+        # By this thread, also for a backward that autograd's own thread runs: workers may share that one, and a compiler
+        # needs it.
+        with LAYER_GATE.entered(self._board):
+            start = self._device.mark(Stream.COMPUTE)
+            with marks:
+                result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
+            end = self._device.mark(Stream.COMPUTE)
         own = layers or range(stage.start, stage.stop)
         self.spans.append(
             DeviceSpan(kind, start, end, micro_batch=m, layers=own, part_marks=tuple(part_marks))
