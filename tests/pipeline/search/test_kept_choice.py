@@ -62,7 +62,9 @@ def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
         assert plan.step_s * 1.01 < without.step_s * (1 + 1e-9)
 
 
-def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth() -> None:
+def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth() -> (
+    None
+):
     """The fastest plan takes 51.6 s, the one that keeps nothing 52.2 s, and one of 52.1 s is within 1 % of the fastest."""
     block = LayerCost("block", 0.5, 3.0, optimizer_s=3.0, keepable=(KeptCost("attention", 1, 0.5),))
     blocks = [replace(block, name=f"block.{index}") for index in range(7)]
