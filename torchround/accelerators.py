@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -344,6 +344,26 @@ def accumulating_in_fp16(device: str) -> Iterator[None]:
         yield
     finally:
         kind.set_fp16_accumulation(before)
+
+
+@contextmanager
+def deterministic_operations(wanted: bool = True) -> Iterator[None]:
+    """Let PyTorch's operations add up in a fixed order if `wanted`, and restore its switches afterwards."""
+    if not wanted:
+        yield
+        return
+    # cuBLAS reads it when a device is first used. With this workspace its sums do not depend on other streams.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Only operations that read what they never wrote would differ, and filling takes a pass over all fresh memory.
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        memory.fill_uninitialized_memory = before[1]
 
 
 # What models ask.

@@ -20,8 +20,10 @@ from torchround.accelerators import PLANNED_KIND, is_accelerator
 
 # Parts of this protocol, which are imported from here.
 from torchround.micro_batch import IGNORED_LABEL as IGNORED_LABEL  # noqa: PLC0414
+from torchround.micro_batch import KERNEL_BLOCK as KERNEL_BLOCK  # noqa: PLC0414
 from torchround.micro_batch import Batch as Batch  # noqa: PLC0414
 from torchround.micro_batch import MicroBatch as MicroBatch  # noqa: PLC0414
+from torchround.micro_batch import longest_document as longest_document  # noqa: PLC0414
 from torchround.micro_batch import most_documents as most_documents  # noqa: PLC0414
 from torchround.micro_batch import with_dropout_seeds as with_dropout_seeds  # noqa: PLC0414
 

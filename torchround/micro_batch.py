@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
+KERNEL_BLOCK = 128  # tokens that a flash kernel takes at once
 
 
 class Batch(Protocol):
@@ -50,20 +51,21 @@ class MicroBatch:
     `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a
     sequence belong to the same document; attention never crosses documents.
 
-    Five facts travel beside the tensors, so that no layer has to ask a device for them:
+    Six facts travel beside the tensors, so that no layer has to ask a device for them:
 
     - `dropout_seed` seeds the dropout masks. It is the same whenever the same layer sees the same micro-batch
       of a step again. None means no dropout.
     - `max_documents` bounds the number of documents in a sequence, each of them contiguous. It is a fact of the
       whole batch (see `most_documents`), so a choice made from it does not depend on how the batch was cut. None
       means that the documents were not counted.
+    - `longest_document` bounds the tokens of a document (see `longest_document`). It changes no result. None means T.
     - `loss_factor` promises the last layer that a backward follows and that its gradient of the loss is this number:
       the loss scale divided by the step's labels. The layer may then compute and add up gradients in its forward. None
       promises nothing. Compiled layers get None.
     - `wants` is "loss", or "logits": the last layer then returns fp32 logits `[B, V]` of each sequence's last position.
     - `cache` holds keys and values of earlier tokens, if any, and gives each layer its own by `for_layer(index)`.
 
-    While a layer is being compiled, a seed and a bound above 1 are 0-dimensional tensors in host memory, so that
+    While a layer is being compiled, a seed and bounds above 1 are 0-dimensional tensors in host memory, so that
     one piece of code serves all values.
     """
 
@@ -73,6 +75,7 @@ class MicroBatch:
     document_ids: Tensor
     dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
+    longest_document: int | Tensor | None = field(default=None, kw_only=True)
     loss_factor: float | None = field(default=None, kw_only=True)
     wants: str = field(default="loss", kw_only=True)
     cache: Any = field(default=None, kw_only=True)
@@ -103,6 +106,7 @@ class MicroBatch:
         return {
             "dropout_seed": self.dropout_seed,
             "max_documents": self.max_documents,
+            "longest_document": self.longest_document,
             "loss_factor": self.loss_factor,
             "wants": self.wants,
             "cache": self.cache,
@@ -160,6 +164,15 @@ def most_documents(document_ids: Tensor) -> int | None:
     changes = document_ids[:, 1:] - document_ids[:, :-1]
     # Ids grow along a sequence; a smaller id after a larger one is a document that comes back.
     return None if (changes < 0).any() else 1 + int((changes != 0).sum(dim=1).max())
+
+
+def longest_document(document_ids: Tensor) -> int:
+    """Return a bound on the tokens of a document of `[B, T]`, in whole blocks of attention kernels. For host memory."""
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    longest = int(torch.diff(starts, append=starts.new_tensor([begins.numel()])).max())
+    return min(longest + -longest % KERNEL_BLOCK, document_ids.shape[1])
 
 
 def with_dropout_seeds(

@@ -17,7 +17,7 @@ from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch
 from torchround.models.common.keys_and_values import past_mask
 from torchround.models.common.lora import kept_linears
-from torchround.models.common.packed_attention import Once, attend_by_offsets
+from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
 from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
@@ -68,9 +68,9 @@ class Attention(nn.Module):
         if micro_batch.cache is not None:
             mixed = attend_to_past(query, key, value, micro_batch, self.window, self.sinks)
             return self.output(mixed.flatten(2))
-        documents = (micro_batch.document_ids, micro_batch.max_documents)
+        documents = documents_of(micro_batch)
         mixed = keep(
-            "attention", attend, query, key, value, *documents, self.window, self.sinks, micro_batch.once
+            "attention", attend, query, key, value, documents, self.window, self.sinks
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
@@ -115,11 +115,12 @@ class Attention(nn.Module):
         are pairs outside a window.
         """
         num_tokens, flops = batch * tokens, 4.0 * batch * tokens * tokens * self.num_heads * self.head_dim
-        masked = self._needs_mask(tokens, element_bytes, device)
+        kernel = self._kernel_of_plan(tokens, element_bytes, device)
+        masked = kernel is AttentionKernel.MASK
         mixing = LayerWork(
             flops,
             num_tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
-            workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, masked),
+            workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, kernel),
             keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
         )
         # The backward needs the values, and the norms' inputs; it needs queries and keys as they are after rotation.
@@ -162,19 +163,22 @@ class Attention(nn.Module):
             kept += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
         return kept
 
-    def _workspace_bytes(self, batch: int, tokens: int, element_bytes: int, masked: bool) -> int:
+    def _workspace_bytes(self, batch: int, tokens: int, element_bytes: int, kernel: "AttentionKernel") -> int:
         """Return the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients."""
-        making_mask = batch * tokens * tokens * 3 if masked else 0
+        making_mask = batch * tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
         rotating = 4 * 4 * batch * tokens * self.num_heads * self.head_dim
         gradients = (
             batch * tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
         )
+        if kernel is AttentionKernel.OFFSETS:
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            gradients += backward_scratch_bytes(batch, tokens, *heads)
         return max(making_mask + rotating, gradients)
 
-    def _needs_mask(self, tokens: int, element_bytes: int, device: str) -> bool:
-        """Return whether attention needs an explicit T x T mask. Assumes a packed batch, since any batch may be one."""
+    def _kernel_of_plan(self, tokens: int, element_bytes: int, device: str) -> "AttentionKernel":
+        """Return the kernel for a packed batch, since any batch may be one."""
         dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
-        return choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window) is AttentionKernel.MASK
+        return choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window)
 
 
 class AttentionKernel(Enum):
@@ -204,33 +208,33 @@ def choose_kernel(
     return AttentionKernel.CAUSAL if whole_past else AttentionKernel.MASK
 
 
+def documents_of(micro_batch: MicroBatch) -> Documents:
+    """Return the documents of a micro-batch with all that is known of them."""
+    facts = micro_batch.max_documents, micro_batch.longest_document
+    return Documents(micro_batch.document_ids, *facts, micro_batch.once)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    document_ids: Tensor,
-    max_documents: int | Tensor | None = None,
+    documents: Documents,
     window: int | None = None,
     sinks: Tensor | None = None,
-    once: Once | None = None,
 ) -> Tensor:
     """Compute softmax attention, scaled by `1 / sqrt(C)`, over earlier tokens of the same document.
 
-    `query` is `[B, T, H, C]`, `key` and `value` `[B, T, K, C]`, `document_ids` `[B, T]`; the result is
-    `[B, T, H, C]`. Each kv head serves `H / K` query heads. `max_documents` is `MicroBatch.max_documents`. With a
-    `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that join each softmax
-    without a value. `once` is `MicroBatch.once` of the micro-batch; by default nothing is kept with one.
+    `query` is `[B, T, H, C]`, `key` and `value` `[B, T, K, C]`; the result is `[B, T, H, C]`. Each kv head serves
+    `H / K` query heads. With a `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that
+    join each softmax without a value.
     """
     tokens, head_dim = query.shape[1], query.shape[3]
     kernel = choose_kernel(
-        query.device.type, query.dtype, head_dim, tokens, max_documents, window, sinks is not None
+        query.device.type, query.dtype, head_dim, tokens, documents.most, window, sinks is not None
     )
     if kernel is AttentionKernel.OFFSETS:
-        assert max_documents is not None, (
-            "the list of offsets has a known size only if documents were counted"
-        )
-        return attend_by_offsets(query, key, value, document_ids, max_documents, window, sinks, once)
-    mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(document_ids, window, query.dtype)
+        return attend_by_offsets(query, key, value, documents, window, sinks)
+    mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(documents.ids, window, query.dtype)
     return _attend_under_mask(query, key, value, mask, sinks)
 
 
@@ -249,8 +253,7 @@ def attend_to_past(
     begins = micro_batch.cache.length == 0
     keys, values = micro_batch.cache.append(key, value)
     if begins:
-        documents = (micro_batch.document_ids, micro_batch.max_documents)
-        return attend(query, key, value, *documents, window, sinks, micro_batch.once)
+        return attend(query, key, value, documents_of(micro_batch), window, sinks)
     mask = past_mask(micro_batch.positions, keys.shape[1], window, query.dtype, micro_batch.once)
     return _attend_under_mask(query, keys, values, mask, sinks)
 

@@ -8,17 +8,31 @@ Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a hea
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchround.layer import KERNEL_BLOCK
 from torchround.models.common.sinks import add_sinks, sink_gradient
 from torchround.models.kernels.operation import uses_fused
 from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient
 
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
 Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
+
+
+# Processors of the largest card that PyTorch knows, NVIDIA's B300.
+MOST_PROCESSORS = 160
+
+
+class Documents(NamedTuple):
+    """The documents of a micro-batch: `ids [B, T]`, and facts that the host knows, as `MicroBatch` has them."""
+
+    ids: Tensor
+    most: int | Tensor | None = None
+    longest: int | Tensor | None = None
+    once: Once | None = None
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
@@ -38,28 +52,25 @@ def attend_by_offsets(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    document_ids: Tensor,
-    max_documents: int | Tensor,
+    documents: Documents,
     window: int | None,
     sinks: Tensor | None,
-    once: Once | None = None,
 ) -> Tensor:
     """Compute `[B, T, H, C]` from a query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
 
     Works on CUDA in 16 bits only.
     """
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
-    tokens = document_ids.shape[1]
-    if not isinstance(max_documents, int):
-        mixed = _OffsetAttention.apply(*flat, document_ids, max_documents, tokens, window, sinks)
-        return mixed.view_as(query)
-    bound = max_documents
+    ids, bound, longest, once = documents
+    if not isinstance(bound, int):
+        return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks).view_as(query)
 
     def make_offsets() -> Tensor:
-        return document_offsets(document_ids, bound)
+        return document_offsets(ids, bound)
 
     offsets = make_offsets() if once is None else once("document offsets", make_offsets)
-    return _OffsetAttention.apply(*flat, offsets, None, tokens, window, sinks).view_as(query)
+    longest = ids.shape[1] if longest is None else longest
+    return _OffsetAttention.apply(*flat, offsets, None, longest, window, sinks).view_as(query)
 
 
 class _OffsetAttention(torch.autograd.Function):
@@ -73,14 +84,14 @@ class _OffsetAttention(torch.autograd.Function):
         value: Tensor,
         documents: Tensor,
         bound: Tensor | None,
-        longest: int,
+        longest: Any,
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
         if bound is None:
             found = _forward_kernel(query, key, value, documents, longest, window)
         else:
-            found = _opaque_forward(query, key, value, documents, bound, window)
+            found = _opaque_forward(query, key, value, documents, bound, longest, window)
         output, log_sums, random_state = found
         if sinks is not None and uses_fused(output):
             output, log_sums = join_sinks(output, log_sums, sinks)
@@ -96,11 +107,12 @@ class _OffsetAttention(torch.autograd.Function):
         query, key, value, documents, bound, sinks, *found = ctx.saved_tensors
         grad, (output, log_sums, random_state) = grads[0].contiguous(), found
         if bound is None:
-            gradients = _backward_kernel(
+            gradients = _gradients(
                 grad, query, key, value, output, log_sums, documents, ctx.longest, ctx.window, random_state
             )
         else:
-            gradients = _opaque_backward(query, key, value, documents, bound, ctx.window, grad, *found)
+            limits = bound, ctx.longest, ctx.window
+            gradients = _opaque_backward(query, key, value, documents, *limits, grad, *found)
         grad_sinks = None
         if sinks is not None and uses_fused(grad):
             grad_sinks = sinks_gradient(grad, output, log_sums, sinks)
@@ -115,15 +127,28 @@ class _OffsetAttention(torch.autograd.Function):
 
 @torch.library.custom_op("torchround::attend_by_offsets", mutates_args=())
 def _opaque_forward(
-    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: Tensor, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: Tensor,
+    longest: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     offsets = document_offsets(document_ids, int(max_documents))
-    return _forward_kernel(query, key, value, offsets, document_ids.shape[1], window)
+    most_tokens = document_ids.shape[1] if longest is None else int(longest)
+    return _forward_kernel(query, key, value, offsets, most_tokens, window)
 
 
 @_opaque_forward.register_fake
 def _opaque_forward_shapes(
-    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: Tensor, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: Tensor,
+    longest: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     log_sums = query.new_empty(query.shape[1::-1], dtype=torch.float32)  # [H, N]
     return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
@@ -136,14 +161,16 @@ def _opaque_backward(
     value: Tensor,
     document_ids: Tensor,
     max_documents: Tensor,
+    longest: Tensor | None,
     window: int | None,
     grad: Tensor,
     output: Tensor,
     log_sums: Tensor,
     random_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    offsets, longest = document_offsets(document_ids, int(max_documents)), document_ids.shape[1]
-    return _backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state)
+    offsets = document_offsets(document_ids, int(max_documents))
+    most_tokens = document_ids.shape[1] if longest is None else int(longest)
+    return _gradients(grad, query, key, value, output, log_sums, offsets, most_tokens, window, random_state)
 
 
 @_opaque_backward.register_fake
@@ -153,6 +180,7 @@ def _opaque_backward_shapes(
     value: Tensor,
     document_ids: Tensor,
     max_documents: Tensor,
+    longest: Tensor | None,
     window: int | None,
     grad: Tensor,
     output: Tensor,
@@ -181,6 +209,62 @@ def _forward_kernel(
         window_size_right=0,
     )
     return output, log_sums, random_state
+
+
+def documents_at_once(tokens: int) -> int:
+    """Return how many documents one call of the backward kernel takes in a batch of N tokens."""
+    return max(1, tokens // KERNEL_BLOCK)
+
+
+def backward_scratch_bytes(batch: int, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Count what the backward of `[B, T]` holds besides gradients in 16 bits, and the gradients of an earlier call.
+
+    The kernel adds queries' gradients up in fp32, with a block of rows more for each document. Shared kv heads get a
+    gradient for each query head first. In a fixed order each processor that shares a head of a document has a sum of its
+    own: most with one document in each sequence.
+    """
+    processors = MOST_PROCESSORS if torch.are_deterministic_algorithms_enabled() else 1
+    splits = -(-processors // (batch * num_heads))
+    at_least, tokens = batch * (tokens + KERNEL_BLOCK), batch * tokens
+    rows = max(splits * at_least, tokens + KERNEL_BLOCK * documents_at_once(tokens))
+    scratch = 4 * rows * num_heads * (head_dim + -head_dim % 32 + 1)
+    spread = 2 * 2 * tokens * num_heads * head_dim if num_kv_heads < num_heads else 0
+    return scratch + spread + 2 * tokens * (num_heads + 2 * num_kv_heads) * head_dim
+
+
+def _gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    offsets: Tensor,
+    longest: int,
+    window: int | None,
+    random_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    The kernel's scratch grows with the number of documents. So a call takes a part of them, and writes the gradients of
+    their tokens alone.
+    """
+    step = documents_at_once(len(query))
+    found: tuple[Tensor, ...] = ()
+    for first in range(0, len(offsets) - 1, step):
+        part = offsets[first : first + step + 1]
+        more = _backward_kernel(
+            grad, query, key, value, output, log_sums, part, longest, window, random_state
+        )
+        if found:
+            # Later parts overwrite what this one leaves undefined after its own tokens.
+            is_later = (torch.arange(len(query), device=query.device) >= part[0])[:, None, None]
+            for old, new in zip(found, more, strict=True):
+                torch.where(is_later, new, old, out=old)
+        else:
+            found = more
+    of_query, of_key, of_value = found
+    return of_query, of_key, of_value
 
 
 def _backward_kernel(

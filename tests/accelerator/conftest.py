@@ -13,7 +13,7 @@ import torch
 
 from tests.simulated_accelerator import simulator as simulation
 from tests.simulated_accelerator.build import NotBuilt
-from torchround.accelerators import present_kind
+from torchround.accelerators import deterministic_operations, present_kind
 
 
 @pytest.fixture(scope="session")
@@ -56,14 +56,12 @@ def card(kind: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set PyTorch's deterministic algorithms, with the cuBLAS workspace that they demand, and switch TF32 off."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def exact(kind: str) -> Iterator[None]:
+    """Compute as a run with `training.deterministic` does, and switch TF32 off."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_operations():
+        yield
     torch.backends.cuda.matmul.allow_tf32 = tf32
     if kind == simulation.KIND:
         simulation.load().reset()  # a test that failed may have left a device that refuses everything

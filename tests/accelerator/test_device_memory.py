@@ -9,6 +9,7 @@ from tests.support.device_toy import device_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.config import PlanTable
+from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import HostAllocator, PageLocker
 from torchround.layer import MicroBatch
@@ -94,6 +95,21 @@ def test_a_failed_registration_leaves_no_error_behind(kind):
     assert locker.unlock(pageable.data_ptr()) != 0
     assert torch.ones(5, device=kind).sum().item() == 5
     memory.close()
+
+
+def test_a_pool_of_several_registrations_trains(kind, locks, monkeypatch):
+    """Buffers have 2 and 3 pages. A copy that crosses two registrations is an error of the driver's."""
+    monkeypatch.setattr(host_memory, "REGISTRATION_BYTES", 4 * 4096)
+    batches = [
+        [part.with_tensors(tensor.repeat(8, 1) for tensor in part.tensors()) for part in step]
+        for step in toy_batches(2, micro_batches=4)
+    ]
+    model = toy_model()
+    store = toy_store(model, pinned=True, policy=SYNC)
+    with device_engine(kind, model, store, PARTITIONS["one layer a stage"], 2) as engine:
+        train(engine, batches)
+        assert len(locks["lock"]) > 3 * len(store.bundles) + 4, "the pool is not in pieces"
+    store.close()
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)

@@ -33,9 +33,12 @@ def model_of(family: str, ffn_size: int) -> LayeredModel:
     return made.build(made.config_from_flavor("debug", **shape))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("documents", [1, 64])
 @pytest.mark.parametrize("ffn_size", [128, 512])
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
-def test_a_block_needs_no_more_than_it_counts(simulator: Any, kind: str, family: str, ffn_size: int) -> None:
+def test_a_block_needs_no_more_than_it_counts(
+    simulator: Any, kind: str, family: str, ffn_size: int, documents: int
+) -> None:
     model = model_of(family, ffn_size)
     block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
     for parameter in block.parameters():
@@ -44,8 +47,9 @@ def test_a_block_needs_no_more_than_it_counts(simulator: Any, kind: str, family:
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
     integers = torch.zeros(1, TOKENS, dtype=torch.int64)
     positions = torch.arange(TOKENS)[None]
+    ids = positions // (TOKENS // documents)
     batch = MicroBatch(
-        *(part.to(kind) for part in (integers, integers, positions, integers)), max_documents=1
+        *(part.to(kind) for part in (integers, integers, positions, ids)), max_documents=documents
     )
     hidden = torch.randn(1, TOKENS, WIDTH).to(kind, torch.bfloat16).requires_grad_()
     for _ in range(2):  # the first pass also makes what is kept for later ones

@@ -1,7 +1,6 @@
 """Losses and weights on an accelerator equal a plain loop's on the same device bit for bit, however the run is cut.
 
-The tests set deterministic mode and switch TF32 off. Both are the caller's settings, which the engine leaves
-alone.
+The tests compute as `training.deterministic` does and switch TF32 off. The engine leaves both alone.
 """
 
 import pytest

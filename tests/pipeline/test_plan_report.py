@@ -190,6 +190,19 @@ def test_every_faster_change_is_as_much_faster_as_is_said() -> None:
     assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / answer.plan.step_s)
 
 
+def test_a_small_model_on_many_cards_is_told_to_take_larger_micro_batches() -> None:
+    """One thread at a time launches kernels, so more cards launch no faster; a larger micro-batch has as many launches."""
+
+    def launching(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        return replace(costs_for(tokens, sequences, accumulate_bytes), launch_s=100.0)
+
+    question = replace(QUESTION, costs_for=launching, num_devices=8, global_batch_size=64, micro_batch_size=1)
+    answer = report_plan(question)
+    assert answer.plan is not None and answer.plan.step_s == answer.plan.lower_bound_s == 64 * 100.0
+    gains = {change.setting: change.gain for change in answer.faster}
+    assert gains["training.micro_batch_size = 2"] == pytest.approx(0.5)
+
+
 def test_transfers_count_weights_once_a_round_and_activations_with_every_micro_batch() -> None:
     costs = Costs(
         (LayerCost("block", 1.0, 2.0, 1000, 2000, 0, 30), LayerCost("head", 1.0, 2.0, 100, 200, 0, 4))

@@ -81,10 +81,13 @@ void check_flash(const Tensor& query, const Maybe& offsets) {
 }
 
 template <class Work>
-void for_each_document(const Tensor& offsets, Work work) {
+void for_each_document(const Tensor& offsets, int64_t longest, Work work) {
   auto* starts = offsets.const_data_ptr<int32_t>();
   for (int64_t i = 0; i + 1 < offsets.numel(); i++)
-    if (starts[i + 1] > starts[i]) work(starts[i], starts[i + 1]);
+    if (starts[i + 1] > starts[i]) {
+      TORCH_CHECK(starts[i + 1] - starts[i] <= longest, "a document is longer than ", longest, " tokens");
+      work(starts[i], starts[i + 1]);
+    }
 }
 
 Tensor part(const Tensor& rows, int64_t start, int64_t stop) {  // [N, H, C] -> [1, H, n, C]
@@ -93,16 +96,16 @@ Tensor part(const Tensor& rows, int64_t start, int64_t stop) {  // [N, H, C] -> 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Maybe& offsets_q, const Maybe& offsets_k,
-    int64_t, int64_t, double dropout, bool causal, bool, std::optional<double> scale, std::optional<int64_t> left,
+    int64_t longest, int64_t, double dropout, bool causal, bool, std::optional<double> scale, std::optional<int64_t> left,
     std::optional<int64_t> right, const Maybe&, const Maybe&, const Maybe&, std::optional<int64_t>) {
   check_flash(query, offsets_q);
   TORCH_CHECK(dropout == 0, "the simulated flash attention has no dropout");
   auto output = at::empty_like(query);
   auto log_sums = new_tensor({query.size(1), query.size(0)}, at::kFloat, query);
   Rules rules{causal, left.value_or(-1), right.value_or(-1), scale_of(query, scale)};
-  auto work = [rules, q = as_kernels_see(query), k = as_kernels_see(key), v = as_kernels_see(value),
+  auto work = [rules, longest, q = as_kernels_see(query), k = as_kernels_see(key), v = as_kernels_see(value),
                offsets = as_kernels_see(*offsets_q), out = as_kernels_see(output), sums = as_kernels_see(log_sums)] {
-    for_each_document(offsets, [&](int64_t start, int64_t stop) {
+    for_each_document(offsets, longest, [&](int64_t start, int64_t stop) {
       forward(part(q, start, stop), part(k, start, stop), part(v, start, stop), {}, rules, part(out, start, stop),
               sums.slice(1, start, stop).unsqueeze(0));
     });
@@ -114,17 +117,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(
     const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
-    const Tensor& log_sums, const Tensor& offsets_q, const Tensor& offsets_k, int64_t, int64_t, double, bool causal,
+    const Tensor& log_sums, const Tensor& offsets_q, const Tensor& offsets_k, int64_t longest, int64_t, double,
+    bool causal,
     const Tensor&, const Tensor&, std::optional<double> scale, std::optional<int64_t> left,
     std::optional<int64_t> right) {
   check_flash(query, offsets_q);
-  auto grad_query = at::zeros_like(query), grad_key = at::zeros_like(key), grad_value = at::zeros_like(value);
+  // As CUDA's kernel: tokens of no document stay undefined, and the scratch has a block more for each document.
+  auto grad_query = at::empty_like(query), grad_key = at::empty_like(key), grad_value = at::empty_like(value);
+  auto scratch = new_tensor({query.size(0) + 128 * (offsets_q.numel() - 1), query.size(1), query.size(2)}, at::kFloat,
+                            query);
   Rules rules{causal, left.value_or(-1), right.value_or(-1), scale_of(query, scale)};
-  auto work = [rules, g = as_kernels_see(grad), q = as_kernels_see(query), k = as_kernels_see(key),
+  auto work = [rules, longest, g = as_kernels_see(grad), q = as_kernels_see(query), k = as_kernels_see(key),
                v = as_kernels_see(value), out = as_kernels_see(output), sums = as_kernels_see(log_sums),
                offsets = as_kernels_see(offsets_q), gq = as_kernels_see(grad_query), gk = as_kernels_see(grad_key),
                gv = as_kernels_see(grad_value)] {
-    for_each_document(offsets, [&](int64_t start, int64_t stop) {
+    for_each_document(offsets, longest, [&](int64_t start, int64_t stop) {
       backward(part(g, start, stop), part(q, start, stop), part(k, start, stop), part(v, start, stop), {}, rules,
                part(out, start, stop), sums.slice(1, start, stop).unsqueeze(0),
                {part(gq, start, stop), part(gk, start, stop), part(gv, start, stop), {}});

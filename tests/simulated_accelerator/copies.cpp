@@ -67,6 +67,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const void* address = up || down ? host.data_ptr() : nullptr;
   size_t nbytes = address ? extent(host) : 0;
   bool locked = address && is_page_locked(address, nbytes);
+  TORCH_CHECK(locked || !address || !is_page_locked(address, 1),
+              "invalid argument: the copy begins in one registration of host memory and ends outside of it");
   bool later = !address || (non_blocking && locked);
   std::string name = up ? "copy to device" : down ? "copy to host" : "copy";
   auto work = [source = as_seen(source), target = as_seen(target), address, nbytes, later]() mutable {

@@ -46,8 +46,8 @@ def record_buffers(monkeypatch: pytest.MonkeyPatch) -> RecordedBuffers:
         return buffers.allocate(self.name, nbytes)
 
     class RecordedAllocator(HostAllocator):
-        def allocate(self, nbytes: int, for_devices: bool, parts: Sequence[int] = ()) -> Tensor:
-            super().allocate(nbytes, for_devices, parts)
+        def allocate(self, nbytes: int, for_devices: bool, **sizes: Sequence[int]) -> Tensor:
+            super().allocate(nbytes, for_devices, **sizes)
             return buffers.allocate("a pool", nbytes)
 
     def open_recorded(self: HostPool, *arguments: object) -> None:

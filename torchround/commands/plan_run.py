@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torchround.accelerators import deterministic_operations
 from torchround.commands import CommandError
 from torchround.commands.configured_model import build_model, find_weights
 from torchround.commands.machine_lines import machine_parts, planned_machines
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.lora_rank:
             options = _with_adapters(options, given.lora_rank)
         machine = hardware(given, options.config)
-        answer = report_plan(configured_question(options, known_vocab_size(options), machine))
+        with deterministic_operations(options.config.training.deterministic):
+            answer = report_plan(configured_question(options, known_vocab_size(options), machine))
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
         *(TokenizerError, HFError, PlanError, UnknownPeakError),

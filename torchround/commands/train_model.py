@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from torchround.accelerators import deterministic_operations
 from torchround.checkpoint import CheckpointError, MachineTeam
 from torchround.commands.configured_model import (
     build_model,
@@ -126,11 +127,12 @@ def run(arguments: list[str]) -> int:
         if options.print_config and not options.dry_run:
             print(to_toml(options.config), end="")
             return 0
-        if options.dry_run:
-            check_start(options, RunMachines())
-            return dry_run(options) if is_first_process(os.environ) else 0
-        with joined_machines(os.environ, options.config) as machines:
-            return train(options, machines)
+        with deterministic_operations(options.config.training.deterministic):  # plans count what it takes
+            if options.dry_run:
+                check_start(options, RunMachines())
+                return dry_run(options) if is_first_process(os.environ) else 0
+            with joined_machines(os.environ, options.config) as machines:
+                return train(options, machines)
 
 
 def train(options: Options, machines: RunMachines) -> int:

@@ -50,7 +50,8 @@ class RunTable(Table):
     """Folder that holds all runs. It needs free space for `checkpoint.keep_latest_k` + 1 checkpoints."""
 
     seed: NonNegativeInt = 0
-    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses."""
+    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses on
+    virtual devices, and on GPUs with `training.deterministic`."""
 
 
 class ModelTable(Table):
@@ -103,6 +104,12 @@ class TrainingTable(Table):
     """Whether matrix products of `float16` add up in float16 instead of float32. GeForce cards are up to twice as fast that
     way; others gain nothing. Sums lose bits and overflow earlier, which costs skipped updates or accuracy. Needs `dtype =
     "float16"` and an NVIDIA GPU. Throughput that RoundPipe's authors published is of this setting."""
+
+    deterministic: bool = False
+    """Whether GPUs add up in a fixed order. Then the same seed gives the same bits on cards of one kind with the same
+    versions of all packages. Without it attention's backward adds atomically, and losses of two equal runs differ from the
+    last bits on. It costs time and device memory in attention's backward (the plan counts the memory), and an operation of
+    a borrowed model without such a form is refused at the first step. Virtual devices always have a fixed order."""
 
     max_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm. A larger gradient is scaled down to it. 0 switches clipping off; the norm is still

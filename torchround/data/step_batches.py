@@ -15,7 +15,7 @@ from torchround.data.errors import DataError
 from torchround.data.loader import Loader
 from torchround.data.packing.batches import micro_batch_rows
 from torchround.data.saved_positions import joined_positions
-from torchround.layer import MicroBatch, most_documents, with_dropout_seeds
+from torchround.layer import MicroBatch, longest_document, most_documents, with_dropout_seeds
 from torchround.pipeline.machine_shares import StepShare, step_share
 
 JSON: TypeAlias = Any
@@ -96,6 +96,7 @@ class StepBatches:
             "labels": sum(part.num_labels() for part in parts),
             "tokens": sum(self._loader.num_tokens(part) for part in parts),
             "documents": _most([most_documents(part.document_ids) for part in parts]),
+            "longest": max((longest_document(part.document_ids) for part in parts), default=0),
             "has_ended": batch is None,
             "flags": flags,
         }
@@ -113,8 +114,9 @@ class StepBatches:
         if all(each["has_ended"] for each in found):
             return None, agreed_flags
         documents = _most([each["documents"] for each in found])
+        longest = max(each["longest"] for each in found)
         return StepBatch(
-            tuple(replace(part, max_documents=documents) for part in parts),
+            tuple(replace(part, max_documents=documents, longest_document=longest) for part in parts),
             share,
             num_labels=sum(each["labels"] for each in found),
             num_tokens=sum(each["tokens"] for each in found),

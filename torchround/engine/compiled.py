@@ -146,6 +146,7 @@ class LayerKind:
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
             max_documents=documents if documents == 1 else _as_data(documents),
+            longest_document=_as_data(micro_batch.longest_document),
             loss_factor=None,  # another number in each step, and of no use to compiled code
         )
         tensors = [*parameters, *inputs]

@@ -344,7 +344,9 @@ def costs_from_reports(
     whole_s = seconds[TaskKind.FUSED, last]
     share = head.forward_s / (head.forward_s + head.backward_s)
     head = head.timed(whole_s * share, whole_s * (1 - share))
-    return _with_updates(replace(counted, layers=(*layers, head)), [step for step in updates if step])
+    return _with_updates(
+        replace(counted, layers=(*layers, head), launch_s=0.0), [step for step in updates if step]
+    )
 
 
 def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:

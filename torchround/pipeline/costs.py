@@ -33,6 +33,11 @@ HOP_EFFICIENCY = 0.66
 ADDING_SHARE = 0.4
 
 
+# Seconds of one thread that launching the kernels of a block takes, for the forward, recomputation and backward of a
+# micro-batch: a Qwen3 block of matrices, and one of experts. Timed without kernels of any length, on one slow core.
+BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S = 1.6e-3, 4.9e-3
+
+
 class CostsError(ValueError):
     """A cost that is negative, not finite or missing, or a key that is not known."""
 
@@ -137,12 +142,15 @@ class Costs:
     - `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch.
     - `shared`: groups of layers that share trained weights, each group in rising order.
     - `adding_share`: time to add up one round's gradients on the host, as a share of an update's.
+    - `launch_s`: host time to launch all kernels of a micro-batch. All devices of a process share one interpreter lock, so
+      a step takes at least this for each micro-batch. 0 for measured seconds, which contain it.
     """
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0
     shared: tuple[tuple[int, ...], ...] = ()
     adding_share: float = ADDING_SHARE
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:

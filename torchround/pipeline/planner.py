@@ -180,7 +180,8 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
 def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Plan:
     costs, limits, partition = problem.costs, problem.limits, candidate.partition
     devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
-    step_s = problem.exact_s(candidate)
+    launches_s = micro_batches * costs.launch_s
+    step_s = max(problem.exact_s(candidate), launches_s)
     stages = tuple(
         PlannedStage(
             kind=stage.kind.value,
@@ -204,7 +205,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         stale_layers=problem.stale_layers or 0,
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
-        lower_bound_s=bound_s,
+        lower_bound_s=max(bound_s, launches_s),
         device_bytes=problem.device_bytes(partition, rounds),
         host_activation_bytes=problem.host.boundary_bytes(partition, rounds),
         stages=stages,

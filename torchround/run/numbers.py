@@ -22,7 +22,13 @@ from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.engine.worker.slots import aligned
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
-from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
+from torchround.pipeline.costs import (
+    BLOCK_LAUNCH_S,
+    EXPERTS_LAUNCH_S,
+    Costs,
+    ParameterCounts,
+    costs_from_work,
+)
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
@@ -132,6 +138,10 @@ def _counted_costs(
     """Return `RunQuestion.costs_for` of a model."""
     parameters, shared = layer_parameters(model), shared_layers(model)
     sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
+    launches_s = sum(
+        EXPERTS_LAUNCH_S if any(parameter.ndim == 3 for parameter in block.parameters()) else BLOCK_LAUNCH_S
+        for block in model.layers[1:-1]
+    )
     adding_share = optimizer.updates.adding_share(counts.by_rule, numbers.engine.update, *sizes)
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
@@ -149,7 +159,7 @@ def _counted_costs(
             adding_share=adding_share,
             jobs=optimizer.jobs,
         )
-        return replace(costs, shared=shared)
+        return replace(costs, shared=shared, launch_s=0.0 if hardware.kind == "cpu" else launches_s)
 
     return costs_for
 

@@ -36,7 +36,7 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
     "training": (
         *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype"),
         *("max_norm", "clip"),
-        *("on_spike", "spike_factor", "spike_window", "fp16_accumulation"),
+        *("on_spike", "spike_factor", "spike_window", "fp16_accumulation", "deterministic"),
     ),
     "engine": ("update", "delay_correction", "rounds", "grad_dtype", "accumulate_dtype"),
     "optimizer": (),

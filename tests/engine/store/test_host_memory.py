@@ -1,4 +1,4 @@
-"""Host memory for devices: exact sizes, filled, page-locked in chunks, and each chunk unlocked exactly once.
+"""Host memory for devices: exact sizes, filled, page-locked in pieces, and each piece unlocked exactly once.
 
 No CUDA is needed: a recording page locker takes the driver's place, and the memory is real.
 """
@@ -24,13 +24,14 @@ CHUNK = 64 * PAGE
 
 
 class RecordingLocker:
-    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks.
+    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks
+    and what is larger than `largest` bytes.
 
     `unmapped` are the locked addresses that had no memory any more when they were unlocked.
     """
 
-    def __init__(self, capacity=1000):
-        self.capacity = capacity
+    def __init__(self, capacity=1000, largest=2**40):
+        self.capacity, self.largest = capacity, largest
         self.locked = {}
         self.refused = 0
         self.unmapped = []
@@ -38,7 +39,7 @@ class RecordingLocker:
     def lock(self, address, nbytes):
         pages = range(address // PAGE, -(-(address + nbytes) // PAGE))
         taken = any(pages.start < held.stop and held.start < pages.stop for held in self.locked.values())
-        if taken or len(self.locked) == self.capacity:
+        if taken or len(self.locked) == self.capacity or nbytes > self.largest:
             self.refused += 1
             return 712 if taken else 2
         self.locked[address] = pages
@@ -72,7 +73,7 @@ def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks
     assert [buffer.numel() for buffer in buffers] == sizes
     assert all(buffer.data_ptr() % PAGE == 0 and not buffer.any() for buffer in buffers)
     assert memory.allocated_bytes == sum(sizes)
-    assert locker.refused == 0 and len(locker.locked) == memory.locked_buffers() == 4 + 3
+    assert locker.refused == 0 and len(locker.locked) == memory.locked_buffers() == 5
     memory.close()
     assert locker.locked == {} and memory.locked_buffers() == 0
 
@@ -105,15 +106,42 @@ def test_memory_that_only_the_host_uses_is_not_locked():
     assert locker.locked == {}
 
 
+def pieces(locker):
+    """Return the first byte and the bytes of each registration, in the order of addresses."""
+    return [(address, len(pages) * PAGE) for address, pages in sorted(locker.locked.items())]
+
+
+@pytest.mark.parametrize("largest", [2**40, CHUNK // 2])
+def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, monkeypatch, largest):
+    """CUDA refuses such a copy. A registration that is too large for the driver is tried again in halves."""
+    locker = RecordingLocker(largest=largest)
+    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    pool, sizes = HostPool(True, Observer()), {11 * PAGE: 9, 3 * PAGE: 20, 5 * PAGE: 4}
+    pool.reserve(sizes)
+    held = pieces(locker)
+    for size in [size for size, number in sizes.items() for _ in range(number)]:
+        start = pool.take(size).memory.data_ptr()
+        assert any(first <= start and start + size <= first + nbytes for first, nbytes in held)
+    assert all(nbytes <= min(CHUNK, largest) for _, nbytes in held)
+    assert sum(nbytes for _, nbytes in held) == pool.allocated_bytes and pool.num_allocations == 1
+    pool.close()
+    assert locker.locked == {}
+
+
 def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(small_chunks):
     """A copy that begins in locked memory and ends in other memory is an error of CUDA's."""
     locker = RecordingLocker(capacity=3)
     memory = HostAllocator(True, locker)
     locked = memory.allocate(CHUNK, for_devices=True)
     with pytest.warns(PinningWarning, match=r"could not page-lock .* \(error 2 of the driver\)") as caught:
-        buffers = [memory.allocate(4 * CHUNK, for_devices=True) for _ in range(3)]
+        buffers = [
+            memory.allocate(4 * CHUNK, for_devices=True, buffers=4 * [CHUNK] if index == 0 else ())
+            for index in range(3)
+        ]
     assert len(caught) == 1 and locker.refused == 1
-    assert list(locker.locked) == [locked.data_ptr()] and memory.locked_buffers() == 1
+    first = buffers[0].data_ptr()
+    expected = {(locked.data_ptr(), CHUNK), (first, CHUNK), (first + CHUNK, CHUNK)}
+    assert set(pieces(locker)) == expected and memory.locked_buffers() == 3
     assert not any(buffer.any() for buffer in buffers)
     memory.close()
     assert locker.locked == {}
@@ -122,7 +150,7 @@ def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(sma
 def test_a_buffer_that_is_dropped_is_unlocked_before_its_memory_goes(small_chunks):
     locker = RecordingLocker()
     memory = HostAllocator(True, locker)
-    buffer = memory.allocate(2 * CHUNK, for_devices=True)
+    buffer = memory.allocate(2 * CHUNK, for_devices=True, buffers=(CHUNK, CHUNK))
     view = buffer[PAGE : 2 * PAGE]
     del buffer
     gc.collect()

@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 
 from tests.support.plain_flash import plain_backward_kernel, plain_forward_kernel
 from tests.support.rounding import assert_close_in_sums
-from torchround.layer import most_documents
+from torchround.layer import longest_document, most_documents
 from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
-from torchround.models.common.packed_attention import document_offsets
+from torchround.models.common.packed_attention import Documents, document_offsets
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 # Sums over the channels of a head and twice over at most 20 tokens; the backward has four of each.
@@ -65,7 +65,7 @@ def test_attention_and_its_gradients_equal_brute_force(document_ids, window, wit
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = attend(*heads, document_ids, most_documents(document_ids), window, sinks)
+    found = attend(*heads, Documents(document_ids, most_documents(document_ids)), window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     assert_close_in_sums(found, expected, FORWARD_TERMS)
     upstream = torch.randn(found.shape)
@@ -87,7 +87,9 @@ def test_a_returning_document_id_attends_to_its_earlier_part():
 def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
     document_ids, upstream = ids([8], [8]), torch.randn(2, 8, HEADS, CHANNELS)
     found = [
-        torch.autograd.grad(attend(*(heads := make_heads(2, 8)), document_ids, known), heads, upstream)
+        torch.autograd.grad(
+            attend(*(heads := make_heads(2, 8)), Documents(document_ids, known)), heads, upstream
+        )
         for known in (1, None)
     ]
     for one, other in zip(*found, strict=True):
@@ -161,11 +163,33 @@ def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, w
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = packed_attention.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+    found = packed_attention.attend_by_offsets(*heads, Documents(document_ids, 4), window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     assert_close_in_sums(found, expected, FORWARD_TERMS)
     upstream = torch.randn(found.shape)
     assert_gradients_close(*(torch.autograd.grad(mixed, inputs, upstream) for mixed in (found, expected)))
+
+
+def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeypatch):
+    """A kernel starts blocks for as many tokens as the longest document has, for each of them, and has scratch for each."""
+    calls = []
+
+    def backward_kernel(*arguments):
+        calls.append((len(arguments[6]) - 1, arguments[7]))
+        return plain_backward_kernel(*arguments)
+
+    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", backward_kernel)
+    document_ids, heads = ids([6] * 85 + [2]), make_heads(1, 512)
+    documents = Documents(document_ids, most_documents(document_ids), longest_document(document_ids))
+    mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
+    found = torch.autograd.grad(mixed.sum(), heads)
+    assert {longest for _, longest in calls} == {128}, "in blocks of the kernel"
+    assert max(number for number, _ in calls) == 512 // 128
+    monkeypatch.setattr(packed_attention, "documents_at_once", lambda tokens: tokens)
+    mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
+    for one, other in zip(found, torch.autograd.grad(mixed.sum(), heads), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_flash_kernels_take_what_they_are_given():
@@ -175,7 +199,7 @@ def test_the_flash_kernels_take_what_they_are_given():
     document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     sinks = torch.empty(HEADS, device="meta", requires_grad=True)
     for window in (None, 4):
-        mixed = packed_attention.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+        mixed = packed_attention.attend_by_offsets(*heads, Documents(document_ids, 4), window, sinks)
         assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
         gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
         assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
@@ -192,8 +216,8 @@ def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_docu
     for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):
         document_ids, heads = ids(*rows), make_heads(2, 9)
         bound = most_documents(document_ids)
-        found = compiled(*heads, document_ids, torch.tensor(bound), 4, sinks)
-        expected = packed_attention.attend_by_offsets(*heads, document_ids, bound, 4, sinks)
+        found = compiled(*heads, Documents(document_ids, torch.tensor(bound), torch.tensor(9)), 4, sinks)
+        expected = packed_attention.attend_by_offsets(*heads, Documents(document_ids, bound), 4, sinks)
         assert torch.equal(found, expected)
         gradients = [torch.autograd.grad(mixed.sum(), [*heads, sinks]) for mixed in (found, expected)]
         for one, other in zip(*gradients, strict=True):

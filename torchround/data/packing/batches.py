@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import PackedSequence
-from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
+from torchround.layer import IGNORED_LABEL, MicroBatch, longest_document, most_documents
 from torchround.pipeline.partition import split_evenly
 from torchround.untrusted.terminal import terminal_safe
 
@@ -152,11 +152,12 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     """Cut the G sequences of `batch` into M = ceil(G / micro_batch_size) micro-batches, in order.
 
     If G does not divide evenly, the first micro-batches hold one sequence more (PACI appendix B). They are views, and
-    each knows the most documents in any sequence of the whole batch.
+    each knows the most documents in any sequence of the whole batch, and the longest of them.
     """
     parts = micro_batch_rows(batch.tokens.shape[0], micro_batch_size)
     # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
-    whole = replace(batch, max_documents=most_documents(batch.document_ids))
+    ids = batch.document_ids
+    whole = replace(batch, max_documents=most_documents(ids), longest_document=longest_document(ids))
     return [
         whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
     ]

@@ -2,7 +2,8 @@
 
 Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
 PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
-are made here: several threads fill them, then the driver registers them in chunks. No two of them share a page.
+are made here: several threads fill them, then the driver registers them in pieces of whole buffers. No two buffers
+share a page.
 
 Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
 buffer is unregistered before it is unmapped, even if its last tensor is simply dropped. Its finalizer cannot
@@ -19,6 +20,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,8 +61,8 @@ def _accelerator() -> AcceleratorKind:
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it
-    allocates later stays pageable.
+    `what` says whose memory it is, for messages. Once the driver refuses a single buffer, it warns, and everything
+    from that buffer on stays pageable.
     """
 
     def __init__(self, pinned: bool, locker: PageLocker | None = None, what: str = "the host store") -> None:
@@ -72,11 +74,14 @@ class HostAllocator:
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
-    def allocate(self, nbytes: int, for_devices: bool, parts: Sequence[int] = ()) -> Tensor:
-        """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory.
+    def allocate(
+        self, nbytes: int, for_devices: bool, parts: Sequence[int] = (), buffers: Sequence[int] = ()
+    ) -> Tensor:
+        """Return zeroed uint8 memory of exactly `nbytes`; `for_devices` asks for page-locked memory.
 
-        Each memory node owns a range of each of the consecutive `parts`, given in bytes; of the whole buffer without
-        them. Raises `HostMemoryError`.
+        Each memory node owns a range of each of the consecutive `parts`, given in bytes; of the whole memory without
+        them. `buffers` are the bytes of the consecutive buffers that it will be split into: whole pages each. No copy
+        may cross from one into the next. Without them it is one buffer. Raises `HostMemoryError`.
         """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
@@ -94,7 +99,7 @@ class HostAllocator:
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer, parts)
-        self._page_lock(mapping, view, buffer.data_ptr(), nbytes)
+        self._page_lock(mapping, view, buffer.data_ptr(), buffers or (nbytes,))
         return buffer
 
     def _mapped(self, nbytes: int) -> mmap.mmap:
@@ -125,31 +130,40 @@ class HostAllocator:
             unlock()
 
     def _page_lock(
-        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, nbytes: int
+        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, buffers: Sequence[int]
     ) -> None:
-        """Page-lock the whole buffer, or none of it."""
-        unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
-        for start in range(0, nbytes, REGISTRATION_BYTES):
-            size = min(REGISTRATION_BYTES, nbytes - start)
-            status = self._locker.lock(address + start, size)
-            if status != 0:
-                # The driver refuses a copy that begins in locked memory and ends in other memory.
-                for unlock in unlocks:
-                    unlock()
-                self._refuse(nbytes, status)
-                return
-            # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
-            unlock = weakref.finalize(view, _unlock, self._locker, address + start, os.getpid(), mapping)
-            unlock.atexit = False
-            unlocks.append(unlock)
+        """Page-lock consecutive buffers, given in bytes, in pieces of whole buffers.
+
+        The driver refuses a copy that begins in one registration and ends in another one or in other memory.
+        """
+        edges = [0, *accumulate(buffers)]
+        waiting = [(0, len(buffers))]
+        while waiting:
+            first, stop = waiting.pop()
+            start, size = address + edges[first], edges[stop] - edges[first]
+            if stop - first == 1 or size <= REGISTRATION_BYTES:
+                status = self._locker.lock(start, size)
+                if status == 0:
+                    self._note_locked(mapping, view, start)
+                    continue
+                if stop - first == 1:
+                    return self._refuse(size, status)
+            # The driver may refuse a large piece and take its halves.
+            middle = (first + stop) // 2
+            waiting += [(middle, stop), (first, middle)]
+
+    def _note_locked(self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int) -> None:
+        # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
+        unlock = weakref.finalize(view, _unlock, self._locker, address, os.getpid(), mapping)
+        unlock.atexit = False
         with self._lock:
-            self._unlocks = [earlier for earlier in self._unlocks if earlier.alive] + unlocks
+            self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
 
     def _refuse(self, nbytes: int, status: int) -> None:
         self._pinned = False
         warnings.warn(
-            f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This "
-            "buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
+            f"could not page-lock a buffer of {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). "
+            "This buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
             "the memlock limit (ulimit -l) or use a smaller model.",
             PinningWarning,
             stacklevel=4,
@@ -266,12 +280,9 @@ class HostPool:
         wanted: Counter[int] = Counter()
         for size, number in in_whole_pages(counts).items():
             wanted[self._stand_ins.get(size, size)] += number
-        missing = wanted - self._owned
-        space = self._memory.allocate(
-            sum(size * number for size, number in missing.items()), for_devices=True
-        )
+        sizes = list((wanted - self._owned).elements())
+        space = self._memory.allocate(sum(sizes), for_devices=True, buffers=sizes)
         self.reserved_bytes += space.numel()
-        sizes = [size for size, number in missing.items() for _ in range(number)]
         for part in space.split(sizes) if sizes else ():
             self.give(self._add(part), busy=[])
 

@@ -7,7 +7,7 @@ more on these. More rounds keep fewer micro-batches alive, so each number of rou
 Shapes: L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -77,8 +77,7 @@ class KeptChoice:
     ) -> tuple[PlanningProblem, Candidate] | None:
         """Return a plan that keeps something and is clearly faster than `found`, with its problem; None if there is none.
 
-        Keeping is paid for with host memory. So of the plans that are about as fast as the fastest, the one of least
-        host memory is taken, and that is `found` if it is among them.
+        Of the plans that are fast, the one of least host memory is taken, and that is `found` if it is among them.
         """
         if not self._items:
             return None
@@ -88,10 +87,8 @@ class KeptChoice:
             is_tight = not self._fits(more, Candidate(found.partition, rounds), counts_devices=False)
             for share in SHARES if is_tight else SHARES[:1]:
                 choices += self._searched(rounds, max(1, int(share * amount)))
-        shortest_s = min(choice.step_s for choice in choices)
-        # Keeping must not make a step longer, not even by the share that counts as fast.
-        most_s = min(shortest_s * (1 + max(self._as_fast, SAME_STEP)), choices[0].step_s)
-        fast = [self._with_less(choice, most_s) for choice in choices if choice.step_s <= most_s]
+        is_fast = self._is_fast(choices)
+        fast = [self._with_less(choice, is_fast) for choice in choices if is_fast(choice)]
         best = min(fast, key=lambda choice: (choice.host_bytes, choice.step_s))
         return None if best.amount == 0 else (best.problem, best.candidate)
 
@@ -102,9 +99,23 @@ class KeptChoice:
         choices = [
             Choice(self._keeping(amount), candidate, amount) for amount in self._fitting_amounts(candidate)
         ]
-        shortest_s = min(choice.step_s for choice in choices)
-        most_s = shortest_s * (1 + max(self._as_fast, SAME_STEP))
-        return next(choice.problem for choice in choices if choice.step_s <= most_s)
+        is_fast = self._is_fast(choices)
+        return next(choice.problem for choice in choices if is_fast(choice))
+
+    def _is_fast(self, choices: Sequence[Choice]) -> Callable[[Choice], bool]:
+        """Return whether a choice is about as fast as the fastest of `choices`, the first of which keeps nothing.
+
+        Keeping must not make a step longer, not even by the share that counts as fast. It is paid for with host memory, so
+        a choice that needs more than the first one must save more than that share.
+        """
+        without, share = choices[0], 1 + max(self._as_fast, SAME_STEP)
+        most_s = min(without.step_s, share * min(choice.step_s for choice in choices))
+        clearly_s, host_bytes = without.step_s / share, without.host_bytes
+
+        def is_fast(choice: Choice) -> bool:
+            return choice.step_s <= (most_s if choice.host_bytes <= host_bytes else min(most_s, clearly_s))
+
+        return is_fast
 
     def _searched(self, rounds: int, amount: int) -> Iterator[Choice]:
         """Search the cuts for an amount, choose the amount once more on them, and search again if that differs."""
@@ -170,13 +181,13 @@ class KeptChoice:
         limit = problem.limits.host_bytes
         return limit is None or problem.host_bytes(candidate) <= limit
 
-    def _with_less(self, choice: Choice, most_s: float) -> Choice:
-        """Keep as little as possible on the same cuts, so that a step still takes at most `most_s`."""
+    def _with_less(self, choice: Choice, is_fast: Callable[[Choice], bool]) -> Choice:
+        """Keep as little as possible on the same cuts, so that the choice is still fast."""
         for amount in self._fitting_amounts(choice.candidate):
             if amount >= choice.amount:
                 break
             less = Choice(self._keeping(amount), choice.candidate, amount)
-            if less.step_s <= most_s:
+            if is_fast(less):
                 return less
         return choice
 
