@@ -1,6 +1,9 @@
 """A pipeline trains ordinary nets exactly as a plain loop does, on any number of devices and with any cuts."""
 
 import copy
+import inspect
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -285,3 +288,19 @@ def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> N
     net.requires_grad_(False).eval()
     with Pipeline(net, 2) as pipeline:
         assert torch.equal(pipeline(inputs, 1), net(inputs))
+
+
+def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code() -> None:
+    """The devices are inside a kernel as the program ends. Each exit code but its own would be an abort."""
+    program = """
+        import sys, torch
+        from torch import nn
+        from torchround import Pipeline
+        pipeline = Pipeline(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), 3)
+        for _ in range(2):
+            pipeline.forward_backward(*torch.randn(2, 1536, 512), nn.functional.mse_loss, 12, lazy=True)
+            pipeline.step()
+        sys.exit(3)
+    """
+    done = subprocess.run([sys.executable, "-c", inspect.cleandoc(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
