@@ -183,7 +183,7 @@ def test_a_closed_pipeline_takes_no_batch() -> None:
         pipeline.forward(torch.ones(2, 2))
     with pytest.raises(EngineUsageError, match="closed"):
         pipeline.forward(torch.ones(2, 2))
-    assert pipeline.state_dict()["0.weight"].shape == (2, 2)
+    assert pipeline.weights()["0.weight"].shape == (2, 2)
 
 
 def test_a_failing_loss_is_named() -> None:
@@ -201,7 +201,7 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
     with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
         pipeline.forward_backward(torch.full((2, 2), float("nan")), None, lambda outputs, _: outputs.sum())
         pipeline.step()
-        pipeline.state_dict()
+        pipeline.weights()
     assert "the update of step 1 was left out: the loss is not finite" in caplog.text
 
 

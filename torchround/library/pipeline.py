@@ -9,6 +9,7 @@ The weights live in host memory. The first batch is run layer by layer on the ho
 cannot work is refused by name, and so that the stages are cut from measured costs.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,9 +31,11 @@ from torchround.engine.store.host_store import HostStore
 from torchround.library.measured_plan import cut_model
 from torchround.library.model_state import (
     buffers_of,
+    check_kept,
     check_state,
     fill_store,
     free_weights,
+    kept_views,
     state_dict_of,
 )
 from torchround.library.module_layer import store_dtype, wrap
@@ -218,27 +221,67 @@ class Pipeline:
 
     # Weights.
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Copy the weights and buffers, with the names and dtypes of the plain net. Waits for all steps."""
         self._drain()
         state = state_dict_of(self.store, self._wrapped)
         return {name: state[name] for name in self._shapes}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights and buffers of a plain net's state dict. The optimizer's state stays.
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copy all that a new `Pipeline` with the same arguments needs to train on with the same bits. Waits for all steps.
 
-        Raises `PipelineUsageError` if names or shapes differ, and then changes nothing.
+        `"model"` holds `weights()`, `"optimizer"` everything else: its state, step, rate, loss scale, and the counts that random
+        numbers depend on.
         """
-        check_state(self._wrapped, self._shapes, state)
+        if self._open:
+            raise EngineUsageError(
+                "state_dict() was called between forward_backward() and step(), whose gradients it has not; weights() "
+                "are there at any time"
+            )
+        model, host = self.weights(), self.optimizer
+        optimizer = {
+            "step": self.store.step,
+            "lr": self.lr,
+            "calls": [self._calls, self._forwards],
+            "resume": self.store.resume_state(),
+            "tensors": {name: view.clone() for name, view in kept_views(self.store, self._wrapped).items()},
+            "torch": None if host is None else copy.deepcopy(host.state_dict()),
+        }
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; a plain net's state dict gives weights and buffers alone, and the rest stays.
+
+        Raises `PipelineUsageError` if names, shapes or the optimizer differ, and then changes nothing.
+        """
         if self._open:
             raise EngineUsageError("load_state_dict() was called between forward_backward() and step()")
+        model, kept = state, None
+        if state.keys() == {"model", "optimizer"}:
+            model, kept = state["model"], state["optimizer"]
+        check_state(self._shapes, model)
         self._drain()
-        fill_store(self.store, self._wrapped, {name: state[name] for name in self._wrapped.stored})
+        if kept is not None:
+            check_kept(kept_views(self.store, self._wrapped), kept["tensors"])
+            self._end_engine()  # it counts steps, too
+        fill_store(self.store, self._wrapped, {name: model[name] for name in self._wrapped.stored})
         buffers = buffers_of(self._wrapped, persistent=True)
-        if any(not torch.equal(buffer, state[name]) for name, buffer in buffers.items()):
+        if any(not torch.equal(buffer, model[name]) for name, buffer in buffers.items()):
             self._end_engine()  # the devices hold the old ones
             for name, buffer in buffers.items():
-                buffer.copy_(state[name])
+                buffer.copy_(model[name])
+        if kept is not None:
+            self._continue(kept)
+
+    def _continue(self, kept: Mapping[str, Any]) -> None:
+        """Take the part `"optimizer"` of a `state_dict()`."""
+        for name, view in kept_views(self.store, self._wrapped).items():
+            view.copy_(kept["tensors"][name])
+        self.store.resume(kept["step"], **kept["resume"])
+        self.lr, self._last = kept["lr"], None
+        self._calls, self._forwards = kept["calls"]
+        if (host := self.optimizer) is not None:
+            host.load_state_dict(copy.deepcopy(kept["torch"]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and host weights, each tied one once, for reading between steps. The next step may change them."""
