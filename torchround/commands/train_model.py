@@ -254,7 +254,10 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
     checkpointer, kept = folder.checkpointer(), folder.kept_plan()
     if kept is not None and checkpointer.latest_step() is None:
         # The first start ended before its first checkpoint, and its settings may have been edited since.
-        is_same_run = (kept.update, kept.partition.num_layers) == (question.update, len(question.costs().layers))
+        is_same_run = (kept.update, kept.partition.num_layers) == (
+            question.update,
+            len(question.costs().layers),
+        )
         kept = kept if is_same_run else None
     if question.update == "bounded":
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)

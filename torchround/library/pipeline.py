@@ -11,6 +11,7 @@ cannot work is refused by name, and so that the stages are cut from measured cos
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -42,6 +43,7 @@ from torchround.library.module_layer import store_dtype, wrap
 from torchround.library.optimizers import OptimizerChoice, choose_optimizer
 from torchround.library.probe import probe
 from torchround.library.refusals import (
+    CALLS_OF_A_LOOP,
     PipelineUsageError,
     check_loss,
     check_net,
@@ -49,6 +51,7 @@ from torchround.library.refusals import (
     check_settings,
     check_trained,
     check_training,
+    names_arguments,
 )
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
 from torchround.library.seeds import INFERENCE
@@ -68,6 +71,12 @@ class PendingLoss:
     def value(self) -> float:
         """Wait for the devices, and return the sum of the losses of all micro-batches."""
         return self._result.loss()
+
+    def backward(self) -> None:
+        """Raise `PipelineUsageError`: the gradients are computed with the loss."""
+        raise PipelineUsageError(
+            "leave backward() out: forward_backward() computes the gradients, too; call step()"
+        )
 
     def __float__(self) -> float:
         """Return `value()`."""
@@ -150,6 +159,7 @@ class Pipeline:
 
     # Training.
 
+    @names_arguments
     def forward_backward(
         self,
         inputs: Any,
@@ -171,6 +181,12 @@ class Pipeline:
             engine = self._engine_for(batches)
             self._last = engine.forward_backward(batches, num_labels=1)
             self._calls += 1
+            if self._open and self._calls == 2:  # no step() so far
+                warnings.warn(
+                    "two calls of forward_backward() and no step() of the Pipeline: their gradients add up, and no weight "
+                    "has changed. An optimizer of its own on parameters() changes none; Pipeline(optimizer=..) takes it",
+                    stacklevel=3,
+                )
             self._open = True
             self._warn_of_skipped(keep=2)  # the engine has the updates of all steps before
             loss = PendingLoss(self._last)
@@ -182,6 +198,10 @@ class Pipeline:
         `lr` is the rate of this step. Without it `adamw` takes `Pipeline.lr`, and an optimizer of `torch.optim` the rates of
         its own groups, which a scheduler may have changed.
         """
+        if callable(lr):
+            raise PipelineUsageError(
+                "step() takes a rate, not a function; Pipeline(optimizer=..) takes a class of torch.optim, whose step it runs"
+            )
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
         if lr is not None:
@@ -333,6 +353,11 @@ class Pipeline:
 
     # Inside.
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an `AttributeError`, for calls of a plain loop with what takes their place."""
+        helps = f"; {CALLS_OF_A_LOOP[name]}" if name in CALLS_OF_A_LOOP else ""
+        raise AttributeError(f"a Pipeline has no {name}{helps}")
+
     def _engine_for(self, batches: Sequence[SampleBatch]) -> Engine:
         """Return the engine, after a probe with the first micro-batch if this is the first call of its kind."""
         if self._is_closed:
@@ -396,8 +421,15 @@ def _find_devices(devices: int | Sequence[Device], memory_gib: float | None) -> 
     if isinstance(devices, int) and devices > 0:
         hardware = find_hardware(EngineTable(num_devices=devices, device_memory_gib=memory_gib))
         return hardware, hardware.make_devices()
-    if not isinstance(devices, Sequence) or not devices or isinstance(devices, str):
-        raise PipelineUsageError(f"devices = {devices!r}; give a number from 1 on, or a list of devices")
+    if (
+        isinstance(devices, (int, str))
+        or not devices
+        or not all(isinstance(device, Device) for device in devices)
+    ):
+        raise PipelineUsageError(
+            f"devices = {devices!r}; give their number, from 1 on, and choose GPUs by the environment variable "
+            "CUDA_VISIBLE_DEVICES (0,1 are the first two), or a list of Device objects"
+        )
     kind = devices[0].torch_device.type
     limit = None if memory_gib is None else int(memory_gib * GIB)
     return Hardware(kind, len(devices), limit), list(devices)
