@@ -280,22 +280,16 @@ class Pipeline:
         if state.keys() == {"model", "optimizer"}:
             model, kept = state["model"], state["optimizer"]
         check_state(self._shapes, model)
-        self._drain()
+        self._end_engine()  # it counts steps, and its devices hold buffers
+        views = {} if kept is None else kept_views(self.store, self._wrapped)
         if kept is not None:
-            check_kept(kept_views(self.store, self._wrapped), kept["tensors"])
-            self._end_engine()  # it counts steps, too
+            check_kept(views, kept["tensors"])
         fill_store(self.store, self._wrapped, {name: model[name] for name in self._wrapped.stored})
-        buffers = buffers_of(self._wrapped, persistent=True)
-        if any(not torch.equal(buffer, model[name]) for name, buffer in buffers.items()):
-            self._end_engine()  # the devices hold the old ones
-            for name, buffer in buffers.items():
-                buffer.copy_(model[name])
-        if kept is not None:
-            self._continue(kept)
-
-    def _continue(self, kept: Mapping[str, Any]) -> None:
-        """Take the part `"optimizer"` of a `state_dict()`."""
-        for name, view in kept_views(self.store, self._wrapped).items():
+        for name, buffer in buffers_of(self._wrapped, persistent=True).items():
+            buffer.copy_(model[name])
+        if kept is None:
+            return
+        for name, view in views.items():
             view.copy_(kept["tensors"][name])
         self.store.resume(kept["step"], **kept["resume"])
         self.lr, self._last = kept["lr"], None

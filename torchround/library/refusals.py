@@ -27,12 +27,9 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.Scri
 CALLS_OF_A_LOOP = {
     **dict.fromkeys(
         ("train", "eval"),
-        "leave it out: forward_backward() trains each module in the mode that the net had, and forward() evaluates",
+        "leave it out: forward_backward() computes in the mode that the net had, forward() in evaluation mode",
     ),
-    **dict.fromkeys(
-        ("to", "cuda", "cpu", "half", "bfloat16", "float"),
-        "leave it out: Pipeline(devices=..) takes the devices, and the net's own dtype is that of training",
-    ),
+    **dict.fromkeys(("to", "cuda", "cpu"), "leave it out: Pipeline(devices=..) takes the devices"),
     "zero_grad": "leave it out: step() leaves no gradient",
     "backward": "forward_backward(inputs, labels, loss_fn) computes loss and gradients",
 }
