@@ -75,6 +75,17 @@ def test_each_setting_is_that_of_a_plain_loop(keys):
     assert_same_state(store.named_views(), loop.state())
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_clipping_by_layer_counts_the_parameters_of_adamw_alone(tied):
+    model, batches = toy_model(tied), toy_batches(STEPS, micro_batches=2)
+    store = muon_store(model)
+    loop = MuonLoop(model, store.weights(), tied, TABLE, clip="layer")
+    with muon_engine(model, store, clip="layer") as engine:
+        losses = train(engine, batches, LR)
+    assert losses == loop.train(batches, LR)
+    assert_same_state(store.named_views(), loop.state())
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
 def test_async_training_is_bitwise_a_plain_loop_that_applies_gradients_one_step_late(num_devices):
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=4)

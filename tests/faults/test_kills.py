@@ -1,5 +1,6 @@
 """SIGKILL at random moments, most of them in or near a save: real runs in real processes, killed for real."""
 
+import json
 import random
 import re
 import signal
@@ -85,3 +86,22 @@ def kill_until_complete(
     finished = fork_server.run("trains", arguments, folder=runs.folder)
     assert finished.wait() == 0, finished.text()
     return kills
+
+
+def test_killed_before_its_first_checkpoint_a_run_keeps_what_its_losses_depend_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The planner chooses other stale layers for other devices. Those of the first start stay."""
+    runs, bounded = SmallRuns(tmp_path), ["--engine.update=bounded", "--training.clip=layer"]
+    arguments = ["--run.name=run", "--engine.plan=none", *bounded]
+
+    def stale_layers() -> int:
+        return json.loads((runs.path("run") / "plan.json").read_text())["stale_layers"]
+
+    child = fork_server.run("is_killed_at", 1, 0.0, [*arguments, "--engine.num_devices=3"], folder=tmp_path)
+    assert child.wait() == -signal.SIGKILL and not runs.saved("run"), child.text()
+    losses, planned = runs.losses("run"), stale_layers()
+    again = fork_server.run("trains", [*arguments, "--engine.num_devices=1"], folder=tmp_path)
+    assert again.wait() == 0, again.text()
+    assert stale_layers() == planned > 0
+    assert len(losses) > 2 and losses.items() <= runs.losses("run").items()

@@ -49,7 +49,7 @@ def trained(name: str, state: str, devices: int, update: str) -> tuple[list[floa
         for _ in range(12):
             losses.append(float(pipeline.forward_backward(inputs, labels, loss_of)))
             pipeline.step()
-        return losses, pipeline.state_dict()
+        return losses, pipeline.weights()
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
@@ -79,4 +79,4 @@ def test_muon_trains_late_if_no_layer_is_between_the_first_and_the_last():
     with Pipeline(net, 1, optimizer="muon", lr=0.1, update="async") as pipeline:
         pipeline.forward_backward(torch.ones(2, 2), torch.zeros(2, 2), functional.mse_loss, 1)
         pipeline.step()
-        assert not torch.equal(pipeline.state_dict()["0.weight"], net[0].weight)
+        assert not torch.equal(pipeline.weights()["0.weight"], net[0].weight)

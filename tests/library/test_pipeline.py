@@ -1,6 +1,9 @@
 """A pipeline trains ordinary nets exactly as a plain loop does, on any number of devices and with any cuts."""
 
 import copy
+import inspect
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -10,6 +13,7 @@ from torch.nn import functional
 
 from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from torchround import CpuDevice, Partition, Pipeline
+from torchround.engine.errors import EngineUsageError
 from torchround.library.refusals import PipelineUsageError
 
 ADAMW = partial(OurAdamW, lr=0.1)
@@ -40,7 +44,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
             assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
             pipeline.step()
             loop.step()
-        assert_same_state(pipeline.state_dict(), loop.net)
+        assert_same_state(pipeline.weights(), loop.net)
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
@@ -68,7 +72,7 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
         for inputs, labels in batches(2):
             pipeline.forward_backward(inputs.bfloat16(), labels, functional.cross_entropy)
             pipeline.step()
-            state = pipeline.state_dict()
+            state = pipeline.weights()
             read = dict(pipeline.named_parameters())
             assert read.keys() == state.keys() and all(p.dtype == torch.float32 for p in read.values())
             assert all(torch.equal(read[name].bfloat16(), value) for name, value in state.items())
@@ -90,7 +94,7 @@ def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
             for inputs, labels in batches():
                 losses.append(pipeline.forward_backward(inputs, labels, functional.cross_entropy))
                 pipeline.step()
-            found.append((losses, pipeline.state_dict()["5.weight"].tolist()))
+            found.append((losses, pipeline.weights()["5.weight"].tolist()))
     assert all(other == found[0] for other in found)
 
 
@@ -104,7 +108,7 @@ def test_gradients_of_several_calls_add_up_until_the_step() -> None:
                 assert float(found) == loop.forward_backward(inputs, labels, functional.cross_entropy, 2)
             pipeline.step()
             loop.step()
-        assert_same_state(pipeline.state_dict(), loop.net)
+        assert_same_state(pipeline.weights(), loop.net)
 
 
 def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
@@ -120,7 +124,7 @@ def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
         pipeline.forward_backward(inputs, labels, functional.cross_entropy)
         pipeline.step()
         after = pipeline(inputs)
-        net.load_state_dict(pipeline.state_dict())
+        net.load_state_dict(pipeline.weights())
         assert torch.equal(after, torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])]))
         assert not torch.equal(after, before)
 
@@ -147,8 +151,8 @@ def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
             each.step()
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
         assert all(parameter.is_meta for parameter in other.parameters())
-        other.load_state_dict(taken.state_dict(), assign=True)
-        assert_same_state(pipeline.state_dict(), other)
+        other.load_state_dict(taken.weights(), assign=True)
+        assert_same_state(pipeline.weights(), other)
 
 
 class Head(nn.Module):
@@ -189,7 +193,7 @@ def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
             assert loss == loop.forward_backward(TOKENS, TOKENS, token_loss)
             pipeline.step()
             loop.step()
-        state = pipeline.state_dict()
+        state = pipeline.weights()
         assert_same_state(state, loop.net)
         assert state["0.weight"] is state["3.weight"] and "3.shift" not in state
         loop.net.load_state_dict(state, strict=True)
@@ -200,26 +204,106 @@ def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices() -> None:
     with Pipeline(net, 2, lr=0.1) as pipeline:
         pipeline.forward_backward(TOKENS, TOKENS, token_loss)
         pipeline.step()
-        state = pipeline.state_dict()
+        state = pipeline.weights()
         state["3.scale"].fill_(2.0)
         state["1.bias"] += 0.25
         pipeline.load_state_dict(state)
-        assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
+        assert all(torch.equal(value, state[name]) for name, value in pipeline.weights().items())
         net.load_state_dict(state)
         outputs = pipeline.forward(TOKENS, 1)
         assert torch.equal(outputs, net(TOKENS))
 
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        pytest.param(torch.float32, {}, id="adamw"),
+        pytest.param(torch.bfloat16, {"update": "async", "state": "compact"}, id="bf16, async, compact"),
+        pytest.param(torch.float16, {"update": "async"}, id="fp16, async"),
+        pytest.param(torch.bfloat16, {"optimizer": "muon"}, id="bf16, muon"),
+        pytest.param(torch.float32, {"optimizer": SGD, "update": "async"}, id="torch.optim, async"),
+        pytest.param(torch.bfloat16, {"optimizer": torch.optim.AdamW}, id="bf16, torch.optim"),
+    ],
+)
+def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(tmp_path, dtype, options):
+    """With dropout, a rate that falls, and in float16 a loss scale that falls. The file holds plain values alone."""
+    net, options, found = mlp().to(dtype), {"lr": 0.05, **options}, []
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs.float(), labels) * 2
+
+    for stops in ([8], [5, 8]):
+        losses, start = [], 0
+        for stop in stops:
+            with Pipeline(net, 2 + start % 2, **options) as pipeline:
+                if start:
+                    pipeline.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+                for inputs, labels in batches(8)[start:stop]:
+                    losses.append(pipeline.forward_backward(inputs.to(dtype), labels, loss_fn))
+                    pipeline.step()
+                    pipeline.lr *= 0.9
+                    for group in pipeline.optimizer.param_groups if pipeline.optimizer else ():
+                        group["lr"] *= 0.9
+                torch.save(pipeline.state_dict(), tmp_path / "state.pt")
+            start = stop
+        found.append((losses, torch.load(tmp_path / "state.pt")))
+    (whole, state), (resumed, other) = found
+    assert resumed == whole and len(set(whole)) == len(whole)
+    assert_same_values(other, state)
+    if dtype == torch.float16:
+        assert 0 < state["optimizer"]["resume"]["applied_updates"] < 8
+
+
+def assert_same_values(actual, expected) -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_same_values(actual[key], expected[key])
+    elif isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+def test_a_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
+    with Pipeline(mlp(), 1, optimizer="muon") as other, Pipeline(mlp(), 1, lr=0.1) as pipeline:
+        train_once(pipeline)
+        before = pipeline.state_dict()
+        with pytest.raises(PipelineUsageError, match="another optimizer"):
+            pipeline.load_state_dict(other.state_dict())
+        assert_same_values(pipeline.state_dict(), before)
+        pipeline.load_state_dict(other.state_dict()["model"])
+        assert_same_state(pipeline.weights(), mlp())
+        assert pipeline.state_dict()["optimizer"]["step"] == 1
+
+
+def test_a_step_without_its_update_is_not_saved() -> None:
+    with Pipeline(mlp(), 1) as pipeline:
+        inputs, labels = batches(1)[0]
+        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+        with pytest.raises(EngineUsageError, match="between forward_backward"):
+            pipeline.state_dict()
+
+
+def train_once(pipeline: Pipeline) -> None:
+    inputs, labels = batches(1)[0]
+    pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+    pipeline.step()
+
+
 def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes() -> None:
     with Pipeline(mlp(), 1) as pipeline:
-        state = pipeline.state_dict()
+        state = pipeline.weights()
         wrong = {name: value + 1 for name, value in state.items() if name != "0.bias"}
         wrong |= {"other": torch.ones(1), "3.bias": torch.ones(2)}
         with pytest.raises(
             PipelineUsageError, match=r"missing: 0.bias; unknown: other; 3.bias is \(2,\), the net has \(8,\)"
         ):
             pipeline.load_state_dict(wrong)
-        assert_same_state(pipeline.state_dict(), mlp())
+        assert_same_state(pipeline.weights(), mlp())
 
 
 def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused() -> None:
@@ -249,7 +333,7 @@ def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
     with Pipeline(net, 1, lr=0.5, weight_decay=0.5, no_decay=["1.weight", "1.bias"]) as pipeline:
         pipeline.forward_backward(inputs, None, lambda outputs, labels: 0.0 * outputs.sum())
         pipeline.step()
-        state = pipeline.state_dict()
+        state = pipeline.weights()
     before = net.state_dict()
     for name in before:
         assert torch.equal(state[name], before[name] * (1.0 if name.startswith("1") else 0.75)), name
@@ -267,7 +351,7 @@ def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
         pipeline.step()
         assert next(pipeline.parameters()) is first
         assert not torch.equal(first, before)
-        assert torch.equal(first, pipeline.state_dict()["0.weight"])
+        assert torch.equal(first, pipeline.weights()["0.weight"])
 
 
 def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> None:
@@ -281,7 +365,25 @@ def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> N
             assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
             pipeline.step()
             loop.step()
-        assert_same_state(pipeline.state_dict(), loop.net)
+        assert_same_state(pipeline.weights(), loop.net)
     net.requires_grad_(False).eval()
     with Pipeline(net, 2) as pipeline:
         assert torch.equal(pipeline(inputs, 1), net(inputs))
+
+
+def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code() -> None:
+    """The devices are inside a kernel as the program ends. Each exit code but its own would be an abort."""
+    program = """
+        import sys, torch
+        from torch import nn
+        from torchround import Pipeline
+        pipeline = Pipeline(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), 3)
+        for _ in range(2):
+            pipeline.forward_backward(*torch.randn(2, 1536, 512), nn.functional.mse_loss, 12, lazy=True)
+            pipeline.step()
+        sys.exit(3)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", inspect.cleandoc(program)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (3, "")

@@ -164,7 +164,7 @@ def test_a_refusal_leaves_inputs_weights_and_the_pipeline_as_they_were() -> None
             with pytest.raises(PipelineUsageError, match=r"layer 0 \(ReLU\) changes its input in place"):
                 call()
         assert torch.equal(inputs, INPUTS)
-        assert torch.equal(pipeline.state_dict()["1.weight"], net[1].weight)
+        assert torch.equal(pipeline.weights()["1.weight"], net[1].weight)
 
 
 def test_drawing_layers_are_found_and_the_others_are_not_slowed_down() -> None:

@@ -62,7 +62,7 @@ def test_random_nets_train_bit_for_bit_as_in_a_plain_loop(
                 assert loss == loop.forward_backward(inputs, labels, distance)
             pipeline.step()
             loop.step()
-        assert_same_state(pipeline.state_dict(), loop.net)
+        assert_same_state(pipeline.weights(), loop.net)
         outputs = pipeline.forward(inputs, 1)
         assert torch.equal(outputs, loop.net.eval()(inputs))
 

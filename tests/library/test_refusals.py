@@ -1,6 +1,7 @@
 """Nets that cannot work are refused before anything runs: each message names the layer and what to do."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torchround import Pipeline
 from torchround.engine.errors import EngineUsageError
 from torchround.library.module_layer import wrap
 from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_training
+from torchround.optim import SlowerOptimizerWarning
 
 
 class Hides(nn.Module):
@@ -161,6 +163,7 @@ def test_a_loss_is_a_callable_without_parameters() -> None:
         ({"max_norm": float("nan")}, "max_norm = nan"),
         ({"devices": 0}, "devices = 0"),
         ({"devices": "cuda"}, "devices = 'cuda'"),
+        ({"devices": ["cuda:0", "cuda:1"]}, "CUDA_VISIBLE_DEVICES"),
         ({"partition": 3}, "partition = 3"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "give the class"),
         ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, "SGD has no betas"),
@@ -183,7 +186,7 @@ def test_a_closed_pipeline_takes_no_batch() -> None:
         pipeline.forward(torch.ones(2, 2))
     with pytest.raises(EngineUsageError, match="closed"):
         pipeline.forward(torch.ones(2, 2))
-    assert pipeline.state_dict()["0.weight"].shape == (2, 2)
+    assert pipeline.weights()["0.weight"].shape == (2, 2)
 
 
 def test_a_failing_loss_is_named() -> None:
@@ -201,7 +204,7 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
     with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
         pipeline.forward_backward(torch.full((2, 2), float("nan")), None, lambda outputs, _: outputs.sum())
         pipeline.step()
-        pipeline.state_dict()
+        pipeline.weights()
     assert "the update of step 1 was left out: the loss is not finite" in caplog.text
 
 
@@ -219,3 +222,61 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
 def test_settings_of_our_own_optimizers_are_checked_by_their_tables(options, words) -> None:
     with pytest.raises(PipelineUsageError, match=words):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), **options)
+
+
+INPUTS = torch.ones(2, 2)
+
+
+def sum_of(outputs, labels):
+    return outputs.sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda pipeline: pipeline.train(), AttributeError, "train; leave it out"),
+        (lambda pipeline: pipeline.to("cuda"), AttributeError, "devices="),
+        (lambda pipeline: pipeline.zero_grad(), AttributeError, r"step\(\) leaves no gradient"),
+        (lambda pipeline: pipeline.backward(), AttributeError, "forward_backward"),
+        (
+            lambda pipeline: pipeline.forward_backward(INPUTS, None, sum_of, lazy=True).backward(),
+            PipelineUsageError,
+            r"call step\(\)",
+        ),
+        (
+            lambda pipeline: pipeline.forward_backward(input_args=(INPUTS,), label=None, loss_fn=sum_of),
+            PipelineUsageError,
+            "input_args: give inputs.*label: give labels",
+        ),
+        (lambda pipeline: pipeline.step(lambda: None), PipelineUsageError, "takes a rate, not a function"),
+    ],
+    ids=[
+        "train",
+        "to",
+        "zero_grad",
+        "backward",
+        "loss.backward",
+        "RoundPipe's arguments",
+        "RoundPipe's step",
+    ],
+)
+def test_a_call_of_another_loop_is_answered_with_what_takes_its_place(call, error, words) -> None:
+    with Pipeline(nn.Sequential(nn.Linear(2, 2)), 1) as pipeline, pytest.raises(error, match=words):
+        call(pipeline)
+
+
+def test_a_loop_whose_optimizer_is_its_own_is_told_that_nothing_trains() -> None:
+    with Pipeline(nn.Sequential(nn.Linear(2, 2)), 1) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        with warnings.catch_warnings(record=True) as warned:
+            for _ in range(4):
+                pipeline.forward_backward(INPUTS, None, sum_of)
+                optimizer.step()
+    [warning] = warned
+    assert warning.filename == __file__ and "no step() of the Pipeline" in str(warning.message)
+
+
+def test_a_slower_optimizer_is_told_where_it_is_asked_for() -> None:
+    with pytest.warns(SlowerOptimizerWarning) as warned:
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, optimizer=torch.optim.SGD)
+    assert [warning.filename for warning in warned] == [__file__]

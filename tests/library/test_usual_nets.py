@@ -132,7 +132,7 @@ def test_a_usual_net_trains_as_its_plain_loop_and_gives_its_outputs(make) -> Non
             assert loss == loop.forward_backward(inputs, labels, entropy)
             pipeline.step()
             loop.step()
-        state = pipeline.state_dict()
+        state = pipeline.weights()
         assert_same_state(state, loop.net)
         net.load_state_dict(state, strict=True)
         with torch.no_grad():
@@ -148,7 +148,7 @@ def test_late_updates_train_and_outputs_are_of_the_newest_weights() -> None:
             losses.append(pipeline.forward_backward(inputs, labels, entropy))
             pipeline.step()
         assert losses[-1] < losses[0]
-        net.load_state_dict(pipeline.state_dict())
+        net.load_state_dict(pipeline.weights())
         with torch.no_grad():
             assert torch.equal(pipeline.forward(inputs, 1), net.eval()(inputs))
 
@@ -159,10 +159,10 @@ def test_a_fault_on_a_device_names_the_layer_and_the_next_call_works() -> None:
     with Pipeline(net, 2, lr=0.01) as pipeline:
         expected = pipeline.forward_backward(inputs, labels, entropy)
         pipeline.step()
-        state = pipeline.state_dict()
+        state = pipeline.weights()
         with pytest.raises(PipelineError, match="micro-batch 0: .*nothing fits"):
             pipeline.forward_backward(inputs, labels, fails)
-        assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
+        assert all(torch.equal(value, state[name]) for name, value in pipeline.weights().items())
         assert pipeline.forward_backward(inputs, labels, entropy) < expected
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tests.support.plain_adamw import adamw_update_
-from tests.support.toy import MAX_NORM, PlainLoop
+from tests.support.toy import MAX_NORM, PlainLoop, layer_scales
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import LayeredModel
 from torchround.optim import clip_scale, sum_of_squares
@@ -19,13 +19,19 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class MuonLoop(PlainLoop):
     """Muon for the matrices between the first and the last layer, AdamW for the others, in fp32.
 
-    Only AdamW's gradients are clipped, by their own norm. `norms` are those of whole gradients.
+    Only AdamW's gradients are clipped, by their own norm or, with `clip = "layer"`, by that of their layer. `norms` are
+    those of whole gradients.
     """
 
     def __init__(
-        self, model: LayeredModel, weights: Mapping[str, Tensor], tied: bool, table: MuonTable
+        self,
+        model: LayeredModel,
+        weights: Mapping[str, Tensor],
+        tied: bool,
+        table: MuonTable,
+        clip: str = "global",
     ) -> None:
-        super().__init__(model, {name: weight.clone() for name, weight in weights.items()}, tied)
+        super().__init__(model, {name: weight.clone() for name, weight in weights.items()}, tied, clip)
         self.table = table
         inner = model.names[1:-1]
         self.matrices = {n for n in self.owned if self._name[n].ndim > 1 and n.startswith(inner)}
@@ -34,16 +40,17 @@ class MuonLoop(PlainLoop):
     def update(self, gradients: dict[str, Tensor], lr: float) -> None:
         squares = {name: float(sum_of_squares(g.reshape(-1))) for name, g in gradients.items()}
         self.norms.append(math.sqrt(math.fsum(squares.values())))
-        clipped = math.sqrt(math.fsum(s for name, s in squares.items() if name not in self.matrices))
+        clipped = {name: square for name, square in squares.items() if name not in self.matrices}
+        scales = dict.fromkeys(clipped, clip_scale(math.sqrt(math.fsum(clipped.values())), MAX_NORM))
+        if self.clip == "layer":
+            scales = layer_scales(clipped, {name: self.owned[name].numel() for name in clipped})
         self.updates += 1
         with torch.no_grad():
             for name, parameter in self.owned.items():
                 if name in self.matrices:
                     self._update_matrix(name, parameter.data, gradients[name], lr)
                 else:
-                    self._update_other(
-                        name, parameter.data, gradients[name], lr, clip_scale(clipped, MAX_NORM)
-                    )
+                    self._update_other(name, parameter.data, gradients[name], lr, scales[name])
             if self.tied:
                 self._name["head.weight"].copy_(self._name["embedding.weight"])
 

@@ -61,7 +61,7 @@ from torchround.run.joining import (
     joined_machines,
     quiet_unless_first,
     start_identity,
-    with_agreed_rounds,
+    with_agreed_rule,
 )
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.resume import require_same_optimizer, resumed_stale_layers
@@ -145,9 +145,9 @@ def train(options: Options, machines: RunMachines) -> int:
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
     machines.require_same(lambda: start_identity(parts))
-    rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
+    rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
     parts = machines.same_mistakes(
-        lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
+        lambda: with_agreed_rule(parts, *rule), MISTAKES, "plans of as many rounds"
     )
     with ExitStack() as stack:  # locked to the end, the export included
         stack.enter_context(parts.folder)
@@ -249,17 +249,23 @@ def dry_run(options: Options) -> int:
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
-    """Fix the rounds and the stale layers of a run that is resumed. Losses depend on them, so they are not planned again.
+    """Fix the rounds and the stale layers at a run's first start. Losses depend on them, so they are not planned again.
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer = folder.checkpointer()
-    if question.update == "bounded":
-        question = replace(
-            question, stale_layers=resumed_stale_layers(config, checkpointer, question.stale_layers)
+    checkpointer, kept = folder.checkpointer(), folder.kept_plan()
+    if kept is not None and checkpointer.latest_step() is None:
+        # The first start ended before its first checkpoint, and its settings may have been edited since.
+        is_same_run = (kept.update, kept.partition.num_layers) == (
+            question.update,
+            len(question.costs().layers),
         )
-    is_resumed = checkpointer.latest_step() is not None
-    kept = folder.kept_plan() if is_resumed else None
+        kept = kept if is_same_run else None
+    if question.update == "bounded":
+        stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
+        if stale_layers is None and kept is not None and kept.update == "bounded":
+            stale_layers = kept.stale_layers
+        question = replace(question, stale_layers=stale_layers)
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
     # The batch may be smaller now, and a round has at least one micro-batch.

@@ -84,7 +84,7 @@ class EngineTable(Table):
     """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
     the last, embedding included. Losses depend on it, so a run keeps its number when it resumes. Each of these layers
     keeps its input in host memory until its backward. `auto`: the planner takes the fewest with which steps are not
-    longer."""
+    longer, at a run's first start: another number for another number of devices."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
     """Correction of the delay in `async`. `auto`: `predict` in `async`, which loses less than `none` there

@@ -4,6 +4,8 @@ The end gives all memory back at once, whatever still refers to the engine: the 
 same devices, and may need all that they have.
 """
 
+import atexit
+import os
 import threading
 import time
 import traceback
@@ -68,6 +70,7 @@ class Lifecycle:
         """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
         self._threads, self._optimizer, self._exchange = threads, optimizer, exchange
         choose_kernels()
+        atexit.register(self._stop_at_exit, os.getpid())
         for thread in threads:
             thread.start()
 
@@ -117,6 +120,7 @@ class Lifecycle:
             if self._stopped:
                 return
             self._stopped = True
+        atexit.unregister(self._stop_at_exit)
         self._board.stop()  # every thread unwinds at its next wait
         if self._exchange is not None:
             self._exchange.stop(self.failure)
@@ -146,6 +150,14 @@ class Lifecycle:
             still = ", ".join(sorted(busy))
             # Callers may hold this very object already, so its text grows in place.
             self.failure.args = (f"{self.failure} (still inside a computation, with its memory: {still})",)
+
+    def _stop_at_exit(self, process: int) -> None:
+        """End an engine that the program did not close: Python would end its threads inside C++, which aborts.
+
+        A forked process has no such threads.
+        """
+        if os.getpid() == process:
+            self.stop()
 
     def _note_what_is_left(self) -> None:
         """Say in the fault that it came between the updates of two layers, if it did (`bounded`)."""

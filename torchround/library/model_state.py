@@ -1,4 +1,4 @@
-"""The weights of a pipeline by the plain net's names: into the host store, and out of it as a state dict."""
+"""The state of a pipeline as a state dict: its weights by the plain net's names, and what its optimizer keeps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.state_views import WEIGHTS
 from torchround.library.module_layer import MEMBER, WrappedNet
 from torchround.library.refusals import PipelineUsageError
 
@@ -45,8 +46,34 @@ def state_dict_of(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
     return state | {name: buffer.clone() for name, buffer in buffers_of(wrapped, persistent=True).items()}
 
 
-def check_state(wrapped: WrappedNet, shapes: Mapping[str, torch.Size], state: Mapping[str, Any]) -> None:
-    """Raise `PipelineUsageError` if names or shapes of a state dict are not the net's."""
+def kept_views(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
+    """Return views of what the store keeps beside the plain net's weights: the optimizer's state, and further bits of weights."""
+    exact = {
+        f"{WEIGHTS}/{wrapped.stored[name]}": dtype
+        for name, dtype in wrapped.dtypes.items()
+        if not store.splits_weights
+    }
+    return {key: view for key, view in store.named_views().items() if exact.get(key) != view.dtype}
+
+
+def check_kept(views: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """Raise `PipelineUsageError` if a state dict has other tensors than the optimizer of this pipeline keeps."""
+    other = sorted(views.keys() ^ kept.keys())
+    other += [
+        key
+        for key in views.keys() & kept.keys()
+        if (views[key].shape, views[key].dtype) != (kept[key].shape, kept[key].dtype)
+    ]
+    if other:
+        raise PipelineUsageError(
+            f"the state dict is that of another optimizer ({other[0]} and {len(other) - 1} other tensors differ): give "
+            "optimizer, state and update as the pipeline had them that made it, or load its weights alone: "
+            'load_state_dict(state["model"])'
+        )
+
+
+def check_state(shapes: Mapping[str, torch.Size], state: Mapping[str, Any]) -> None:
+    """Raise `PipelineUsageError` if names or shapes of a plain net's state dict are not the net's."""
     missing = sorted(shapes.keys() - state.keys())
     unknown = sorted(state.keys() - shapes.keys())
     wrong = [

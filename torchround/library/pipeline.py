@@ -9,7 +9,9 @@ The weights live in host memory. The first batch is run layer by layer on the ho
 cannot work is refused by name, and so that the stages are cut from measured costs.
 """
 
+import copy
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,15 +32,18 @@ from torchround.engine.store.host_store import HostStore
 from torchround.library.measured_plan import cut_model
 from torchround.library.model_state import (
     buffers_of,
+    check_kept,
     check_state,
     fill_store,
     free_weights,
+    kept_views,
     state_dict_of,
 )
 from torchround.library.module_layer import store_dtype, wrap
 from torchround.library.optimizers import OptimizerChoice, choose_optimizer
 from torchround.library.probe import probe
 from torchround.library.refusals import (
+    CALLS_OF_A_LOOP,
     PipelineUsageError,
     check_loss,
     check_net,
@@ -46,6 +51,7 @@ from torchround.library.refusals import (
     check_settings,
     check_trained,
     check_training,
+    names_arguments,
 )
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
 from torchround.library.seeds import INFERENCE
@@ -65,6 +71,12 @@ class PendingLoss:
     def value(self) -> float:
         """Wait for the devices, and return the sum of the losses of all micro-batches."""
         return self._result.loss()
+
+    def backward(self) -> None:
+        """Raise `PipelineUsageError`: the gradients are computed with the loss."""
+        raise PipelineUsageError(
+            "leave backward() out: forward_backward() computes the gradients, too; call step()"
+        )
 
     def __float__(self) -> float:
         """Return `value()`."""
@@ -147,6 +159,7 @@ class Pipeline:
 
     # Training.
 
+    @names_arguments
     def forward_backward(
         self,
         inputs: Any,
@@ -168,6 +181,12 @@ class Pipeline:
             engine = self._engine_for(batches)
             self._last = engine.forward_backward(batches, num_labels=1)
             self._calls += 1
+            if self._open and self._calls == 2:  # no step() so far
+                warnings.warn(
+                    "two calls of forward_backward() and no step() of the Pipeline: their gradients add up, and no weight "
+                    "has changed. An optimizer of its own on parameters() changes none; Pipeline(optimizer=..) takes it",
+                    stacklevel=3,
+                )
             self._open = True
             self._warn_of_skipped(keep=2)  # the engine has the updates of all steps before
             loss = PendingLoss(self._last)
@@ -179,6 +198,10 @@ class Pipeline:
         `lr` is the rate of this step. Without it `adamw` takes `Pipeline.lr`, and an optimizer of `torch.optim` the rates of
         its own groups, which a scheduler may have changed.
         """
+        if callable(lr):
+            raise PipelineUsageError(
+                "step() takes a rate, not a function; Pipeline(optimizer=..) takes a class of torch.optim, whose step it runs"
+            )
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
         if lr is not None:
@@ -218,27 +241,61 @@ class Pipeline:
 
     # Weights.
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Copy the weights and buffers, with the names and dtypes of the plain net. Waits for all steps."""
         self._drain()
         state = state_dict_of(self.store, self._wrapped)
         return {name: state[name] for name in self._shapes}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights and buffers of a plain net's state dict. The optimizer's state stays.
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copy all that a new `Pipeline` with the same arguments needs to train on with the same bits. Waits for all steps.
 
-        Raises `PipelineUsageError` if names or shapes differ, and then changes nothing.
+        `"model"` holds `weights()`, `"optimizer"` everything else: its state, step, rate, loss scale, and the counts that random
+        numbers depend on.
         """
-        check_state(self._wrapped, self._shapes, state)
+        if self._open:
+            raise EngineUsageError(
+                "state_dict() was called between forward_backward() and step(), whose gradients it has not; weights() "
+                "are there at any time"
+            )
+        model, host = self.weights(), self.optimizer
+        optimizer = {
+            "step": self.store.step,
+            "lr": self.lr,
+            "calls": [self._calls, self._forwards],
+            "resume": self.store.resume_state(),
+            "tensors": {name: view.clone() for name, view in kept_views(self.store, self._wrapped).items()},
+            "torch": None if host is None else copy.deepcopy(host.state_dict()),
+        }
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; a plain net's state dict gives weights and buffers alone, and the rest stays.
+
+        Raises `PipelineUsageError` if names, shapes or the optimizer differ, and then changes nothing.
+        """
         if self._open:
             raise EngineUsageError("load_state_dict() was called between forward_backward() and step()")
-        self._drain()
-        fill_store(self.store, self._wrapped, {name: state[name] for name in self._wrapped.stored})
-        buffers = buffers_of(self._wrapped, persistent=True)
-        if any(not torch.equal(buffer, state[name]) for name, buffer in buffers.items()):
-            self._end_engine()  # the devices hold the old ones
-            for name, buffer in buffers.items():
-                buffer.copy_(state[name])
+        model, kept = state, None
+        if state.keys() == {"model", "optimizer"}:
+            model, kept = state["model"], state["optimizer"]
+        check_state(self._shapes, model)
+        self._end_engine()  # it counts steps, and its devices hold buffers
+        views = {} if kept is None else kept_views(self.store, self._wrapped)
+        if kept is not None:
+            check_kept(views, kept["tensors"])
+        fill_store(self.store, self._wrapped, {name: model[name] for name in self._wrapped.stored})
+        for name, buffer in buffers_of(self._wrapped, persistent=True).items():
+            buffer.copy_(model[name])
+        if kept is None:
+            return
+        for name, view in views.items():
+            view.copy_(kept["tensors"][name])
+        self.store.resume(kept["step"], **kept["resume"])
+        self.lr, self._last = kept["lr"], None
+        self._calls, self._forwards = kept["calls"]
+        if (host := self.optimizer) is not None:
+            host.load_state_dict(copy.deepcopy(kept["torch"]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and host weights, each tied one once, for reading between steps. The next step may change them."""
@@ -289,6 +346,11 @@ class Pipeline:
             self._engine.__exit__(kind, *rest)
 
     # Inside.
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an `AttributeError`, for calls of a plain loop with what takes their place."""
+        helps = f"; {CALLS_OF_A_LOOP[name]}" if name in CALLS_OF_A_LOOP else ""
+        raise AttributeError(f"a Pipeline has no {name}{helps}")
 
     def _engine_for(self, batches: Sequence[SampleBatch]) -> Engine:
         """Return the engine, after a probe with the first micro-batch if this is the first call of its kind."""
@@ -353,8 +415,15 @@ def _find_devices(devices: int | Sequence[Device], memory_gib: float | None) -> 
     if isinstance(devices, int) and devices > 0:
         hardware = find_hardware(EngineTable(num_devices=devices, device_memory_gib=memory_gib))
         return hardware, hardware.make_devices()
-    if not isinstance(devices, Sequence) or not devices or isinstance(devices, str):
-        raise PipelineUsageError(f"devices = {devices!r}; give a number from 1 on, or a list of devices")
+    if (
+        isinstance(devices, (int, str))
+        or not devices
+        or not all(isinstance(device, Device) for device in devices)
+    ):
+        raise PipelineUsageError(
+            f"devices = {devices!r}; give their number, from 1 on, and choose GPUs by the environment variable "
+            "CUDA_VISIBLE_DEVICES (0,1 are the first two), or a list of Device objects"
+        )
     kind = devices[0].torch_device.type
     limit = None if memory_gib is None else int(memory_gib * GIB)
     return Hardware(kind, len(devices), limit), list(devices)

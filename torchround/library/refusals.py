@@ -1,8 +1,9 @@
 """What cannot work in `torchround.Pipeline`, found before a layer runs: each message names the layer and the remedy."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,42 @@ HOOKS = {
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
 
 
+# Calls of a plain loop on its module or its optimizer, with what takes their place.
+CALLS_OF_A_LOOP = {
+    **dict.fromkeys(
+        ("train", "eval"),
+        "leave it out: forward_backward() computes in the mode that the net had, forward() in evaluation mode",
+    ),
+    **dict.fromkeys(("to", "cuda", "cpu"), "leave it out: Pipeline(devices=..) takes the devices"),
+    "zero_grad": "leave it out: step() leaves no gradient",
+    "backward": "forward_backward(inputs, labels, loss_fn) computes loss and gradients",
+}
+# Arguments that RoundPipe's forward_backward has, with ours.
+ROUNDPIPE_ARGUMENTS = {
+    "input_args": "inputs, the one argument of the first layer",
+    "input_kwargs": "inputs, the one argument of the first layer",
+    "label": "labels",
+    "run_config": "num_micro_batches",
+}
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class PipelineUsageError(EngineUsageError):
     """A net, batch, loss or setting that cannot work on stateless devices. The message says why and what to do."""
+
+
+def names_arguments(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method answer RoundPipe's names of its arguments with a `PipelineUsageError` that names ours."""
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if found := sorted(kwargs.keys() & ROUNDPIPE_ARGUMENTS.keys()):
+            pairs = "; ".join(f"{name}: give {ROUNDPIPE_ARGUMENTS[name]}" for name in found)
+            raise PipelineUsageError(f"{method.__name__}() has other arguments: {pairs}")
+        return method(*args, **kwargs)
+
+    return checked
 
 
 def layer_text(name: str, module: nn.Module) -> str:

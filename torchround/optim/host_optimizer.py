@@ -61,7 +61,7 @@ class HostOptimizer:
             f"{type(working).__name__} runs on the host parameter by parameter, after the whole gradient is there; "
             'the built-in "adamw" is faster',
             SlowerOptimizerWarning,
-            stacklevel=3,
+            stacklevel=_users_level(),
         )
         self._parameters, self._working = parameters, working
         self._own = [set() for _ in working.param_groups]
@@ -141,6 +141,14 @@ class HostOptimizer:
         self._working.state = loaded.state
         for group, new in zip(self._working.param_groups, loaded.param_groups, strict=True):
             group.update(copy.deepcopy(_without_params(new)))
+
+
+def _users_level() -> int:
+    """Return the `stacklevel` at which a warning of the caller points to the first line outside this package."""
+    package, frame, level = __name__.partition(".")[0], inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _shown(working: torch.optim.Optimizer) -> torch.optim.Optimizer:

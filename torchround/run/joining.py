@@ -47,9 +47,12 @@ def start_identity(parts: RunParts) -> dict[str, str]:
     return found
 
 
-def with_agreed_rounds(parts: RunParts, rounds: int) -> RunParts:
-    """Return the parts with a plan of `rounds` rounds, which the first machine chose. Raises `InfeasiblePlanError`."""
-    if parts.plan.rounds == rounds:
+def with_agreed_rule(parts: RunParts, rounds: int, stale_layers: int) -> RunParts:
+    """Return the parts with a plan of the first machine's numbers. Raises `InfeasiblePlanError`.
+
+    The first machine's folder alone has the plan of an earlier start.
+    """
+    if (parts.plan.rounds, parts.plan.stale_layers) == (rounds, stale_layers):
         return parts
-    question = replace(parts.question, rounds=rounds)
+    question = replace(parts.question, rounds=rounds, stale_layers=stale_layers)
     return replace(parts, question=question, plan=plan_for(question))
