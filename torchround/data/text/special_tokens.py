@@ -48,7 +48,7 @@ def splits_at(tokenizer: Tokenizer, text: str, place: int, reads_special: bool =
     after = text[place : place + SEAM_CONTEXT]
     if not after.strip():
         return False  # white space may join the text behind it, which is not seen here
-    for more in range(3):
+    for more in range(3 if place > SEAM_CONTEXT else 1):
         before = text[max(0, place - SEAM_CONTEXT - more) : place]
         parts = [encode_text(tokenizer, part, reads_special) for part in (before, after)]
         if not np.array_equal(np.concatenate(parts), encode_text(tokenizer, before + after, reads_special)):
