@@ -25,7 +25,13 @@ from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
 TEMPLATES = Path(__file__).parent / "templates"
-VOCABULARIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
+VOCABULARIES = {
+    "llama3": "llama3",
+    "qwen3": "qwen3",
+    "qwen3_thinking": "qwen3",
+    "qwen3_5": "qwen3",
+    "gpt_oss": "gpt_oss",
+}
 Messages = Sequence[dict[str, Any]]
 Written = list[tuple[str, bool]]
 """Text that a template writes, in order, and whether it is learnt."""
@@ -122,6 +128,27 @@ def qwen3(messages: Messages) -> Written:
     return written
 
 
+def qwen3_5(messages: Messages) -> Written:
+    """Every answer has thoughts. The prompt opens them, and the template closes thoughts that a message does not have."""
+    written = []
+    for message in messages:
+        content, role = message["content"], message["role"]
+        if role != "assistant":
+            if role == "tool":
+                content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
+            written.append((f"<|im_start|>{role}\n{content}<|im_end|>\n", False))
+            continue
+        if "tool_calls" in message:
+            content += '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+        header, thought = "<|im_start|>assistant\n<think>\n", message.get("reasoning_content")
+        if thought:
+            content = f"{thought}\n</think>\n\n{content}"
+        else:
+            header += "\n</think>\n\n"
+        written += [(header, False), (f"{content}<|im_end|>", True), ("\n", False)]
+    return written
+
+
 def gpt_oss(messages: Messages) -> Written:
     written = [("<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2024-07-26<|end|>", False)]
     for message in messages:
@@ -153,6 +180,7 @@ FORMATS: dict[str, Callable[[Messages], Written]] = {
     "llama3": llama3,
     "qwen3": qwen3,
     "qwen3_thinking": qwen3,
+    "qwen3_5": qwen3_5,
     "gpt_oss": gpt_oss,
 }
 EACH_TEMPLATE = pytest.mark.parametrize("name", FORMATS)
@@ -257,6 +285,22 @@ def test_a_template_that_tells_no_turns_apart_is_refused(
 ) -> None:
     with pytest.raises(TokenizerError, match=message):
         with_template(ours["qwen3"], template)
+
+
+def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(
+    ours: dict[str, Tokenizer], folders: dict[str, Path]
+) -> None:
+    """Before, the line ends of both sides were two tokens, where the template's text has one."""
+    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = replace(ours["qwen3"], templates=TemplateSources(template))
+    written = [
+        ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n", False),
+        ("Hello.<|im_end|>", True),
+        ("\n", False),
+    ]
+    expected = reference(folders["qwen3"], written)
+    assert learnt(tokenizer, [question("x"), answer("\nHello.")]) == expected
+    assert expected[0] == reference(folders["qwen3"], [("".join(text for text, _ in written), False)])[0]
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer: Tokenizer) -> None:

@@ -97,6 +97,39 @@ def test_a_file_that_is_lost_or_changed_in_mid_run_stops_it_and_the_position_is_
     assert loader.num_bad_records() == 0
 
 
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+def test_a_lost_file_stops_a_run_at_its_next_record_although_a_window_waits(
+    tmp_path: Path, tokenizer: Tokenizer, mode: str
+) -> None:
+    """Before, the run went on to the end of the window: by default 4096 sequences, which may take hours."""
+    path = tmp_path / "x.jsonl"
+    write_lines(path)
+    keys: dict[str, Any] = {"shuffle_sequences": 40, "on_bad_record": mode}
+    whole = content(islice(loader_of(path, tokenizer, **keys), 30))
+    loader = loader_of(path, tokenizer, **keys)
+    batches = list(islice(loader, 2))
+    path.unlink()
+    with pytest.raises(DataFileError, match=r"x.jsonl: cannot be read"):
+        batches.extend(loader)  # keeps the ones before the error
+    assert len(batches) < 6, "a window has 20 batches"
+    write_lines(path)
+    assert content([*batches, *islice(loader, 30 - len(batches))]) == whole
+
+
+def test_an_open_archive_lives_on_until_it_is_opened_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    write_gzip(path)
+    keys: dict[str, Any] = {"shuffle": False, "shuffle_sequences": 0, "on_bad_record": "skip"}
+    whole = content(loader_of(path, tokenizer, epochs=1, **keys))
+    loader = loader_of(path, tokenizer, **keys)
+    batches = [next(loader)]
+    path.unlink()
+    with pytest.raises(DataFileError, match=r"x.jsonl.gz: cannot be read"):
+        batches.extend(loader)  # keeps the ones before the error
+    assert content(batches)[: len(whole) - 1] == whole[:-1]
+    assert len(batches) <= len(whole)
+
+
 def test_a_file_that_is_lost_before_the_first_batch_is_no_bad_record_either(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -5,7 +5,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from torchround.data.document_types import Document
 from torchround.data.formats import source_files as files_module
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
-from torchround.data.text.tiktoken_file import LLAMA3
 
 
 def read_all(source: Source) -> list[str]:
@@ -95,20 +93,6 @@ def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(
             pieces = pieces_of(source, documents_of(source)[0])
             assert "".join(pieces) == text
             assert all(0 < len(piece) <= size for piece in pieces)
-
-
-def test_standard_library_files_in_pieces_split_into_the_words_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Cutting must not change tokens: vocabularies split text with such a pattern before they merge bytes."""
-    monkeypatch.setattr(files_module, "PIECE_SIZE", 4096)
-    root = sysconfig.get_path("stdlib")
-    for name in ("argparse.py", "json/decoder.py", "typing.py"):
-        source = open_source(SourceTable(path=f"{root}/{name}"))
-        pieces = pieces_of(source, documents_of(source)[0])
-        assert len(pieces) > 2
-        in_pieces = [word for piece in pieces for word in regex.findall(LLAMA3.pattern, piece)]
-        assert in_pieces == regex.findall(LLAMA3.pattern, "".join(pieces))
 
 
 def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> None:

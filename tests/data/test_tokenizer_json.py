@@ -15,8 +15,11 @@ from tiktoken_ext import openai_public
 
 from tests.support import vocabularies
 from tests.support.vocabularies import FAMILIES, random_text, real_text, train, write
-from torchround.config import TokenizerTable
+from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
+from torchround.data.formats import source_files
+from torchround.data.opening import open_sources
+from torchround.data.text.special_tokens import encode_text
 
 Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
@@ -101,6 +104,89 @@ def test_every_token_keeps_its_id_and_its_text(pairs: dict[str, Pair], name: str
         assert (reference.token_to_id(text), ours.decode([number])) == (number, text)
     every_id = list(range(reference.get_vocab_size()))
     assert ours.decode(every_id) == reference.decode(every_id, skip_special_tokens=False)
+
+
+WORDS = (
+    "a",
+    "the",
+    "def",
+    "12345",
+    "x1",
+    "//",
+    "==",
+    "it's",
+    "Ünï",
+    "e\u0301",
+    "中文文字",
+    "<think>",
+    "\u00a0",
+    "...",
+)
+GAPS = (
+    " ",
+    " ",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "\n    ",
+    "   ",
+    "\t",
+    ".\n",
+    ";\n\n",
+    "\r\n",
+    "\r\n\r\n",
+    "，",
+    ")",
+    "\n/",
+)
+PIECES = {
+    "paragraphs": "Some words of it.\n\n",
+    "lines between paragraphs": "One line\nand another\n\n",
+    "Windows lines": "def f():\r\n\r\n    return 1\r\n",
+    "indented code": "    if x:\n        y = 12345\n\n",
+    "comments": "call();\n// why\n\n/* how */\n",
+    "digits": "1234567890" * 40 + "\n",
+    "no space": "我能吞下玻璃而不伤身体，",
+    "special names": "<|im_start|>user\n\nHi<|im_end|>\n",
+}
+
+
+def ids_in_pieces(ours: Tokenizer, text: str, folder: Path, special: bool = False) -> list[int]:
+    """Return the ids of a file of text that is read in pieces of 700 bytes, without BOS and EOS."""
+    (folder / "x.txt").write_bytes(text.encode())
+    table = SourceTable(path=str(folder / "x.txt"), special_tokens=special)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_files, "PIECE_SIZE", 700)
+        (source,) = open_sources(DataTable(sources=(table,)), ours)
+        (document,), offset, ids = source.first_documents(1), 0, []
+        while offset is not None:
+            piece, offset = source.read(document, offset)
+            ids += encode_text(ours, piece, special).tolist()
+    return ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("case", PIECES)
+def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(
+    pairs: dict[str, Pair], tmp_path: Path, name: str, case: str
+) -> None:
+    """Before, GPT-2's pattern met two line ends in a row as one token at the end of a piece."""
+    special = case == "special names"
+    for shift in range(7):
+        text = "x" * shift + " " + PIECES[case] * (4000 // len(PIECES[case]))
+        whole = encode_text(pairs[name][0], text, special).tolist()
+        assert ids_in_pieces(pairs[name][0], text, tmp_path, special) == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=25, deadline=None)
+@given(parts=st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(GAPS)), min_size=40, max_size=400))
+def test_any_text_read_in_pieces_has_the_tokens_of_the_whole(
+    pairs: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory, name: str, parts: list[tuple[str, str]]
+) -> None:
+    text = "".join(word + gap for word, gap in parts) * 4
+    found = ids_in_pieces(pairs[name][0], text, tmp_path_factory.mktemp("pieces"))
+    assert found == pairs[name][0].encode(text)
 
 
 def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: dict[str, Pair]) -> None:

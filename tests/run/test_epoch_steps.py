@@ -54,6 +54,20 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(
     small_runs.assert_same("run", "given", step=expected)
 
 
+@pytest.mark.parametrize(("batch", "warns"), [(8, True), (1, False)])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, batch: int, warns: bool, dry: tuple[str, ...]
+) -> None:
+    overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
+    assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns
+    assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
+    told = [
+        line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line
+    ]
+    assert len(told) == warns
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
+from tests.support.batch_contents import TEMPLATE
 from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs
 from torchround.commands.try_model import main as try_model
 from torchround.engine.engine import Engine
-from torchround.run.samples import RunSamples
+from torchround.run.samples import Prompt, RunSamples
 from torchround.run.several_machines import RunMachines
 
 __all__ = ["small_runs"]
@@ -77,6 +78,23 @@ def test_the_continuations_are_the_ones_of_the_checkpoint_of_that_step(small_run
         assert [{key: line[key] for key in ("prompt", "text")} for line in lines] == texts
 
 
+def test_a_run_on_chats_asks_its_prompts_with_the_chat_template(small_runs, capsys):
+    chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd ef"}]}
+    (small_runs.folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 20)
+    (small_runs.folder / "chat.jinja").write_text(TEMPLATE)
+    source = "--data.sources=[{ path = 'chats.jsonl', content = 'messages' }]"
+    chats = (source, "--tokenizer.chat_template=chat.jinja", "--validation.sources=[{ path = 'text.jsonl' }]")
+    assert small_runs("run", *chats, "--validation.interval_steps=5", *PROMPTS) == 0
+    run = ("--run", "outputs/run", "--max-tokens=7", "--json", "--prompt", "ab cd")
+    capsys.readouterr()
+    texts = []
+    for asked in ((*run, "--chat"), run):
+        assert try_model(list(asked)) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] != texts[1], "the template makes a difference"
+    assert samples(small_runs, "run")[5][0] == {"prompt": "ab cd", "text": texts[0]}
+
+
 class Loud(RunMachines):
     """The second of two machines, which gets the texts of the first."""
 
@@ -92,7 +110,7 @@ class Loud(RunMachines):
 
 def test_only_the_first_of_several_machines_works_and_all_get_its_texts(small_runs):
     tokenizer = object()
-    (found,) = RunSamples(("a",), 4, tokenizer).made_by(object(), Loud())
+    (found,) = RunSamples([Prompt("a", [97])], 4, tokenizer).made_by(object(), Loud())
     assert (found.prompt, found.text) == ("a", "of the first")
 
 

@@ -33,6 +33,7 @@ from torchround.commands.export_hf import Export, export
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
+from torchround.commands.tried_text import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -44,6 +45,7 @@ from torchround.data import (
     build_validation_loader,
 )
 from torchround.data.loader import Loader
+from torchround.data.opening import CONVERSATIONS
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
@@ -200,11 +202,16 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
 
 
 def run_samples(config: Config, tokenizer: Tokenizer) -> RunSamples:
-    """Return what continues the prompts of validations; without prompts, nothing."""
+    """Return what continues the prompts of validations; without prompts, nothing.
+
+    A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
+    """
     table = config.validation
     if not table.prompts:
         return RunSamples()
-    return RunSamples(table.prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
+    with_chat = any(source.content in CONVERSATIONS for source in config.data.sources)
+    prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
+    return RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:

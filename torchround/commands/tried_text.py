@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,11 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.special_tokens import encode_spans
 from torchround.generation.continuations import GROUPS
 from torchround.layer import MicroBatch
+from torchround.run.samples import Prompt
 from torchround.untrusted.progress import Progress
 
 # Batches in one pass. Each pass uploads all weights once.
 PASS_BATCHES = 4
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue: as it is shown, and as token ids."""
-
-    text: str
-    tokens: list[int]
 
 
 class ScoredText:
@@ -68,13 +60,13 @@ class ScoredText:
 
 
 def prompts_of(
-    texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, with_chat: bool
+    texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
 ) -> list[Prompt]:
-    """Return the prompts of the command line, then those in a file. With `with_chat` the chat template writes them.
+    """Return the prompts of `key`, then those in a file. With `with_chat` the chat template writes them.
 
     Raises `ConfigError` for an empty prompt or a file that cannot be used, `DataError` for a template that fails.
     """
-    asked: list[tuple[str, Any]] = [("--prompt", text) for text in texts]
+    asked: list[tuple[str, Any]] = [(key, text) for text in texts]
     if file is not None:
         asked += _read_prompts(file)
     template = ChatTemplate(tokenizer) if with_chat and asked else None

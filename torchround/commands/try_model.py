@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from torchround.checkpoint import CheckpointError
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.tried_model import TriedModel, model_of_folder, model_of_run
-from torchround.commands.tried_text import Prompt, ScoredText, prompts_of
+from torchround.commands.tried_text import ScoredText, prompts_of
 from torchround.config import ConfigError, SourceTable, show
 from torchround.data import DataError, Tokenizer
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
@@ -40,7 +40,7 @@ from torchround.pipeline.partition import PlanError
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import RunError
-from torchround.run.samples import without_end
+from torchround.run.samples import Prompt, without_end
 from torchround.untrusted.terminal import escape_unprintable, say
 
 logger = logging.getLogger(__name__)

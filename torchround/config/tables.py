@@ -247,9 +247,10 @@ class ValidationTable(Table):
     `interval_steps` above 0."""
 
     prompts: Many[Name] = ()
-    """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. The continuations are
-    on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass through all stages. Losses
-    do not depend on it. Needs `interval_steps` above 0. Default: none."""
+    """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. If a source of
+    `data.sources` holds conversations (`messages` or `alpaca`), each text is a user's message, which the chat template
+    writes. The continuations are on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass
+    through all stages. Losses do not depend on it. Needs `interval_steps` above 0. Default: none."""
 
     prompt_tokens: PositiveInt = 64
     """Most tokens of a continuation, at least 1. A token that ends a document or a turn ends it earlier."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from torchround.config import DataTable, SourceTable
 from torchround.data.document_types import Content, Conversation, Document, TextSpan
@@ -17,7 +18,7 @@ from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.reading_order import content_bytes
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.special_tokens import PairFormat
+from torchround.data.text.special_tokens import PairFormat, splits_at
 from torchround.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def open_sources(data: DataTable, tokenizer: Tokenizer, vocab_size: int | None =
             vocab_size or tokenizer.vocab_size,
             PairFormat(tokenizer, data.loss_on == "all", table.special_tokens),
             data.loss_on == "all",
+            partial(splits_at, tokenizer, reads_special=table.special_tokens),
         )
         for table in data.sources
     ]

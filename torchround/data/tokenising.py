@@ -17,7 +17,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import TokenPiece
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.text.special_tokens import encode_spans, ends_with_special, opens_with, split_special
+from torchround.data.text.special_tokens import encode_spans, encode_text, ends_with_special, opens_with
 from torchround.data.text.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]
@@ -102,16 +102,12 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
         ends = piece.last and not (special and ends_with_special(tokenizer, text))
         before = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
         after = [tokenizer.eos_id] if ends else []
-        parts = (
-            encode_spans(tokenizer, split_special(tokenizer, text, True))
-            if special
-            else [tokenizer.encode_array(text)]
-        )
-        tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in (before, *parts, after)])
+        parts = (before, encode_text(tokenizer, text, special), after)
+        tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in parts])
     else:
-        parts = encode_spans(tokenizer, piece.content)
-        tokens = np.concatenate(parts)
-        learn = np.repeat([span.learn for span in piece.content], [len(part) for part in parts])
+        spans = encode_spans(tokenizer, piece.content)
+        tokens = np.concatenate(spans)
+        learn = np.repeat([span.learn for span in piece.content], [len(ids) for ids in spans])
     return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
 
 

@@ -33,6 +33,9 @@ MOST_STEPS = 2**62
 # Data up to this size, all epochs together, is counted even if nothing but a message needs the number: ten seconds.
 CHEAP_BYTES = 2**25
 TELL_EVERY_S = 10.0
+FEW_STEPS = 50
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def settle_steps(options: Options, loader: Loader, folder: RunFolder) -> tuple[C
             f"given {warmup}, and {_counted(config, found.steps)}; legal: at most {found.steps - 1}",
         )
     say(steps_text(config, found.steps))
+    _warn_of_few(config, found.steps)
     return config.with_steps(found.steps), found
 
 
@@ -106,7 +110,10 @@ def dry_text(config: Config, loader: Loader, folder: RunFolder) -> str | None:
     if is_cheap(config, loader):
         with suppress(DataError):
             found = count_epochs(config, loader, folder)
-            return steps_text(config, found.steps) if given is None else compared_text(config, found.steps)
+            if given is not None:
+                return compared_text(config, found.steps)
+            _warn_of_few(config, found.steps)
+            return steps_text(config, found.steps)
     if given is not None:
         return f"steps    training.steps = {given}, or fewer if {passes(epochs)} have fewer"
     return f"steps    of {passes(epochs)}, counted when the run starts"
@@ -205,6 +212,17 @@ def passes(epochs: int) -> str:
 def steps_text(config: Config, steps: int) -> str:
     """Return the line that gives the steps of the epochs."""
     return f"steps    {_counted(config, steps)}"
+
+
+def _warn_of_few(config: Config, steps: int) -> None:
+    """Warn of epochs that make so few steps that a model hardly learns from them."""
+    if steps < FEW_STEPS:
+        logger.warning(
+            "%s, and with fewer than about %d a model hardly learns; for more: a smaller training.global_batch_size (it is "
+            "%d), a smaller training.seq_len (%d) if the documents are shorter, more data.epochs (%d), or more data",
+            *(_counted(config, steps), FEW_STEPS, config.training.global_batch_size),
+            *(config.training.seq_len, config.data.epochs),
+        )
 
 
 def _counted(config: Config, steps: int) -> str:

@@ -15,13 +15,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A text to continue: as it is shown, and as token ids."""
+
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class RunSamples:
     """The prompts of a run; it needs a `tokenizer` to have any. A continuation has at most `max_tokens` tokens.
 
     Each token is the likeliest one, so the text depends on the weights alone, apart from the rounding of logits.
     """
 
-    prompts: tuple[str, ...] = ()
+    prompts: Sequence[Prompt] = ()
     max_tokens: int = 64
     tokenizer: Tokenizer | None = None
     stop_tokens: tuple[int, ...] = ()
@@ -38,13 +46,13 @@ class RunSamples:
         if machines.is_first:
             texts = self._texts(engine, self.tokenizer)
         texts = machines.agree("validation", texts, "the continuations of the prompts")[0]
-        return tuple(map(PromptSample, self.prompts, texts))
+        return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
 
     def _texts(self, engine: Engine, tokenizer: Tokenizer) -> list[str]:
         try:
             continuations = generate(
                 engine,
-                [tokenizer.prompt_ids(prompt) for prompt in self.prompts],
+                [prompt.tokens for prompt in self.prompts],
                 max_tokens=self.max_tokens,
                 stop_tokens=self.stop_tokens,
                 cache_bytes=SAMPLE_CACHE_BYTES,

@@ -15,7 +15,7 @@ import numpy as np
 from torchround.config import SourceTable, nearest
 from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
 from torchround.data.errors import DataError
-from torchround.data.formats.source_files import BYTE_ORDER_MARK
+from torchround.data.formats.source_files import BYTE_ORDER_MARK, SplitsAt
 from torchround.data.text.messages import REASONING
 
 Spans = tuple[TextSpan, ...]
@@ -33,7 +33,8 @@ LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 class RecordReader:
     """Reader of the records of one source. Token ids must be below `vocab_size`. `learns_all`: prompts are learnt too.
 
-    `render` writes conversations, and `render_pair` a prompt and its completion that are plain text.
+    `render` writes conversations, and `render_pair` a prompt and its completion that are plain text. `splits_at` says whether
+    cutting a text at a place leaves its tokens as they are; without it, the usual places are taken.
     """
 
     table: SourceTable
@@ -41,6 +42,7 @@ class RecordReader:
     vocab_size: int | None = None
     render_pair: RenderPair | None = None
     learns_all: bool = False
+    splits_at: SplitsAt | None = None
 
     def columns(self, names: list[str]) -> list[str]:
         """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""

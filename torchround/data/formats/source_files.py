@@ -8,7 +8,7 @@ import re
 import sysconfig
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -39,6 +39,11 @@ PACKED = {
 FILES_SAMPLED, FOLDERS_SAMPLED = 1000, 1000
 PIECE_SIZE = 1 << 16
 SCAN_BYTES = 1 << 20
+LINE_START = re.compile(r"\n(?=[^\s/])")
+SPACE = re.compile(r"(?<=\S) (?=\S)")
+LEFT_UNTRIED = 128  # last characters of a text that is cut anywhere: a cut is judged by what comes after it
+SplitsAt = Callable[[str, int], bool]
+"""Says whether cutting a text at a place leaves its tokens as they are."""
 
 
 def find_files(path: str) -> list[Path]:
@@ -198,7 +203,9 @@ def line_starts(path: Path) -> TokenIds:
     return np.frombuffer(starts, dtype=np.int64)
 
 
-def read_file_piece(path: Path | str, offset: int, file_bytes: int | None = None) -> tuple[str, int | None]:
+def read_file_piece(
+    path: Path | str, offset: int, file_bytes: int | None = None, splits_at: SplitsAt | None = None
+) -> tuple[str, int | None]:
     """Read the piece of text at byte `offset`; return it and the next offset, None at the end.
 
     Raises `DataError`: a `DataFileError` if the file has another size than `file_bytes` or cannot be read.
@@ -220,31 +227,33 @@ def read_file_piece(path: Path | str, offset: int, file_bytes: int | None = None
         raise DataError(f"{path}, line {line}: not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
     if ends:
         return text, None
-    piece = text[: _cut_point(text)]
+    piece = text[: _cut_point(text, splits_at)]
     return piece, offset + len(piece.encode())
 
 
-def piece_end(text: str, offset: int) -> int:
+def piece_end(text: str, offset: int, splits_at: SplitsAt | None = None) -> int:
     """Return the end, in characters, of the piece that begins at character `offset`."""
     if len(text) - offset <= PIECE_SIZE:
         return len(text)
-    return offset + _cut_point(text[offset : offset + PIECE_SIZE])
+    return offset + _cut_point(text[offset : offset + PIECE_SIZE], splits_at)
 
 
-LINE_START = re.compile(r"\n(?=[^\s/])")
-
-
-def _cut_point(text: str) -> int:
+def _cut_point(text: str, splits_at: SplitsAt | None) -> int:
     """Return how many characters of `text` form a piece, if more text follows it.
 
-    The best cut is before a line that begins with a visible character. The patterns of the known vocabularies end a
-    token there too, so the pieces have the same tokens as the whole text. A line that begins with `/` is avoided: one
-    pattern joins `/` to the newline before it. Second best are any line, a space, and the end of `text`.
+    The pieces have the tokens of the whole text if `splits_at` accepts the place. The first choice is the start of a line that
+    begins with a visible character other than `/`, because most patterns end a token there. GPT-2's does not after an
+    empty line: the usual way out is a space. A text that has no such place is cut at the first choice.
     """
     line_starts = [match.end() for match in LINE_START.finditer(text)]
-    if line_starts:
-        return line_starts[-1]
-    return text.rfind("\n") + 1 or max(0, text.rfind(" ")) or len(text)
+    usual = line_starts[-1] if line_starts else text.rfind("\n") + 1 or max(0, text.rfind(" ")) or len(text)
+    if splits_at is None or splits_at(text, usual):
+        return usual
+    spaces = [match.start() for match in SPACE.finditer(text, len(text) // 2)]
+    anywhere = range(1, len(text) - LEFT_UNTRIED)
+    # Few of a kind: in text with a line between paragraphs, every line start fails and the first space is right.
+    tried = (*line_starts[:-9:-1], *spaces[:-33:-1], *anywhere[:-257:-1])
+    return next((place for place in tried if splits_at(text, place)), usual)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -85,7 +85,7 @@ class Source(ABC):
         conversation is a single piece. Raises `DataError`.
         """
         if document.record is None:
-            return read_file_piece(document.path, offset, document.file_bytes)
+            return read_file_piece(document.path, offset, document.file_bytes, self._records.splits_at)
         if offset == 0:
             self._last_read = None  # a later pass reads the file again: it may be gone
         content = self._content(document)
@@ -93,7 +93,7 @@ class Source(ABC):
             return content, None
         end = min(len(content), offset + PIECE_SIZE)
         if isinstance(content, str):
-            end = piece_end(content, offset)
+            end = piece_end(content, offset, self._records.splits_at)
         return content[offset:end], end if end < len(content) else None
 
     def _content(self, document: Document) -> Content:

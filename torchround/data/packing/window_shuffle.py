@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from torchround.data.document_types import BoolArray
-from torchround.data.errors import DataError
+from torchround.data.errors import DataError, DataFileError
 from torchround.data.packing.batches import progress_so_far
 from torchround.data.packing.contiguous import PackedSequence, positions_from
 from torchround.data.shuffling import shuffled
@@ -110,7 +110,8 @@ class Window:
 class SequenceShuffler(BaseNode[PackedSequence | DataError]):
     """The sequences of a packer in a new order within each window of `window_size` sequences.
 
-    An error takes the place of the whole window that it falls into.
+    An error takes the place of the whole window that it falls into, and so a bad record always stops a run at the same step.
+    A file that cannot be read stops it as soon as it is met, which depends on when it vanished anyway.
     """
 
     def __init__(
@@ -164,8 +165,11 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         while not window.waiting and not window.is_last and window.error is None:
             self._begin(self._window(window.number + 1, window.state_after), 0)
             window = self._filled()
-        if window.error is not None:
-            return window.error
+        error = window.error
+        if self._following is not None and isinstance(self._following.error, DataFileError):
+            error = self._following.error  # a file that is lost stops the run now, and not a window later
+        if error is not None:
+            return error
         if not window.waiting:
             raise StopIteration
         sequence = window.waiting.pop().unpacked()

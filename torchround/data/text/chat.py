@@ -13,12 +13,15 @@ from typing import Any
 from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.errors import DataError, TokenizerError
 from torchround.data.text.messages import DroppedFields, learnt_messages, with_marks, with_reasoning
+from torchround.data.text.special_tokens import splits_at
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.text.turns import TurnSection, TurnTemplate
 
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Characters that Unicode reserves for use inside a program. One that does not occur in a conversation is inserted into
 each text that looks like a special token, and removed after the template's own special tokens have been found."""
+
+MOST_JOINED = 64  # letters of an answer that may be in one token with its header
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class ChatTemplate:
 
         self._plain = compiled(sources.default, "")
         self._with_tools = compiled(sources.with_tools, " (tool_use)") or self._plain
+        self._tokenizer = tokenizer
         self._learns_all = loss_on == "all"
         self._dropped = DroppedFields()
 
@@ -110,10 +114,22 @@ class ChatTemplate:
                 # The model writes this header itself, and it is tokenised with what follows.
                 spans += _marked(parts[section.start : section.stop], learn)
             else:
-                header, inner = template.cut_header(parts, section)
+                header, inner = self._at_tokens(*template.cut_header(parts, section))
                 spans += [*_marked(header, learn and self._learns_all), *_marked(inner, learn)]
             index, last = section.stop, learn
         return [*spans, *_marked(parts[index:], self._learns_all)]
+
+    def _at_tokens(
+        self, header: list[TextSpan], inner: list[TextSpan]
+    ) -> tuple[list[TextSpan], list[TextSpan]]:
+        """Move the end of a header to where a token ends, if its last letters and the first of the answer are one token."""
+        if not inner or header[-1].special or inner[0].special:
+            return header, inner
+        begins, text = len(header[-1].text), header[-1].text + inner[0].text
+        places = range(begins, min(len(text), begins + MOST_JOINED))
+        end = next((place for place in places if splits_at(self._tokenizer, text, place)), begins)
+        spans = [replace(header[-1], text=text[:end]), replace(inner[0], text=text[end:])]
+        return [*header[:-1], spans[0]], [spans[1], *inner[1:]]
 
 
 def _no_template(tokenizer: Tokenizer) -> str:

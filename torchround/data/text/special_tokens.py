@@ -11,6 +11,9 @@ import numpy as np
 from torchround.data.document_types import TextSpan, TokenIds
 from torchround.data.text.tokenizer import Tokenizer
 
+SEAM_CONTEXT = 128
+"""Characters on each side of a place that may be a seam. Longer than any word that a pattern splits by what it begins with."""
+
 
 def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan]:
     """Split a text into special tokens and the text between them."""
@@ -26,6 +29,31 @@ def encode_spans(tokenizer: Tokenizer, spans: list[TextSpan] | tuple[TextSpan, .
         else tokenizer.encode_array(span.text)
         for span in spans
     ]
+
+
+def encode_text(tokenizer: Tokenizer, text: str, reads_special: bool = False) -> TokenIds:
+    """Encode a text, in which the names of special tokens are tokens if the source reads them."""
+    if not reads_special:
+        return tokenizer.encode_array(text)
+    parts = encode_spans(tokenizer, split_special(tokenizer, text, True))
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def splits_at(tokenizer: Tokenizer, text: str, place: int, reads_special: bool = False) -> bool:
+    """Say whether a text may be encoded in two parts, up to `place` and from there on, without a change of its tokens.
+
+    Only the text around the place is encoded. It begins at three places in a row, because a pattern that takes three digits
+    at once counts them from the first one.
+    """
+    after = text[place : place + SEAM_CONTEXT]
+    if not after.strip():
+        return False  # white space may join the text behind it, which is not seen here
+    for more in range(3 if place > SEAM_CONTEXT else 1):
+        before = text[max(0, place - SEAM_CONTEXT - more) : place]
+        parts = [encode_text(tokenizer, part, reads_special) for part in (before, after)]
+        if not np.array_equal(np.concatenate(parts), encode_text(tokenizer, before + after, reads_special)):
+            return False
+    return True
 
 
 def opens_with(tokenizer: Tokenizer, text: str, token_id: int | None) -> bool:

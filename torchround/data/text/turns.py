@@ -60,7 +60,12 @@ class TurnTemplate:
         except TokenizerError:
             if not self._tries_added_tokens(tokenizer):
                 raise
-        self.has_several_headers = self._has_several_headers()
+        message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
+        text = self._probe([_message("user", QUESTION), message])
+        self.has_several_headers = self._num_headers(text) > 1
+        # A template whose prompt opens thoughts closes them by itself in a message that has none.
+        opens_thoughts = "".join(part.text for part in self._header) + THOUGHT in text
+        self._closed_header = self._written_header if opens_thoughts else self._header
 
     def render(
         self,
@@ -95,17 +100,25 @@ class TurnTemplate:
     def cut_header(
         self, parts: Sequence[TextSpan], section: TurnSection
     ) -> tuple[list[TextSpan], list[TextSpan]]:
-        """Split a section into its header and what follows, which may begin inside a part."""
-        first = section.start + len(self._header)
-        rest = parts[first - 1].text[len(self._header[-1].text) :]
-        inner = [TextSpan(rest, False)] if rest else []
-        return list(self._header), [*inner, *parts[first : section.stop]]
+        """Split a section into its header and what follows, which may begin inside a part.
 
-    def _is_header(self, parts: Sequence[TextSpan], index: int) -> bool:
-        found = parts[index : index + len(self._header)]
-        if [part.special for part in found] != [part.special for part in self._header]:
+        Thoughts that the template opens and closes by itself, in a message that has none, are part of the header.
+        """
+        is_closed = self._is_header(parts, section.start, self._closed_header)
+        header = self._closed_header if is_closed else self._header
+        first = section.start + len(header)
+        rest = parts[first - 1].text[len(header[-1].text) :]
+        inner = [TextSpan(rest, False)] if rest else []
+        return list(header), [*inner, *parts[first : section.stop]]
+
+    def _is_header(
+        self, parts: Sequence[TextSpan], index: int, wanted: tuple[TextSpan, ...] | None = None
+    ) -> bool:
+        wanted = wanted or self._header
+        found = parts[index : index + len(wanted)]
+        if [part.special for part in found] != [part.special for part in wanted]:
             return False
-        *inner, last = zip(found, self._header, strict=True)
+        *inner, last = zip(found, wanted, strict=True)
         same = all(part.text == header.text for part, header in inner)
         return same and (
             last[0].text == last[1].text if last[1].special else last[0].text.startswith(last[1].text)
@@ -136,6 +149,7 @@ class TurnTemplate:
         headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in answer_starts]
         # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
         self._header = self._common([prompt, *headers])
+        self._written_header = self._common(headers)
         after = [self.marks.search(dialogue, place) for place in answer_starts]
         ends = {match[0] for match in after if match is not None}
         if not ends or self._num_headers(alone):
@@ -159,11 +173,6 @@ class TurnTemplate:
         self.unsafe_marks = frozenset(needed & tokenizer.in_text.keys())
         self.marks = _pattern([*tokenizer.special, *self.unsafe_marks])
         return True
-
-    def _has_several_headers(self) -> bool:
-        """Say whether one message is written with several headers: its thoughts apart from its answer."""
-        message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
-        return self._num_headers(self._probe([_message("user", QUESTION), message])) > 1
 
     def _num_headers(self, text: str) -> int:
         parts = self.parts(text)
