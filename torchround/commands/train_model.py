@@ -71,6 +71,7 @@ from torchround.run.several_machines import RunMachines
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import Trainer
+from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
@@ -116,7 +117,7 @@ def end_with(message: str) -> None:
         return
     details = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with suppress(OSError):  # the message is on the console
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+        write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:

@@ -7,12 +7,11 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from torchround.untrusted.regular_file import open_regular
+from torchround.untrusted.regular_file import open_regular, replaced_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,15 +123,8 @@ def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
     axes.margins(x=0.02)
     if len(curves) > 1 or curves[0].validated_steps or len(curves[0].steps) > MOST_PLAIN_POINTS:
         axes.legend()
-    # Replaced in one go, so that a viewer never sees half a picture.
-    unfinished = picture.with_name(picture.name + ".tmp")
-    try:
-        figure.savefig(unfinished, dpi=DOTS_PER_INCH, format="png")
-        unfinished.replace(picture)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
+    with replaced_whole(picture) as file:
+        figure.savefig(file, dpi=DOTS_PER_INCH, format="png")
 
 
 def _draw(axes: "Axes", curve: LossCurve, colour: str, named: bool) -> None:
