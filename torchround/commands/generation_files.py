@@ -17,6 +17,7 @@ from torchround.data.document_types import Conversation
 from torchround.data.opening import CONVERSATIONS
 from torchround.data.text.chat import ChatTemplate
 from torchround.hf import HFError
+from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def write_generation(
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file as people read it: indented, with a line break at the end."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def token_ids(tokenizer: Tokenizer, with_chats: bool) -> dict[str, Any]:

@@ -45,9 +45,7 @@ class EpochSteps:
     def keep(self, folder: Path) -> None:
         """Write it to the run's folder. Raises `RunError`."""
         try:
-            write_whole(
-                folder / KEPT_FILE, json.dumps({"steps": self.steps, "digest": self.digest}) + "\n"
-            )
+            write_whole(folder / KEPT_FILE, json.dumps({"steps": self.steps, "digest": self.digest}) + "\n")
         except OSError as error:
             raise RunError(f"run.folder: {folder} cannot be written: {error}") from error
 

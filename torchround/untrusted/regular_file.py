@@ -3,7 +3,7 @@
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -29,6 +29,21 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         return file.read(size_bytes)
 
 
+def refuse_links_out_of(folder: Path, endings: Collection[str]) -> None:
+    """Raise `OSError` if a file in the folder, or in a folder in it, is a link to a place outside the folder.
+
+    A snapshot in a hub's cache may link to its `blobs`: to any place below the cache's folder `models--*` of the model.
+    """
+    real = folder.resolve()
+    around = next((above for above in real.parents if above.name.startswith("models--")), real)
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        if path.suffix in endings and path.is_file() and not path.resolve().is_relative_to(around):
+            raise OSError(
+                f"{path} is a link to {path.resolve()}, outside {around}; an export publishes what it reads: put the file "
+                "itself there if it is yours"
+            )
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file as `replaced_whole` does. Text is written in UTF-8. Raises `OSError`."""
     with replaced_whole(path) as file:
@@ -45,7 +60,9 @@ def replaced_whole(path: Path) -> Iterator[BinaryIO]:
     # An unknown name, made exclusively: another person cannot put a link there, nor a second process the same name.
     unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
     except FileNotFoundError as error:
         raise OSError(f"{path}: there is no folder {path.parent}") from error
     try:
