@@ -55,6 +55,8 @@ FORGED = {
     "offsets that go backwards": ({"w": WHOLE | {"data_offsets": [24, 0]}}, "w has shape"),
     "an offset that is no integer": ({"w": WHOLE | {"data_offsets": [False, 24]}}, "not all are integers"),
     "a shape of another size": ({"w": WHOLE | {"shape": [2**40, 2**40]}}, "w takes 24 bytes, but its shape"),
+    "sizes beyond 64 bits": ({"w": WHOLE | {"shape": [10**30]}}, r"the integer 1000.* is beyond"),
+    "sizes without end": ({"w": WHOLE | {"shape": [2**62] * 65}}, "65 dimensions"),
     "two tensors over each other": ({"w": WHOLE, "v": WHOLE | {"data_offsets": [0, 24]}}, "overlap"),
 }
 
