@@ -92,7 +92,8 @@ def run(name: str, *overrides: str) -> int:
 def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
     checkpoint = folder / "outputs" / name / "checkpoints" / f"step-{step}"
     target = folder / f"{name} {step} {' '.join(options)}"
-    assert export_hf.main([str(checkpoint), str(target), *options]) == 0
+    own = ("--config", str(checkpoint.parents[1] / "config.toml"))
+    assert export_hf.main([str(checkpoint), str(target), *own, *options]) == 0
     return target
 
 

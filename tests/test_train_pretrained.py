@@ -220,7 +220,7 @@ def test_a_mapped_run_resumes_with_the_same_bits_and_exports_the_same_files_as_a
     assert losses(folder, "mapped") == losses(folder, "copied")
     for name in ("copied", "mapped"):
         checkpoint = folder / "outputs" / name / "checkpoints" / "step-3"
-        assert export_hf.main([str(checkpoint), str(folder / f"{name}-hf")]) == 0
+        assert export_hf.main([str(checkpoint), str(folder / f"{name}-hf"), "--base=release"]) == 0
     exports = [load_file(folder / f"{name}-hf" / "model.safetensors") for name in ("copied", "mapped")]
     assert exports[0].keys() == exports[1].keys()
     assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())

@@ -92,7 +92,12 @@ CASES = {
     "bases without end": Case(many_bases, "base"),
     "deep arrays": Case(only(b"a = " + b"[" * 100_000), "nested too deeply|not valid TOML"),
     "deep tables": Case(only(b"a = " + b"{a = " * 50_000), "nested too deeply|not valid TOML"),
-    "deep keys": Case(only(b".".join([b"a"] * 2_000) + b" = 1"), "unknown|not valid TOML|nested"),
+    "deep keys": Case(only(b".".join([b"a"] * 400) + b" = 1"), "unknown|not valid TOML|nested"),
+    "a key without end": Case(only(b"x = 1\n" + b".".join([b"a"] * 60_000) + b" = 1"), "over 500 dots"),
+    "a file without end": Case(only(b"# comment\n" * 100_000), "longer than 256 KiB"),
+    "tables without number": Case(
+        only(b"".join(b"[t%d]\n" % number for number in range(20_000))), r"and 199\d\d more(?s:.{0,2500})$"
+    ),
     "a long number": Case(only(b"a = " + b"9" * 100_000), "not valid TOML"),
     "a number beyond all": Case(nothing, "training.steps", (f"--training.steps={'9' * 40}",)),
     "no number": Case(nothing, "optimizer.lr", ("--optimizer.lr=nan",)),

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
@@ -34,12 +35,9 @@ def trained(request, tmp_path, tools):
     # num_layers and vocab_size are not the flavor's own: the base's config.json says so
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(family.config_to_hf(config)))
-    run = {
-        "model": {"family": name, "flavor": None, "hf_path": str(tmp_path / "base")},
-        "training": {"dtype": "float32"},
-        "tokenizer": {"path": None},
-        "lora": LORA,
-    }
+    run = saved_config(
+        model={"family": name, "hf_path": str(tmp_path / "base")}, training={"dtype": "float32"}, lora=LORA
+    )
     checkpoint = Checkpointer(tmp_path / "checkpoints").save(1, store.named_views(), {"config": run})
     weights = store.weights()
     model = tools.materialise(model)
@@ -51,7 +49,12 @@ def trained(request, tmp_path, tools):
 
 def test_the_merged_export_has_the_logits_of_base_and_adapters(trained, tmp_path, tools):
     model, checkpoint, _ = trained
-    assert export_hf.main([str(checkpoint), str(tmp_path / "merged"), "--dtype=float32"]) == 0
+    assert (
+        export_hf.main(
+            [str(checkpoint), str(tmp_path / "merged"), f"--base={tmp_path / 'base'}", "--dtype=float32"]
+        )
+        == 0
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     batch = tools.micro_batch([[40]], 50)
     with torch.no_grad():
@@ -61,7 +64,12 @@ def test_the_merged_export_has_the_logits_of_base_and_adapters(trained, tmp_path
 
 def test_adapters_alone_are_written_under_pefts_names(trained, tmp_path):
     _, checkpoint, weights = trained
-    assert export_hf.main([str(checkpoint), str(tmp_path / "adapters"), "--adapters"]) == 0
+    assert (
+        export_hf.main(
+            [str(checkpoint), str(tmp_path / "adapters"), f"--base={tmp_path / 'base'}", "--adapters"]
+        )
+        == 0
+    )
     tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     assert torch.equal(tensors[name], weights["block.1.attention.query.lora_b"])
@@ -78,8 +86,7 @@ def test_a_run_without_adapters_has_none_to_write(tmp_path, capsys):
     family = FAMILIES["llama3"]
     model = family.build(family.config_from_flavor("debug"))
     store = HostStore(model)
-    run = {"model": {"family": "llama3", "flavor": "debug", "hf_path": None}, "lora": {"rank": 0}}
-    run |= {"training": {"dtype": "float32"}, "tokenizer": {"path": None}}
+    run = saved_config(model={"family": "llama3", "flavor": "debug"})
     checkpoint = Checkpointer(tmp_path / "checkpoints").save(1, store.named_views(), {"config": run})
     assert export_hf.main([str(checkpoint), str(tmp_path / "adapters"), "--adapters"]) == 2
     assert "lora.rank = 0" in capsys.readouterr().err

@@ -111,7 +111,7 @@ RUN = {
     ],
 )
 def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, known):
-    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, (), adapters=True))
+    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, {}, adapters=True))
     found = head(card)
     assert found.get("base_model") == known == hub_name(Path(base), called)
     assert found["datasets"] == ["HuggingFaceH4/no_robots"] and found["library_name"] == "peft"
@@ -186,6 +186,9 @@ def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
         (folder / "tok" / name).write_text(json.dumps(content))
     assert train.main(["--config", "own.toml", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
     (folder / "tok" / "tokenizer.json").unlink()
-    assert export_hf.main(["outputs/own/checkpoints/step-2", "exported"]) == 0
+    assert (
+        export_hf.main(["outputs/own/checkpoints/step-2", "exported", "--config=outputs/own/config.toml"])
+        == 0
+    )
     assert "the export has no generation_config.json of its own" in caplog.text
     assert Path("exported/model.safetensors").is_file()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
@@ -28,13 +29,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def save_run(folder: Path, store: HostStore, **model_table) -> Path:
     """Write a checkpoint as a run leaves it, as far as an export reads it."""
-    table = {"flavor": None, "hf_path": None, **model_table}
-    config = {
-        "model": table,
-        "training": {"dtype": "bfloat16"},
-        "tokenizer": {"path": None},
-        "lora": {"rank": 0},
-    }
+    config = saved_config(model=model_table)
     return Checkpointer(folder / "checkpoints").save(3, store.named_views(), {"config": config})
 
 
@@ -60,7 +55,10 @@ def assert_same_tensors(ours: Path, theirs: Path) -> None:
 def test_import_then_export_gives_every_tensor_back_in_name_type_and_value(kind, releases, tmp_path):
     release, output = releases(kind), tmp_path / "exported"
     checkpoint = imported(release, tmp_path)
-    assert export_hf.main([str(checkpoint), str(output), "--max-shard-gb", "2e-5"]) == 0
+    assert (
+        export_hf.main([str(checkpoint), f"--base={release.folder}", str(output), "--max-shard-gb", "2e-5"])
+        == 0
+    )
     assert_same_tensors(output, release.folder)
     shards = sorted(output.glob("*.safetensors"))
     where = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
@@ -71,7 +69,7 @@ def test_import_then_export_gives_every_tensor_back_in_name_type_and_value(kind,
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_gives_the_same_logits_from_the_export(kind, releases, tmp_path):
     release, output = releases(kind), tmp_path / "exported"
-    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert export_hf.main([str(imported(release, tmp_path)), f"--base={release.folder}", str(output)]) == 0
     assert (output / SINGLE).is_file()
     tokens = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -86,9 +84,24 @@ def test_tensors_of_mixed_types_keep_each_its_own(hf, tmp_path):
     for index, name in enumerate(sorted(tensors)):
         tensors[name] = tensors[name].to((torch.float32, torch.bfloat16)[index % 2])
     save_file(tensors, release.folder / SINGLE)
-    assert export_hf.main([str(imported(release, tmp_path)), str(tmp_path / "exported")]) == 0
+    assert (
+        export_hf.main(
+            [str(imported(release, tmp_path)), f"--base={release.folder}", str(tmp_path / "exported")]
+        )
+        == 0
+    )
     assert_same_tensors(tmp_path / "exported", release.folder)
-    assert export_hf.main([str(imported(release, tmp_path)), str(tmp_path / "half"), "--dtype=float16"]) == 0
+    assert (
+        export_hf.main(
+            [
+                str(imported(release, tmp_path)),
+                f"--base={release.folder}",
+                str(tmp_path / "half"),
+                "--dtype=float16",
+            ]
+        )
+        == 0
+    )
     assert {tensor.dtype for tensor in all_tensors(tmp_path / "half").values()} == {torch.float16}
 
 
@@ -124,7 +137,7 @@ def test_quantisation_is_gone_from_the_config_and_tokenizer_files_are_copied(hf,
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (release.folder / name).write_text(name)
     output = tmp_path / "exported"
-    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert export_hf.main([str(imported(release, tmp_path)), f"--base={release.folder}", str(output)]) == 0
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
     assert (output / "chat_template.jinja").read_text() == "chat_template.jinja"
     assert (output / "tokenizer.json").is_file() and (output / "tokenizer_config.json").is_file()
@@ -134,7 +147,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     release, output = releases("llama3"), tmp_path / "exported"
     checkpoint = imported(release, tmp_path)
     output.mkdir()
-    assert export_hf.main([str(checkpoint), str(output)]) == 2
+    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 2
     assert "is there already" in capsys.readouterr().err
     output.rmdir()
     assert export_hf.main([str(checkpoint.parents[1]), str(output)]) == 2
@@ -146,11 +159,32 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert export_hf.main([str(checkpoint), str(output)]) == 2
+    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 2
     assert damaged.name in capsys.readouterr().err
     assert not output.exists()
     shutil.rmtree(checkpoint)
-    assert export_hf.main([str(checkpoint), str(output)]) == 2
+    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 2
+
+
+def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_cache_are_not(
+    releases, tmp_path, capsys
+):
+    """A hub's cache has snapshots of links to its blobs, both below one folder `models--*`."""
+    release, output = releases("llama3"), tmp_path / "exported"
+    checkpoint = imported(release, tmp_path)
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "rev"
+    shutil.copytree(release.folder, snapshot.parents[1] / "blobs")
+    snapshot.mkdir(parents=True)
+    for blob in (snapshot.parents[1] / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(blob)
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 0
+    assert_same_tensors(output, release.folder)
+    shutil.rmtree(output)
+    (tmp_path / "precious").write_text("precious")
+    (snapshot / "merges.txt").symlink_to(tmp_path / "precious")
+    capsys.readouterr()
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
 
 
 def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
@@ -160,12 +194,13 @@ def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         sync(descriptor)
 
-    checkpoint, output = imported(releases("llama3"), tmp_path), tmp_path / "exported"
+    release, output = releases("llama3"), tmp_path / "exported"
+    checkpoint = imported(release, tmp_path)
     monkeypatch.setattr(os, "fsync", recorded)
-    assert export_hf.main([str(checkpoint), str(output)]) == 0
+    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 0
     unfinished = tmp_path / "exported.tmp"
     written = [unfinished / path.relative_to(output) for path in output.rglob("*")]
-    assert synced[-2:] == [unfinished, tmp_path] and {tmp_path, *written} == set(synced[:-2])
+    assert synced[-2:] == [unfinished, tmp_path] and set(written) == set(synced[:-2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,7 +219,9 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
         path = save_run(tmp_path / str(split), store, family=release.family.name, hf_path=str(release.folder))
         exports.append(tmp_path / f"exported-{split}")
         name = str(dtype).removeprefix("torch.")
-        assert export_hf.main([str(path), str(exports[-1]), f"--dtype={name}"]) == 0
+        assert (
+            export_hf.main([str(path), f"--base={release.folder}", str(exports[-1]), f"--dtype={name}"]) == 0
+        )
     assert_same_tensors(*exports)
     head = all_tensors(exports[0])["model.norm.weight"]
     assert torch.equal(head, values["head.norm.weight"].to(dtype))
@@ -201,14 +238,14 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
     ids=["no weight", "another shape", "a whole weight", "another type"],
 )
 def test_a_residual_that_fits_no_weight_is_refused(tmp_path, forged):
-    save_file(forged, tmp_path / "tensors-00000.safetensors")
+    checkpoint = Checkpointer(tmp_path).save(1, forged, {})
     with pytest.raises(HFError, match="residual/a fits no weight"):
-        checkpoint_weights(tmp_path)
+        checkpoint_weights(checkpoint)
 
 
 def test_tensors_longer_than_a_piece_are_read_and_written_whole(releases, tmp_path, monkeypatch):
     monkeypatch.setattr("torchround.hf.pretrained.PIECE_BYTES", 200)
     monkeypatch.setattr("torchround.hf.export.PIECE_BYTES", 100)
     release, output = releases("qwen3 moe"), tmp_path / "exported"
-    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert export_hf.main([str(imported(release, tmp_path)), f"--base={release.folder}", str(output)]) == 0
     assert_same_tensors(output, release.folder)

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
+from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
@@ -68,14 +69,14 @@ def filled(ours, tools):
 
 
 def exported(ours, release, targets, folder):
-    run = {
-        "model": {"family": release.family.name, "flavor": None, "hf_path": str(release.folder)},
-        "training": {"dtype": "float32"},
-        "tokenizer": {"path": None},
-        "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets},
-    }
+    run = saved_config(
+        model={"family": release.family.name, "hf_path": str(release.folder)},
+        training={"dtype": "float32"},
+        lora={"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets},
+    )
     checkpoint = Checkpointer(folder / "checkpoints").save(1, ours.store.named_views(), {"config": run})
-    assert export_hf.main([str(checkpoint), str(folder / "adapters"), "--adapters"]) == 0
+    options = [f"--base={release.folder}", "--adapters"]
+    assert export_hf.main([str(checkpoint), str(folder / "adapters"), *options]) == 0
     return checkpoint, folder / "adapters"
 
 
@@ -167,7 +168,7 @@ def test_merged_export_has_pefts_merged_weights(case, tmp_path):
     release, targets = case
     checkpoint, folder = exported(adapted(release, targets), release, targets, tmp_path)
     merged = tmp_path / "merged"
-    assert export_hf.main([str(checkpoint), str(merged), "--dtype=float32"]) == 0
+    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
     expected = PeftModel.from_pretrained(release.theirs, folder).merge_and_unload().state_dict()
     loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
     assert loaded.keys() == expected.keys()

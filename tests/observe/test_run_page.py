@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.step_records import ENGINE, write_run
+from torchround.commands import draw_page, plot_loss
 from torchround.commands.draw_page import main
 from torchround.observe import loss_curve, run_page
 from torchround.observe.record import PromptSample
@@ -238,7 +239,7 @@ def test_the_command_writes_the_page_of_several_runs(
     ("arguments", "message"),
     [
         (["missing"], "missing/metrics.jsonl is not there; legal: folders of runs"),
-        (["run", "--output", "no/page.html"], "--output no/page.html: there is no folder no"),
+        (["run", "--output", "no/page.html"], "no/page.html: there is no folder no"),
         (["run", "--output", "empty"], "directory"),
         (["empty"], "no step is logged in empty/metrics.jsonl"),
     ],
@@ -259,6 +260,20 @@ def test_a_mistake_is_one_message_and_writes_nothing(
     printed = capsys.readouterr().err
     assert printed.startswith("page: ") and message in printed and printed.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [draw_page, plot_loss])
+def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command: Any, tmp_path: Path) -> None:
+    folder, precious = write_run(tmp_path / "run", range(1, 5)), tmp_path / "precious"
+    precious.write_text("precious")
+    names = ("page.html", "loss.png")
+    for name in (*names, *(f"{name}.tmp" for name in names)):
+        (folder / name).symlink_to(precious)
+    assert command.main([str(folder)]) == 0
+    assert precious.read_text() == "precious"
+    drawn = folder / ("page.html" if command is draw_page else "loss.png")
+    assert drawn.is_file() and not drawn.is_symlink() and drawn.stat().st_size > 1000
+    assert not list(folder.glob(".*")), "a temporary file was left"
 
 
 def test_a_page_has_the_newest_continuations_of_each_run(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
 from torchround.optim import (
     UpdateBuffers,
     UpdateKernel,
+    kernel,
     kernel_kind,
 )
 from torchround.optim.kernel import CompiledUpdate, get_kernels
@@ -50,17 +52,6 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.Monke
     )  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
-
-
-def test_a_user_without_a_name_has_inductors_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may run under a number that has no name."""
-
-    def nameless() -> str:
-        raise KeyError("getpwuid(): uid not found: 4711")
-
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr("getpass.getuser", nameless)
-    assert kind_of(ADAMW).library().parents[1] == Path(default_cache_dir())
 
 
 def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype() -> None:
@@ -118,13 +109,49 @@ def test_a_library_that_cannot_be_loaded_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    library = SPLIT[0].library()
-    library.parent.mkdir()
+    library = tmp_path / "torchround" / SPLIT[0].library()
+    library.parent.mkdir(mode=0o700)
     library.write_bytes(b"no library")
     with caplog.at_level(logging.WARNING):
         assert get_kernels([SPLIT[0]], lambda: None) == {}
     [record] = caplog.records
     assert "cannot be loaded" in record.getMessage()
+
+
+def harm_parent(cache: Path, planted: Path) -> None:
+    """Leave the folder above open to all: another user could put a folder in the place of the cache."""
+    cache.parent.chmod(0o777)
+
+
+def harm_folder(cache: Path, planted: Path) -> None:
+    """Leave the folder open to all."""
+    cache.chmod(0o777)
+
+
+def harm_file(cache: Path, planted: Path) -> None:
+    """Put a link to code from elsewhere into the cache."""
+    (cache / planted.name).unlink()
+    (cache / planted.name).symlink_to(planted)
+
+
+@pytest.mark.parametrize("harm", [harm_parent, harm_folder, harm_file])
+def test_code_that_another_user_could_have_put_there_is_not_loaded(
+    kernels: dict[KernelKind, UpdateKernel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Path, Path], None],
+) -> None:
+    library = kernel.private_folder() / SPLIT[0].library()
+    cache = tmp_path / "shared" / "torchround"
+    cache.mkdir(parents=True, mode=0o700)
+    shutil.copyfile(library, cache / library.name)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.parent))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert get_kernels([SPLIT[0]], lambda: None).keys() == {SPLIT[0]}
+    harm(cache, library)
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
 
 
 class RunStopped(Exception):

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from torchround.config.validate import RawConfig, validate
+
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }
 tokenizer = { name = "bytes" }
@@ -20,6 +22,15 @@ optimizer = { lr = 1e-30, weight_decay = 0.0 }
 
 ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
 MAPPED = (*ADAPTED, "--lora.map_base=true")
+
+
+def saved_config(**tables) -> dict[str, object]:
+    """Return the configuration of a run as its checkpoints hold it."""
+    sources = {"sources": [{"path": "text.jsonl"}]}
+    training = {"seq_len": 16, "global_batch_size": 2} | tables.pop("training", {})
+    tokenizer = {} if tables["model"].get("hf_path") else {"name": "bytes"}
+    given = {"data": sources, "training": training, "tokenizer": tokenizer, **tables}
+    return validate(RawConfig("a test", given)).model_dump(mode="json")
 
 
 @pytest.fixture

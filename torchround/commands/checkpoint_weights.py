@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchround.checkpoint.manifest import STATE_FILE, read_manifest
 from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
 from torchround.hf.tensor_folder import HFError, StoredTensor, TensorFiles, read_header
 from torchround.optim.split_weights import join
@@ -33,12 +34,13 @@ class StoredSplitWeight(StoredTensor):
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
     """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name.
 
-    Raises `HFError` for a residual that fits no weight.
+    Raises `HFError` for a residual that fits no weight, and `CheckpointError`.
     """
     found: dict[str, StoredTensor] = {}
     residuals: dict[str, StoredTensor] = {}
-    for path in sorted(checkpoint.glob("tensors-*.safetensors")):
-        for name, tensor in read_header(path).items():
+    # By the manifest: a file that it does not list has not been verified, and may be a link to another model.
+    for file in sorted(read_manifest(checkpoint).files.keys() - {STATE_FILE}):
+        for name, tensor in read_header(checkpoint / file).items():
             kind, _, parameter = name.partition("/")
             if kind == WEIGHTS:
                 found[parameter] = tensor

@@ -33,16 +33,11 @@ def main(arguments: list[str]) -> int:
     try:
         write_page(options.runs, page)
     except FileNotFoundError as error:
-        print(f"page: {terminal_safe(_missing(Path(error.filename), page))}", file=sys.stderr)
+        reason = f"{error.filename} is not there; legal: folders of runs that logged a step"
+        print(f"page: {terminal_safe(reason)}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:
         print(f"page: {terminal_safe(error)}", file=sys.stderr)
         return 2
     say(str(page))
     return 0
-
-
-def _missing(path: Path, page: Path) -> str:
-    if path.name == f"{page.name}.tmp":
-        return f"--output {page}: there is no folder {page.parent}"
-    return f"{path} is not there; legal: folders of runs that logged a step"

@@ -2,7 +2,10 @@
 
 It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
-    python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model
+    python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
+
+A run that took files from a folder (`model.hf_path`, `tokenizer.path`, `tokenizer.chat_template`) needs `--config`, its own
+config, or options that name them: a checkpoint may be another person's, and could name any file of yours.
 
 Adapters (`[lora]`) are merged into the weights; `--adapters` writes them alone, as a folder that PEFT loads.
 
@@ -12,11 +15,10 @@ for all. The folder appears once it is complete. Exit code 2: an argument cannot
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,19 @@ import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
-from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands.checkpoint_weights import checkpoint_weights
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.commands.released_folder import open_weights
+from torchround.config import Config, ConfigError, load_config, show
+from torchround.config.validate import RawConfig, validate
 from torchround.data import TokenizerError
-from torchround.data.text.template_files import export_tokenizer
+from torchround.data.text.template_files import export_tokenizer, folder_of
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
-from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records
+from torchround.hf.model_card import CARD_FILE, LOSSES, CardFacts, model_card
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
-from torchround.hf.tensor_folder import StoredTensor
+from torchround.hf.tensor_folder import StoredTensor, read_object
 from torchround.layer import HFNames
 from torchround.models import (
     FAMILIES,
@@ -47,8 +51,14 @@ from torchround.models import (
     add_adapters,
     peft_config,
 )
-from torchround.observe.loss_curve import METRICS_FILE
+from torchround.observe.loss_curve import finite_number, read_records
+from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
+from torchround.untrusted.terminal import terminal_safe
 
+# Endings of the files of a model and its tokenizer that an export copies or reads.
+PUBLISHED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+# The end of a metrics file, where the model card looks for losses: 30,000 steps on eight devices.
+LOGGED_BYTES = 2**26
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,8 +66,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Export:
     """One export: what to write, and the folder to write.
 
-    `base` and `tokenizer` are folders that have moved since the run. `dtype` is a name in `DTYPES`; None keeps the type
-    that each tensor has in the base.
+    `base` is the folder that the run started from, `tokenizer` that of its tokenizer, and `template` a file. They are the
+    user's own: an export publishes what they lead to, so it follows no path that a checkpoint names. `dtype` is a name in
+    `DTYPES`; None keeps the type that each tensor has in the base.
     """
 
     checkpoint: Path
@@ -65,32 +76,48 @@ class Export:
     base: Path | None = None
     adapters: bool = False
     tokenizer: Path | None = None
+    template: Path | None = None
     dtype: str | None = None
     max_shard_gb: float = SHARD_BYTES / 1e9
 
 
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
-    request = Export(**vars(parser().parse_args(arguments)))
+    given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
     try:
-        print(export(request))
-    except (HFError, CheckpointError, ModelConfigError, TokenizerError, OSError) as error:
-        print(error, file=sys.stderr)
+        own = own_paths(load_config(given.pop("config"))) if "config" in given else {}
+        print(export(Export(**{**own, **given})))
+    except (HFError, CheckpointError, ConfigError, ModelConfigError, TokenizerError, OSError) as error:
+        print(terminal_safe(error), file=sys.stderr)
         return 2
     return 0
 
 
+def own_paths(config: Config) -> dict[str, Path | None]:
+    """Return the fields of `Export` that the user's own config gives."""
+    keys = {
+        "base": config.model.hf_path,
+        "tokenizer": config.tokenizer.path,
+        "template": config.tokenizer.chat_template,
+    }
+    return {name: None if path is None else Path(path).expanduser() for name, path in keys.items()}
+
+
 def parser() -> argparse.ArgumentParser:
-    """Return the parser. Its options are the fields of `Export`."""
+    """Return the parser. Its options are fields of `Export`, and `--config`, which gives several of them."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
     add("output", type=Path, help="new folder")
-    add("--base", type=Path, help="model.hf_path, if it has moved since")
+    add(
+        "--config",
+        help="the run's config, as it was trained or in its folder: an export follows its paths alone",
+    )
+    add("--base", type=Path, help="the run's model.hf_path, as it is now")
     add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
-    add("--tokenizer", type=Path, help="folder of the tokenizer files (default: the run's)")
+    add("--tokenizer", type=Path, help="folder of the tokenizer files (default: of --config, or the base's)")
     add("--dtype", choices=DTYPES, help="type of every tensor")
     add("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
     return result
@@ -106,6 +133,9 @@ def export(request: Export) -> str:
         raise HFError(f"{request.output} is there already; legal: a new folder")
     verify_checkpoint(request.checkpoint)
     state = read_state(request.checkpoint, read_manifest(request.checkpoint))
+    state["config"] = run_with_own_paths(request, state.get("config"))
+    for folder in {request.base, request.tokenizer} - {None}:
+        refuse_links_out_of(folder_of(folder), PUBLISHED)
     trained = Trained(request, state)
     if request.adapters:
         if not trained.adapters:
@@ -123,10 +153,36 @@ def export(request: Export) -> str:
         files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
         written = write_generation(folder, content, run, trained.base, request.tokenizer)
         write_json(folder / "config.json", content)
-        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+        write_whole(folder / CARD_FILE, model_card(trained.facts))
     # The tokenizer `bytes` writes its files over copied ones.
     names = dict.fromkeys(["config.json", *files, *copied, *written, CARD_FILE])
     return f"{request.output}: {', '.join(names)}"
+
+
+def run_with_own_paths(request: Export, saved: Any) -> dict[str, Any]:
+    """Return the run's configuration as a checkpoint has saved it, with the paths of the request.
+
+    Raises `ConfigError` if it is none, and `HFError` for a path that the checkpoint alone names.
+    """
+    source = str(request.checkpoint / STATE_FILE)
+    if not isinstance(saved, dict):
+        raise HFError(f"{source} holds no configuration of a run")
+    run = validate(RawConfig(source, saved)).model_dump(mode="json")
+    folder_has_template = request.template is None and request.tokenizer is not None
+    for table, key, given, option in (
+        ("model", "hf_path", request.base, "--base"),
+        ("tokenizer", "path", request.tokenizer, "--tokenizer"),
+        ("tokenizer", "chat_template", request.template, "--tokenizer"),
+    ):
+        named = run[table][key]
+        if named is not None and given is None and not (key == "chat_template" and folder_has_template):
+            raise HFError(
+                f"{source} names {table}.{key} = {show(named)}, and an export publishes no file because a checkpoint names "
+                f"it: give {option} FOLDER, or --config with the config of the run, if it is yours"
+            )
+        if named is not None or key == "chat_template":
+            run[table][key] = None if given is None else str(given)
+    return run
 
 
 class Trained:
@@ -137,14 +193,20 @@ class Trained:
 
     def __init__(self, request: Export, state: dict[str, Any]) -> None:
         self.run = run = state["config"]
-        base = request.base or run["model"]["hf_path"]
-        self.base = None if base is None else Path(base).expanduser()
+        self.base = request.base
         self.lora = run["lora"]
         self.stored = checkpoint_weights(request.checkpoint)
-        family = FAMILIES[run["model"]["family"]]
+        family = FAMILIES.get(run["model"]["family"])
+        if family is None:
+            raise HFError(f"{request.checkpoint}: there is no family {show(run['model']['family'])}")
         self.content = config_content(family, run["model"], self.base, self.stored)
         config = family.config_from_hf(self.content)
         self.names = family.hf_names(config)
+        # Before the model is built: a forged checkpoint may describe any number of layers.
+        if self.base is None and (missing := sorted(self.names.keys() - self.stored.keys())):
+            raise HFError(
+                f"{request.checkpoint} lacks {', '.join(missing[:5])} of the model that it describes"
+            )
         self.module_names = family.module_names(config)
         model = family.build(config)
         shapes = model.stored_shapes()
@@ -155,6 +217,13 @@ class Trained:
                 model, self.module_names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"]))
             )
             self.adapters = adapter_names(model, self.module_names)
+        expected = model.stored_shapes()
+        for name, tensor in self.stored.items():
+            if tensor.dtype is None or expected.get(name) != tensor.shape:
+                raise HFError(
+                    f"{request.checkpoint}: {name} of type {tensor.dtype_name} and shape {list(tensor.shape)} is not "
+                    "this model's"
+                )
         self._dtype = request.dtype or run["training"]["dtype"]
         self.facts = card_facts(request, state, self.base, self.content)
         self._released: PretrainedWeights | None = None
@@ -196,7 +265,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. It gets its name after the block, once everything in it is on the disk."""
     unfinished = path.with_name(path.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    make_folder(unfinished)
+    make_folder(path.absolute().parent)
+    unfinished.mkdir()  # not through a link in its place
     yield unfinished
     # First the files, then their folder: the new name must never point at a folder whose files a crash could lose.
     for written in (*unfinished.rglob("*"), unfinished):
@@ -218,7 +288,7 @@ def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> 
             folder / ADAPTER_CONFIG_FILE,
             peft_config(trained.lora, trained.adapters, trained.module_names, base),
         )
-        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+        write_whole(folder / CARD_FILE, model_card(trained.facts))
     return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied, CARD_FILE])}"
 
 
@@ -226,16 +296,21 @@ def card_facts(
     request: Export, state: dict[str, Any], base: Path | None, content: dict[str, Any]
 ) -> CardFacts:
     """Collect what the model card says. The losses are in the run's folder, if the checkpoint still is."""
-    step = read_manifest(request.checkpoint).step
-    metrics = request.checkpoint.resolve().parent.parent / METRICS_FILE
+    step, tokens = read_manifest(request.checkpoint).step, state.get("tokens")
+    losses = {}
+    with suppress(OSError):  # the folder has no metrics
+        for logged, record in read_records(request.checkpoint.resolve().parent.parent, LOGGED_BYTES):
+            for key in LOSSES:
+                if logged <= step and (loss := finite_number(record.get(key))) is not None:
+                    losses[key] = logged, loss
     name = content.get("_name_or_path")
     return CardFacts(
         run=state["config"],
         step=step,
-        tokens=state.get("tokens"),
+        tokens=tokens if type(tokens) is int else None,
         base=base,
         base_name=name if isinstance(name, str) else None,
-        records=read_records(metrics, step),
+        losses=losses,
         adapters=request.adapters,
     )
 
@@ -247,13 +322,14 @@ def config_content(
     if base is None:
         # The embedding's rows, because the tokenizer may have decided their number.
         shape = {key: value for key, value in (table.get("shape") or {}).items() if value is not None}
-        shape["vocab_size"] = stored["embedding.weight"].shape[0]
+        embedding = stored.get("embedding.weight")
+        if embedding is None or len(embedding.shape) != 2 or table["flavor"] not in (None, *family.flavors):
+            raise HFError(f"the checkpoint has no embedding, or no flavor of {family.name}")
+        shape["vocab_size"] = embedding.shape[0]
         return family.config_to_hf(family.config_from_shape(shape, table["flavor"]))
     try:
-        content: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HFError(
-            f"{base / 'config.json'} cannot be read: {error}; --base says where the folder is now"
-        ) from error
+        content = read_object(base / "config.json")
+    except HFError as error:
+        raise HFError(f"{error}; --base says where the folder is now") from error
     content.pop("quantization_config", None)
     return content

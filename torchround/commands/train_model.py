@@ -29,7 +29,7 @@ from torchround.commands.configured_model import (
     mapped_text,
     model_config,
 )
-from torchround.commands.export_hf import Export, export
+from torchround.commands.export_hf import Export, export, own_paths
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
@@ -74,6 +74,7 @@ from torchround.run.several_machines import RunMachines
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import Trainer
+from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
@@ -119,7 +120,7 @@ def end_with(message: str) -> None:
         return
     details = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with suppress(OSError):  # the message is on the console
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+        write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:
@@ -155,10 +156,8 @@ def train(options: Options, machines: RunMachines) -> int:
         stack.enter_context(parts.folder)
         say(description(parts))
         exit_code = Trainer(parts).run()
-        table = options.config.checkpoint
-        if exit_code == 0 and table.export != "off" and machines.is_first:
-            adapters, best = table.export == "adapters", options.config.validation.keep_best
-            export_result(parts.folder, adapters=adapters, best=best)
+        if exit_code == 0 and options.config.checkpoint.export != "off" and machines.is_first:
+            export_result(parts.folder, options.config)
         return exit_code
 
 
@@ -312,13 +311,13 @@ def description(parts: RunParts) -> str:
     return "\n".join(lines)
 
 
-def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
+def export_result(folder: RunFolder, config: Config) -> None:
     """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`.
 
-    `best`: the one with the lowest validation loss instead, if there is one.
+    With `validation.keep_best`, the one with the lowest validation loss instead, if there is one.
     """
     checkpointer = folder.checkpointer()
-    step = best_of(kept_losses(checkpointer)) if best else None
+    step = best_of(kept_losses(checkpointer)) if config.validation.keep_best else None
     step = checkpointer.latest_step() if step is None else step
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
     if checkpointer.is_part and not folder.team.is_alone:
@@ -330,7 +329,8 @@ def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
     if output.exists():
         return  # a complete run that is started again has exported already
     try:
-        say(export(Export(checkpoint, output, adapters=adapters)))
+        is_adapters = config.checkpoint.export == "adapters"
+        say(export(Export(checkpoint, output, adapters=is_adapters, **own_paths(config))))
     except OSError as error:
         raise HFError(
             f"{output} could not be written: {error}; {checkpoint} is whole, and scripts/export_hf.py exports it"

@@ -144,9 +144,9 @@ class EngineTable(Table):
     while the first step runs. Layers are compiled during the first step, once for each kind of layer and each size of
     micro-batch: 10 to 60 s each, once per GPU. Compiled layers are faster if elementwise steps take a large part
     of the time. A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in
-    the last bits from uncompiled ones, so a run should keep this setting. Compiled code is cached in
-    `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on GPUs, Triton
-    with a C compiler (`CC`) and Python's headers (`python3-dev`). Code that cannot be compiled runs
+    the last bits from uncompiled ones, so a run should keep this setting. Compiled layers are cached in
+    `TORCHINDUCTOR_CACHE_DIR`, the optimizer there or in `~/.cache/torchround`. Needs a C++ compiler (`CXX`) and, on GPUs,
+    Triton with a C compiler (`CC`) and Python's headers (`python3-dev`). Code that cannot be compiled runs
     uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled."""
 
     share_links: bool | Literal["auto"] = "auto"

@@ -28,6 +28,10 @@ BASE = "base"
 """Key at the top of a file that names the file it is based on."""
 
 MOST_BASES = 20
+MOST_BYTES = 2**18
+MOST_DOTS = 500
+"""Legal size of a file, and dots in one of its lines."""
+
 DEEPEST = 20
 """Legal nesting of tables and arrays in a file. The most deeply nested key there is, is at 4."""
 
@@ -130,7 +134,14 @@ def _read_toml(file: Path) -> dict[str, Any]:
             str(file), "", f"a config is TOML, not {file.suffix[1:].upper()}; write key = value"
         )
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"longer than {MOST_BYTES >> 10} KiB")
+        # The parser keeps every beginning of a dotted key, so a long key takes memory that grows with its square.
+        if any(line.count(b".") > MOST_DOTS for line in content.splitlines()):
+            raise ValueError(f"a line with over {MOST_DOTS} dots (an array may take several lines)")
+        data = tomllib.loads(content.decode())
         # The parser raises the same error for text nested beyond Python's stack.
         if is_nested_deeper(data, DEEPEST):
             raise RecursionError

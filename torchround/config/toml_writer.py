@@ -19,8 +19,15 @@ def to_toml(config: "Config") -> str:
 
 
 def _section(name: str, table: Mapping[str, Any]) -> str:
-    lines = [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
+    lines = [f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """Write a value, and each table of an array on a line of its own: lines of a file have a limit."""
+    if isinstance(value, (list, tuple)) and len(value) > 1 and isinstance(value[0], Mapping):
+        return "".join(("[\n", *(f"    {toml_value(item)},\n" for item in value), "]"))
+    return toml_value(value)
 
 
 def toml_value(value: Any) -> str:

@@ -20,6 +20,9 @@ from torchround.config.usual_names import nearest_value, other_way, usual_key
 DEFAULT_STEPS = 1000
 """`training.steps` of a run with neither steps nor `data.epochs`."""
 
+MOST_MISTAKES = 20
+"""Mistakes that one message lists."""
+
 Conflict = tuple[tuple[str, ...], str]
 """The keys that cannot be used together, and a message with their values."""
 
@@ -73,7 +76,9 @@ def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> str:
 
 
 def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
-    located = [(*_locate(raw, _path(details)), details) for details in error.errors()]
+    found = error.errors()
+    # Each mistake is compared with all others and with known names: a forged file may have any number of them.
+    located = [(*_locate(raw, _path(details)), details) for details in found[:MOST_MISTAKES]]
     # Pydantic also reports the table around a wrong key, and a union once per member: one line per key is enough.
     inside = {key for key, _, _ in located}
     seen = set()
@@ -82,6 +87,8 @@ def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
         if key not in seen and not is_outer:
             seen.add(key)
             yield mistake(raw.source_of(key), key, _message(raw, key, key_type, details))
+    if len(found) > MOST_MISTAKES:
+        yield f"and {len(found) - MOST_MISTAKES} more"
 
 
 def _locate(raw: RawConfig, path: Sequence[int | str]) -> tuple[str, KeyType]:

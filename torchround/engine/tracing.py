@@ -19,6 +19,7 @@ from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.results import DeviceSpan, StepResult
 from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
+from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ class StepTraces(DeviceWatcher):
             events = trace_events([(f"step {step + 1}", self.timeline(step))])
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / f"step-{step + 1}.json").write_text(json.dumps(events))
+                write_whole(self._folder / f"step-{step + 1}.json", json.dumps(events))
             except OSError as error:
                 _warn(step, error)
 

@@ -14,6 +14,9 @@ from torchround.untrusted.terminal import terminal_safe
 
 CARD_FILE = "README.md"
 
+LOSSES = {"loss": "training loss", "validation_loss": "validation loss"}
+"""The figures of `metrics.jsonl` that a card shows."""
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
@@ -22,8 +25,8 @@ CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 class CardFacts:
     """What a card says: the run's configuration, its `step`, its labels so far and its losses.
 
-    `base` is the folder that the run started from, `base_name` what the base's `config.json` calls it. `records` are the
-    lines of `metrics.jsonl` up to the step.
+    `base` is the folder that the run started from, `base_name` what the base's `config.json` calls it. `losses` are the
+    last ones that were logged, each with its step, by the keys of `LOSSES`.
     """
 
     run: Mapping[str, Any]
@@ -31,7 +34,7 @@ class CardFacts:
     tokens: int | None
     base: Path | None
     base_name: str | None
-    records: tuple[Mapping[str, Any], ...]
+    losses: Mapping[str, tuple[int, float]]
     adapters: bool
 
 
@@ -46,23 +49,6 @@ def hub_name(base: Path | None, base_name: str | None) -> str | None:
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"
     return base_name if base_name is not None and HUB_NAME.fullmatch(base_name) else None
-
-
-def read_records(path: Path, step: int) -> tuple[Mapping[str, Any], ...]:
-    """Read the lines of a `metrics.jsonl` up to `step`; none if there is no such file. Damaged lines are left out."""
-    records = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return ()
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
-            records.append(record)
-    return tuple(records)
 
 
 def _head(facts: CardFacts) -> Iterator[str]:
@@ -129,10 +115,10 @@ def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:
     yield "steps", f"{facts.step:,}"
     if facts.tokens is not None:
         yield "labels trained on", f"{facts.tokens:,}"
-    for key, title in (("loss", "training loss"), ("validation_loss", "validation loss")):
-        known = [record for record in facts.records if isinstance(record.get(key), (int, float))]
-        if known:
-            yield title, f"{known[-1][key]:.4f} nats per token (step {known[-1]['step']:,})"
+    for key, title in LOSSES.items():
+        if key in facts.losses:
+            step, loss = facts.losses[key]
+            yield title, f"{loss:.4f} nats per token (step {step:,})"
     for table, keys in SHOWN.items():
         values = run.get(table) or {}
         if table == "lora" and not values.get("rank"):

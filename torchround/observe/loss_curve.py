@@ -6,13 +6,13 @@ matplotlib is imported only when a curve is drawn: it takes half a second, and a
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from torchround.untrusted.regular_file import open_regular
+from torchround.untrusted.regular_file import open_regular, replaced_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,8 +73,10 @@ def read_losses(folder: Path) -> LossCurve:
     return curve
 
 
-def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the step and the record of each line of a run's metrics. Raises `OSError` if the folder has none.
+def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the step and the record of each line of a run's metrics, or of the lines in its last bytes.
+
+    Raises `OSError` if the folder has none.
 
     A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step, is left out.
     """
@@ -85,6 +87,8 @@ def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # The folder may come from a stranger: a pipe in the file's place has no name in its error.
         raise error if error.filename else OSError(f"{path}: {error}") from None
     with BufferedReader(opened) as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in _lines(file):
             record = _parsed(line)
             step = record.get("step")
@@ -124,15 +128,8 @@ def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
     axes.margins(x=0.02)
     if len(curves) > 1 or curves[0].validated_steps or len(curves[0].steps) > MOST_PLAIN_POINTS:
         axes.legend()
-    # Replaced in one go, so that a viewer never sees half a picture.
-    unfinished = picture.with_name(picture.name + ".tmp")
-    try:
-        figure.savefig(unfinished, dpi=DOTS_PER_INCH, format="png")
-        unfinished.replace(picture)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
+    with replaced_whole(picture) as file:
+        figure.savefig(file, dpi=DOTS_PER_INCH, format="png")
 
 
 def _draw(axes: "Axes", curve: LossCurve, colour: str, named: bool) -> None:

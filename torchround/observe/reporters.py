@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from torchround.observe.record import PromptSample, StepRecord, perplexity
 from torchround.observe.wandb_logger import WandbLogger
 from torchround.pipeline.memory import GIB, size_text
+from torchround.untrusted.regular_file import open_regular, replaced_whole
 from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
@@ -239,7 +241,7 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _drop_after(self.path, self._after_step)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         self._end_bytes = os.fstat(descriptor).st_size
         self._descriptor = descriptor
 
@@ -272,21 +274,19 @@ Reporter = ConsoleReport | MetricsFile | WandbLogger
 
 def _drop_after(path: Path, after_step: int) -> None:
     """Keep only the whole lines of steps up to `after_step`. Replaces the file in one go or not at all."""
-    replacement = path.with_name(path.name + ".tmp")
-    dropped = False
-    with open(path, "rb") as old, open(replacement, "wb") as new:
-        for line in old:
-            step = _step_of(line)
-            if step is not None and step <= after_step:
-                new.write(line)
-            else:
-                dropped = True
-        new.flush()
-        os.fsync(new.fileno())
-    if dropped:
-        replacement.replace(path)
-    else:
-        replacement.unlink()
+
+    def is_kept(line: bytes) -> bool:
+        step = _step_of(line)
+        return step is not None and step <= after_step
+
+    with BufferedReader(open_regular(path)) as old:
+        if all(map(is_kept, old)):
+            return
+        old.seek(0)
+        with replaced_whole(path) as new:
+            new.writelines(filter(is_kept, old))
+            new.flush()
+            os.fsync(new.fileno())
 
 
 def _step_of(line: bytes) -> int | None:

@@ -11,12 +11,12 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchround.observe.loss_curve import METRICS_FILE, draw_run, finite_number, read_records
+from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.strict_json import page_json
 from torchround.untrusted.terminal import escape_unprintable
 
@@ -131,7 +131,7 @@ def draw_pictures(folder: Path) -> None:
     draw_run(folder)
     try:
         if (folder / METRICS_FILE).exists() and (run := read_run(folder, run_names([folder])[0]))["curves"]:
-            _replace(folder / PAGE_FILE, page_text([run]))
+            write_whole(folder / PAGE_FILE, page_text([run]))
     except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk does)
         logger.warning("%s was not drawn: %s: %s", folder / PAGE_FILE, type(error).__name__, error)
 
@@ -146,7 +146,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
         raise ValueError(
             f"no step is logged in {', '.join(str(folder / METRICS_FILE) for folder in folders)}"
         )
-    _replace(output, page_text(runs))
+    write_whole(output, page_text(runs))
 
 
 def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -241,18 +241,6 @@ def _samples(given: Any) -> list[list[str]]:
         if pair and all(isinstance(text, str) for text in pair):
             texts.append([escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair])
     return texts[:MOST_SAMPLES]
-
-
-def _replace(output: Path, text: str) -> None:
-    """Write a file in one go, so that a browser never reads half a page. A failure leaves nothing behind."""
-    unfinished = output.with_name(output.name + ".tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(output)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
 
 
 def _list(value: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from torchround.optim.kernel_check import check_bits
 from torchround.optim.kernel_kind import SOURCE, KernelError, KernelKind, compiler_flags
 from torchround.optim.node_threads import NodeThreads, Range
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel
+from torchround.untrusted.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class CompiledUpdate:
 
     def __init__(self, library: Path, threads: NodeThreads) -> None:
         try:
-            self._update = ctypes.CDLL(str(library)).update
+            self._update = _load(library).update
         except (OSError, AttributeError) as error:
             raise KernelError(f"{library} cannot be loaded: {error}") from error
         self._update.restype = None
@@ -90,9 +92,8 @@ def get_kernels(
     """
     threads = threads or NodeThreads(1)
     try:
-        libraries = {kind: kind.library() for kind in wanted}
-        for path in libraries.values():
-            _make_private(path.parent)
+        folder = private_folder()
+        libraries = {kind: folder / kind.library() for kind in wanted}
         _compile({kind: path for kind, path in libraries.items() if not path.exists()}, meanwhile)
         kernels: dict[KernelKind, UpdateKernel] = {}
         for kind, path in libraries.items():
@@ -183,8 +184,36 @@ class _Compilation:
         self._folder.cleanup()
 
 
-def _make_private(folder: Path) -> None:
-    """Make the folder, or check that it belongs to this user: code is loaded from it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise KernelError(f"{folder} belongs to another user (TORCHINDUCTOR_CACHE_DIR names another folder)")
+def private_folder() -> Path:
+    """Make the user's folder of libraries, and return it. Raises `KernelError` if another user could put code there.
+
+    A user who may write to a folder above could put another folder in its place.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.path.expanduser(named)).resolve() / "torchround"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:  # a user in a container may have no home
+        folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
+        folder.mkdir(exist_ok=True, mode=0o700)
+    folder = folder.resolve()
+    for place in (folder, *folder.parents):
+        status = place.stat()
+        # A group with the number of its user is usually that user's alone. In a sticky folder only owners rename.
+        others = stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
+        is_shared = status.st_mode & others and (place == folder or not status.st_mode & stat.S_ISVTX)
+        if is_shared or status.st_uid not in (0, os.getuid()):
+            raise KernelError(
+                f"{folder}: another user may write to {place} (TORCHINDUCTOR_CACHE_DIR names another folder)"
+            )
+    return folder
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    """Load a private copy of the file that was checked, whatever has its name by then. Raises `OSError`."""
+    with open_regular(library) as file, tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
+            raise OSError("it belongs to another user")
+        copy = Path(folder, library.name)
+        copy.write_bytes(file.readall())
+        return ctypes.CDLL(str(copy))

@@ -1,10 +1,7 @@
 """The kinds of compiled updates: what decides the code of each, and the place of its library."""
 
-import getpass
 import hashlib
-import os
 import platform
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,18 +82,15 @@ using DeviceWeight = {DTYPES[self.written]};
 {self.source}
 """
 
-    def library(self) -> Path:
-        """Return the path of the library in Inductor's cache folder.
+    def library(self) -> str:
+        """Return the name of the library's file.
 
-        Its name has a key made of everything that decides the code: the sources, the flags, and the processor, whose own
+        It has a key made of everything that decides the code: the sources, the flags, and the processor, whose own
         instructions are used.
         """
-        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        if folder is None:
-            folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
         parts = (SOURCE.read_text(), self.header(), *compiler_flags(), platform.platform(), _processor())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-        return Path(folder) / "torchround" / f"update-{self.format.name}-{key}.so"
+        return f"update-{self.format.name}-{key}.so"
 
 
 def compiler_flags() -> tuple[str, ...]:
@@ -107,14 +101,6 @@ def compiler_flags() -> tuple[str, ...]:
     """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return (*FLAGS, *(("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)))
-
-
-def _user() -> str:
-    """Return the user's name, or the number of one without a name, as containers often have, in Inductor's words."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ModuleNotFoundError):
-        return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
 
 
 def _processor() -> str:

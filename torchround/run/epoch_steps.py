@@ -23,7 +23,7 @@ from torchround.data import DataError, Loader, reading_order
 from torchround.optim import LRSchedule
 from torchround.run.resume import given_folder
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.untrusted.regular_file import read_regular
+from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.strict_json import parse_json
 from torchround.untrusted.terminal import say
 
@@ -47,10 +47,8 @@ class EpochSteps:
 
     def keep(self, folder: Path) -> None:
         """Write it to the run's folder. Raises `RunError`."""
-        new = folder / f"{KEPT_FILE}.tmp"
         try:
-            new.write_text(json.dumps({"steps": self.steps, "digest": self.digest}) + "\n", encoding="utf-8")
-            new.replace(folder / KEPT_FILE)
+            write_whole(folder / KEPT_FILE, json.dumps({"steps": self.steps, "digest": self.digest}) + "\n")
         except OSError as error:
             raise RunError(f"run.folder: {folder} cannot be written: {error}") from error
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.config import Config, RunTable, to_toml
 from torchround.pipeline.plan import Plan
-from torchround.untrusted.regular_file import read_regular
+from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise RunError(f"run.folder: {self.path} cannot be used: {error}") from error
         self._take_lock()
@@ -113,10 +113,10 @@ class RunFolder:
         if self.team.rank > 0:
             return
         try:
-            _replace(self.path / CONFIG_FILE, to_toml(config))
-            _replace(self.path / "plan.json", plan.to_json() + "\n")
+            write_whole(self.path / CONFIG_FILE, to_toml(config))
+            write_whole(self.path / "plan.json", plan.to_json() + "\n")
             if self._source is not None and not self._is_own_config(self._source):
-                _replace(self.path / SOURCE_FILE, json.dumps(asdict(self._source)) + "\n")
+                write_whole(self.path / SOURCE_FILE, json.dumps(asdict(self._source)) + "\n")
         except OSError as error:
             raise RunError(f"run.folder: {self.path} cannot be written: {error}") from error
 
@@ -268,10 +268,3 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
         f'run.folder: {path} is one folder on {one} and {other}, and machines.checkpoints is "own"; give each '
         "machine its own folder, or use this one together (--machines.checkpoints shared)"
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file in one operation: a reader finds the old text or the new one, never a part."""
-    new = path.with_name(path.name + ".tmp")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

@@ -1,9 +1,13 @@
-"""Opens regular files for reading: never a link, a pipe or a device that was put in a file's place."""
+"""Reads and writes regular files: never through a link, a pipe or a device that was put in a file's place."""
 
 import os
+import secrets
 import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 
 def open_regular(path: Path) -> FileIO:
@@ -23,3 +27,49 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         if size_bytes > most_bytes:
             raise OSError(f"{size_bytes} bytes are more than the {most_bytes} that it may have")
         return file.read(size_bytes)
+
+
+def refuse_links_out_of(folder: Path, endings: Collection[str]) -> None:
+    """Raise `OSError` if a file in the folder, or in a folder in it, is a link to a place outside the folder.
+
+    A snapshot in a hub's cache may link to its `blobs`: to any place below the cache's folder `models--*` of the model.
+    """
+    real = folder.resolve()
+    around = next((above for above in real.parents if above.name.startswith("models--")), real)
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        if path.suffix in endings and path.is_file() and not path.resolve().is_relative_to(around):
+            raise OSError(
+                f"{path} is a link to {path.resolve()}, outside {around}; an export publishes what it reads: put the file "
+                "itself there if it is yours"
+            )
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file as `replaced_whole` does. Text is written in UTF-8. Raises `OSError`."""
+    with replaced_whole(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replaced_whole(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the place of `path` after the block: a reader finds the old content or all of the new.
+
+    A link at `path` is replaced, and the file that it leads to stays as it is. After an error the old content stays.
+    Raises `OSError`.
+    """
+    # An unknown name, made exclusively: another person cannot put a link there, nor a second process the same name.
+    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        descriptor = os.open(
+            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
+    except FileNotFoundError as error:
+        raise OSError(f"{path}: there is no folder {path.parent}") from error
+    try:
+        with open(descriptor, "w+b") as file:
+            yield file
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise

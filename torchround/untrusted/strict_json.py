@@ -4,21 +4,32 @@ Also writes JSON into HTML pages, so that no text in it can end its element.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 MOST_NESTED = 100
 """Legal nesting of objects and arrays. The files that this program writes and reads nest less than 20 deep."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, parse_int: Callable[[str], int] = int) -> Any:
     """Parse a JSON document. Raises `ValueError` if it is not JSON, repeats a name, or is nested too deeply."""
     try:
-        content = json.loads(text, object_pairs_hook=_unique_names)
+        content = json.loads(text, object_pairs_hook=_unique_names, parse_int=parse_int)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if is_nested_deeper(content, MOST_NESTED):
         raise ValueError("nested too deeply")
     return content
+
+
+def parse_size(text: str) -> int:
+    """Parse an integer of at most 64 bits. Raises `ValueError` for a longer one.
+
+    Reading and multiplying long integers takes time that grows with the square of their digits.
+    """
+    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(f"the integer {text[:30]} is beyond 2**63")
+    return number
 
 
 def is_nested_deeper(content: Any, most: int) -> bool:

@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
-from torchround.untrusted.strict_json import parse_json
+from torchround.untrusted.strict_json import parse_json, parse_size
 
 LENGTH_BYTES = 8
+MOST_DIMENSIONS = 64  # PyTorch's own limit
 
 
 class TensorEntry(NamedTuple):
@@ -44,12 +45,14 @@ def read_tensor_header(
         )
     start = LENGTH_BYTES + header_bytes
     try:
-        content = parse_json(file.read(header_bytes))
+        content = parse_json(file.read(header_bytes), parse_size)
         content.pop("__metadata__", None)
         entries = {name: _entry(name, fields, item_bytes) for name, fields in content.items()}
         _refuse_overlaps(entries)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a header of tensors: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"not a header of tensors: a field is missing or of another type ({error})"
+        ) from error
     end = start + max((entry.end for entry in entries.values()), default=0)
     if end > size_bytes:
         raise EOFError(f"truncated: its tensors end at byte {end}, the file has {size_bytes}")
@@ -59,6 +62,9 @@ def read_tensor_header(
 def _entry(name: str, fields: Any, item_bytes: Mapping[str, int]) -> TensorEntry:
     begin, end = fields["data_offsets"]
     shape, dtype_name = tuple(fields["shape"]), str(fields["dtype"])
+    # A product of more sizes is longer than any number of bytes, and takes time that grows with their square.
+    if len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions, more than {MOST_DIMENSIONS}")
     # type(), not isinstance(): True is no offset.
     if not all(type(number) is int for number in (begin, end, *shape)):
         raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}: not all are integers")

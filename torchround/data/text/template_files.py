@@ -132,20 +132,17 @@ def _read(path: Path) -> str:
 
 
 def export_tokenizer(
-    target: Path, state: Mapping[str, Any], base: Path | None, moved: Path | None = None
+    target: Path, state: Mapping[str, Any], base: Path | None, tokenizer: Path | None = None
 ) -> list[str]:
     """Copy the files into the folder `target`. Returns their names, relative to it.
 
-    `state` is what a checkpoint holds of its run: its config, and the position in its data. `base` is the model's folder,
-    whose tokenizer a run uses unless its config names another one. `moved` is a folder that has taken the place of the
-    run's. Raises `TokenizerError` if a run on conversations had another template than the one that is found now.
+    `state` is what a checkpoint holds of its run: its config, with paths that the user gave, and the position in its
+    data. `base` is the model's folder, whose tokenizer a run uses unless there is another one. Raises `TokenizerError` if a run on conversations had another template than the one that is found now.
     """
     table = state["config"]["tokenizer"]
     given = table.get("chat_template")
-    if moved is not None and given is not None and not Path(given).expanduser().is_file():
-        given = None  # the folder that is given holds the template too
-    folder = moved or table["path"] or (None if table.get("name") else base)
-    place = None if folder is None else _folder(Path(folder).expanduser())
+    folder = tokenizer or (None if table.get("name") else base)
+    place = None if folder is None else folder_of(folder)
     _check_template(state, given, place)
     files = _exported_files(given, place)
     for name, path in files.items():
@@ -154,7 +151,7 @@ def export_tokenizer(
     return sorted(files)
 
 
-def _folder(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     """Return the folder of a tokenizer, which may be given as a file."""
     folder = path if path.is_dir() else path.parent
     return folder.parent if folder.name == "original" else folder
