@@ -140,13 +140,20 @@ def verify(options: argparse.Namespace) -> int:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())
     if not paths:
         raise CommandError(f"{folder}: there are no checkpoints")
-    damaged = sum(not is_sound(path, reported=True) for path in paths)
-    print(f"{len(paths) - damaged} of {len(paths)} are sound")
-    return int(damaged > 0)
+    num_there = num_sound = 0
+    for path in paths:
+        fault = fault_of(path)
+        if fault is not None and path != folder and not path.exists():
+            print(f"checkpoint {path}: deleted meanwhile, as a run does with old ones")
+            continue
+        print(fault or f"checkpoint {path}: sound", file=sys.stderr if fault else sys.stdout)
+        num_there, num_sound = num_there + 1, num_sound + (fault is None)
+    print(f"{num_sound} of {num_there} are sound")
+    return int(num_sound < num_there)
 
 
-def is_sound(path: Path, reported: bool = False) -> bool:
-    """Whether every byte is as it was written. Shows a progress bar on a terminal."""
+def fault_of(path: Path) -> CheckpointError | None:
+    """Read every byte, and return what is not as it was written. Shows a progress bar on a terminal."""
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -158,11 +165,8 @@ def is_sound(path: Path, reported: bool = False) -> bool:
             task = bar.add_task(f"reading {path}", total=total)
             verify_checkpoint(path, lambda nbytes: bar.advance(task, nbytes))
         except CheckpointError as error:
-            print(error, file=sys.stderr)
-            return False
-    if reported:
-        print(f"checkpoint {path}: sound")
-    return True
+            return error
+    return None
 
 
 def prune(options: argparse.Namespace) -> int:
@@ -215,7 +219,11 @@ def best_to_keep(checkpointer: Checkpointer) -> int | None:
 
 def newest_sound(checkpointer: Checkpointer) -> Path | None:
     """Find the newest checkpoint whose bytes all verify. Sizes alone do not show damage."""
-    return next((path for path in reversed(checkpointer.checkpoints().values()) if is_sound(path)), None)
+    for path in reversed(checkpointer.checkpoints().values()):
+        if (fault := fault_of(path)) is None:
+            return path
+        print(fault, file=sys.stderr)
+    return None
 
 
 def checkpoints_of(folder: Path) -> Path:

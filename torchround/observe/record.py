@@ -210,8 +210,14 @@ def perplexity(loss: float) -> float:
 
 
 def host_gib() -> float:
-    """Return this process's resident memory in GiB (2^30 bytes), pinned buffers and shared libraries included."""
-    return float(psutil.Process().memory_info().rss) / 2**30
+    """Return this process's resident memory in GiB (2^30 bytes), pinned buffers and shared libraries included.
+
+    If the process may open no further file, it cannot be read, and the peak takes its place.
+    """
+    try:
+        return float(psutil.Process().memory_info().rss) / 2**30
+    except OSError:
+        return host_peak_gib()
 
 
 def host_peak_gib() -> float:
