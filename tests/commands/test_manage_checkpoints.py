@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from torchround.checkpoint import Checkpointer
+from torchround.checkpoint.manifest import Manifest, read_manifest
+from torchround.commands import manage_checkpoints
 from torchround.commands.manage_checkpoints import main
 from torchround.config import RunTable
 from torchround.run.run_folder import RunFolder
@@ -95,6 +97,23 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(
     assert f"step-5: {TENSORS} has checksum" in output.err
     assert main(["verify", str(run / "checkpoints" / "step-5")]) == 1
     assert main(["verify", str(run / "checkpoints" / "step-6")]) == 0
+
+
+def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def deleted_then_read(path: Path) -> Manifest:
+        found = read_manifest(path)
+        if path.name == "step-2":
+            folders = Checkpointer(run / "checkpoints")
+            folders.delete([folders.named(step) for step in (2, 3)])
+        return found
+
+    monkeypatch.setattr(manage_checkpoints, "read_manifest", deleted_then_read)
+    assert main(["verify", str(run)]) == 0
+    output = capsys.readouterr()
+    assert "4 of 4 are sound" in output.out and not output.err
+    assert main(["verify", str(run / "checkpoints" / "step-2")]) == 1
 
 
 def test_the_commands_to_copy_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

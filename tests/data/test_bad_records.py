@@ -49,7 +49,7 @@ BAD = [
     ),
     ('{"messages": [{"role": "user", "content": "x"}]}', r"line 2: no message of the assistant; roles: user"),
     (GOOD.replace("]}", '], "tools": "{"}'), r"line 2: field 'tools' is not valid JSON"),
-    (GOOD.replace('"user"', '"stranger"'), r"line 2: error in the chat template: .*no stranger here"),
+    (GOOD.replace('"user"', '"stranger"'), r"line 2: error in chat template .*no stranger here"),
     (GOOD.encode().replace(b'"q"', b'"\xff"'), r"line 2: not valid UTF-8 \(byte 0xff"),
 ]
 

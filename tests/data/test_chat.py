@@ -266,8 +266,8 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for %}", "the chat template is not valid Jinja"),
-        ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in the chat template"),
+        ("{% for %}", "chat template .*TemplateSyntaxError"),
+        ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in chat template"),
         (
             LOOP,
             "chat template chat.jinja: the assistant's header, which it adds for add_generation_prompt, is ''; legal",
@@ -319,7 +319,7 @@ def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(
 ) -> None:
     template = ChatTemplate(ours["llama3"])
     messages = [question("x"), answer("", tool_calls=CALL * 2)]
-    with pytest.raises(DataError, match="error in the chat template: .*only supports single tool-calls"):
+    with pytest.raises(DataError, match="error in chat template.*only supports single tool-calls"):
         template(Conversation(tuple(messages)))
 
 

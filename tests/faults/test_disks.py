@@ -17,7 +17,10 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+# In sync, the plan is also written anew in trouble: after four measured steps.
+@pytest.mark.parametrize(
+    "mode", [["--engine.plan=none", "--engine.measure_steps=4"], [ASYNC]], ids=["sync", "async"]
+)
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     fork_server: ForkServer, tmp_path: Path, trouble: str, mode: list[str]

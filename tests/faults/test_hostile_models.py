@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -269,50 +270,15 @@ TEMPLATES = {
     "a file included": Case(template("{% include 'secret' %}"), "(?!.*hunter2)chat template", CHATS),
     "a file imported": Case(template("{% import 'secret' as s %}"), "(?!.*hunter2)chat template", CHATS),
     "a parent": Case(template("{% extends '/etc/passwd' %}"), "chat template", CHATS),
-    "a range without end": Case(template("{% for i in range(10**12) %}{% endfor %}"), "chat template", CHATS),
-    "ranges in ranges": Case(
+    "loops without end": Case(
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-        "chat template",
+        "chat template .*more than 4 s of the processor",
         CHATS,
     ),
-    "letters in letters": Case(
-        template("{% set t = 'a' * 99999 %}{% for i in t %}{% for j in t %}{% endfor %}{% endfor %}"),
-        "chat template",
-        CHATS,
+    "a text times a billion": Case(
+        template("{{ 'a' * 10**10 }}"), "chat template .*450 MiB of memory", CHATS
     ),
-    "macros that call themselves twice": Case(
-        template(
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-        ),
-        "chat template",
-        CHATS,
-    ),
-    "a macro that calls itself for ever": Case(
-        template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "chat template", CHATS
-    ),
-    "a text times a billion": Case(template("{{ 'a' * 10**10 }}"), "chat template", CHATS),
-    "a list times a billion": Case(template("{{ [1] * 10**10 }}"), "chat template", CHATS),
-    "a power of a power": Case(template("{{ 10 ** 10 ** 10 }}"), "chat template", CHATS),
-    "a shift": Case(template("{{ 'a'.ljust(10**10) }}"), "chat template", CHATS),
-    "a width": Case(template("{{ '%9999999999d' % 1 }}"), "chat template", CHATS),
-    "a width in a filter": Case(template("{{ 'a'|center(10**10) }}"), "chat template", CHATS),
-    "an indent": Case(template("{{ messages|tojson(indent=10**10) }}"), "chat template", CHATS),
-    "doubling": Case(
-        template(
-            "{% set n = namespace(t='a') %}{% for i in range(50) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
-        ),
-        "chat template",
-        CHATS,
-    ),
-    "doubling by adding": Case(
-        template(
-            "{% set n = namespace(t='a') %}{% for i in range(50) %}{% set n.t = n.t + n.t %}{% endfor %}"
-        ),
-        "chat template",
-        CHATS,
-    ),
-    "no template at all": Case(template("{% for"), "chat template is not valid Jinja", CHATS),
-    "a template nested without end": Case(template("{{ " + "(" * 50_000), "chat template", CHATS),
+    "no template at all": Case(template("{% for"), "chat template .*TemplateSyntaxError", CHATS),
 }
 TOKENIZERS = {
     "nested without end": Case(tokenizer(lambda content: DEEP), "tokenizer.json", OWN_TOKENIZER),
@@ -381,6 +347,23 @@ def test_a_hostile_model_adapter_tokenizer_or_template_is_a_message_and_touches_
 ) -> None:
     prepare(tmp_path)
     judge(CASES[name], fork_server, tmp_path)
+
+
+def test_a_template_that_a_later_record_makes_hostile_ends_the_run_with_a_checkpoint(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    turns = "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|eos|>{% endfor %}"
+    bomb = "{% if 'later' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}"
+    template(turns + bomb + "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}")(tmp_path)
+    good = (tmp_path / "chats.jsonl").read_text()
+    (tmp_path / "chats.jsonl").write_text(good * 200 + good.replace("Hello", "later") + good * 200)
+    overrides = [*CHATS, "--data.shuffle=false", "--data.epochs=1", "--training.steps=400"]
+    child = fork_server.run("meets_harm", overrides, folder=tmp_path)
+    text = child.text()
+    assert child.wait() == 1 and "Traceback" not in text, text
+    assert re.search("line 201: error in chat template .*450 MiB of memory", text), text
+    assert list((tmp_path / "outputs").rglob("checkpoints/step-*")), text
 
 
 def test_code_that_a_model_names_is_not_run(fork_server: ForkServer, tmp_path: Path) -> None:

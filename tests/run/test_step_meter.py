@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from torchround.engine.device import CpuDevice
 from torchround.layer import LayerWork
-from torchround.observe import host_gib
+from torchround.observe import host_gib, host_peak_gib
 from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
 
 
@@ -197,3 +198,13 @@ def test_host_memory_equals_the_kernels_figure_and_grows_with_use() -> None:
         for start in range(0, len(used), mmap.PAGESIZE):
             used[start] = 1
         assert 0.2 < host_gib() - before_gib < 0.3
+
+
+def test_host_memory_is_known_while_no_further_file_may_be_opened() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found_gib = host_gib()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found_gib == host_peak_gib()

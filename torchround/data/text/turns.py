@@ -13,7 +13,7 @@ from typing import Any
 
 from torchround.data.document_types import TextSpan
 from torchround.data.errors import DataError, TokenizerError
-from torchround.data.text.jinja_template import RenderTemplate, compile_template
+from torchround.data.text.jinja_template import TemplateLimitError, compile_template
 from torchround.data.text.tokenizer import Tokenizer
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
@@ -50,8 +50,8 @@ class TurnTemplate:
         self, source: str, tokenizer: Tokenizer, where: str, settings: Mapping[str, Any] | None = None
     ) -> None:
         self._where = where
-        self._settings = dict(settings or {})
-        self._compiled: RenderTemplate = compile_template(source, tokenizer.template_tokens)
+        self._settings = {**tokenizer.template_tokens, **(settings or {})}
+        self._compiled = compile_template(source, where)
         self._tools: list[Any] | None = None  # what probes offer: none, unless the template needs some
         self.marks = _pattern(tokenizer.special)
         self.unsafe_marks: frozenset[str] = frozenset()
@@ -75,7 +75,8 @@ class TurnTemplate:
         settings: Mapping[str, Any] | None = None,
     ) -> str:
         """Write a conversation. Raises `DataError`."""
-        return self._compiled(messages, tools, add_generation_prompt, {**self._settings, **(settings or {})})
+        inputs = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._compiled({**self._settings, **(settings or {}), **inputs, "documents": None})
 
     def parts(self, text: str) -> list[TextSpan]:
         """Split a text into the marks and the text between them."""
@@ -207,15 +208,13 @@ class TurnTemplate:
         try:
             return self.render(messages, self._tools, add_generation_prompt)
         except DataError as error:
-            if self._tools is None:
+            if self._tools is None and not isinstance(error, TemplateLimitError):
                 self._tools = [TOOL]  # some templates write only conversations that offer tools
                 try:
                     return self.render(messages, self._tools, add_generation_prompt)
                 except DataError:
                     self._tools = None
-            raise TokenizerError(
-                f"{self._where}: a plain question and answer cannot be written: {error}"
-            ) from error
+            raise TokenizerError(f"a plain question and answer cannot be written: {error}") from error
 
 
 def _pattern(names: Sequence[str] | Mapping[str, int]) -> re.Pattern[str]:

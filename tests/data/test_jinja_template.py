@@ -1,0 +1,187 @@
+"""A chat template is rendered in a process of its own, which ends if the template does too much, and with the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tests.support.batch_contents import TEMPLATE, documents
+from torchround.config import DataTable, SourceTable, TokenizerTable
+from torchround.data import DataError, build_loader, build_tokenizer
+from torchround.data.text import jinja_template
+from torchround.data.text.jinja_template import compile_template
+
+HARMLESS = [
+    "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",
+    "{% for k, v in messages[0].items() if v != 2 %}{{ k }}{% else %}none{% endfor %}{{ messages }}",
+    "{{ messages|map(attribute='a')|join(', ') }} {{ 'abc'.replace('b', 'xx')|upper|center(9) }} \ud800",
+    "{% for x in messages|selectattr('a') recursive %}{{ x.a }}{% endfor %}{{ tools }}",
+]
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}TEXT{% endfor %}{% endfor %}"
+GROWTH = (
+    "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n.t OPERATOR n.t %}{% endfor %}"
+)
+HOSTILE = {
+    "a text": "{{ 'a' * 10**10 }}",
+    "a list": "{{ [1] * 10**9 }}",
+    "a tuple": "{{ ((1,) * 10**9)|length }}",
+    "a width": "{{ '%999999999d' % 1 }}",
+    "a width as a value": "{{ '%*d' % (10**9, 1) }}",
+    "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
+    "a width of zeros": "{{ '1'.zfill(10**9) }}",
+    "a format as a filter": "{{ '%s%s'|format('a' * 10**8, 'a' * 10**9) }}",
+    "a join of lists": "{{ (['a' * 10**6] * 10**6)|join }}",
+    "a join by a text": "{{ ('x' * 10**6).join(['a'] * 10**6) }}",
+    "translate": "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
+    "replace": "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
+    "doubling by ~": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "~"),
+    "doubling by +": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "+"),
+    "doubling of tuples": GROWTH.replace("BEGIN", "(1, 2)").replace("OPERATOR", "+"),
+    "squares": GROWTH.replace("BEGIN", "9").replace("OPERATOR", "*"),
+    "a power": "{{ (10**8) ** (10**8) }}",
+    "loops": LOOPS.replace("TEXT", ""),
+    "loops that write": LOOPS.replace("TEXT", "a" * 99),
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "sort": "{{ (range(99999)|list * 10**3)|sort|length }}",
+    "unique": "{{ (range(99999)|list * 10**3)|unique|list|length }}",
+    "groups": "{{ ([{'a': 1}] * 10**7)|groupby('a')|length }}",
+    "map": "{{ ([1] * 10**9)|map('string')|join|length }}",
+    "a batch": "{{ [1]|batch(10**9, 'x')|list|length }}",
+    "slices": "{{ [1]|slice(10**9)|list|length }}",
+    "a sum of lists": "{{ ([[1] * 1000] * 10**5)|sum(start=[])|length }}",
+    "an indent": "{{ messages|tojson(indent=10**9) }}",
+    "addresses": "{{ ('http://a.b ' * 10**6)|urlize|length }}",
+    "a wide source": "{{ (" + "1," * 10**6 + ") }}",
+    "a deep source": "{{ " + "(" * 50_000,
+}
+MESSAGES = [{"a": 1, "b": 2}, {"a": 3}]
+
+
+@pytest.mark.parametrize("source", HARMLESS)
+def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source: str) -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    assert compile_template(source, "t")({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_needs_too_much_is_one_message(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
+    with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
+        compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
+
+
+MEASURED = """
+import json, resource, sys
+from torchround.data.errors import DataError
+from torchround.data.text.jinja_template import compile_template
+for name, source in json.load(sys.stdin).items():
+    try:
+        compile_template(source, name)({})
+    except DataError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_no_template_takes_500_mb() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURED],
+        input=json.dumps(HOSTILE),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    *messages, most_bytes = ended.stdout.splitlines()
+    assert len(messages) == len(HOSTILE) and int(most_bytes) < 500 * 10**6
+
+
+def test_a_template_has_three_tries_after_limits() -> None:
+    source = "{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine"
+    render = compile_template(source, "t")
+    for _ in range(jinja_template.MOST_FAILURES):
+        assert render({"messages": []}) == "fine"
+        with pytest.raises(DataError, match="450 MiB of memory"):
+            render({"messages": MESSAGES})
+    with pytest.raises(DataError, match="450 MiB of memory"):
+        render({"messages": []})
+
+
+def test_a_conversation_that_is_too_large_is_an_error_of_its_own() -> None:
+    render = compile_template("{{ messages[0] }}", "t")
+    with pytest.raises(DataError, match="legal: up to 8 MiB"):
+        render({"messages": ["a" * jinja_template.MOST_BYTES]})
+    assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
+
+
+def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(
+    tmp_path: Path,
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
+    names = ["good"] * 40 + ["bomb"] + ["good"] * 20
+    turns = [[{"role": "user", "content": n}, {"role": "assistant", "content": "a"}] for n in names]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
+    data = DataTable(
+        sources=(SourceTable(path=str(tmp_path / "x.jsonl"), content="messages"),), epochs=1, shuffle=False
+    )
+    loader = build_loader(data, tokenizer, 64, 1, 0)
+    with pytest.raises(DataError, match="line 41: error in chat template .*template.jinja: .* memory"):
+        list(loader)
+    assert json.dumps(loader.state_dict())
+    skipping = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 1, 0)
+    assert len(documents(skipping, tokenizer)) == 60
+
+
+# The process.
+
+
+def test_threads_and_forked_processes_get_their_own_replies() -> None:
+    render = compile_template("{{ messages[0] * 1000 }}", "t")
+
+    def is_right(name: str) -> bool:
+        return all(render({"messages": [f"{name}{n}"]}) == f"{name}{n}" * 1000 for n in range(50))
+
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(is_right, "abcd")
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if is_right("e") else 1)
+        assert all(found)
+    assert os.waitpid(child, 0)[1] == 0 and is_right("f")
+
+
+STARTED = """
+import os, pathlib, signal
+from torchround.data.text.jinja_template import compile_template
+os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
+render = compile_template("{{ messages }}", "t")
+[child] = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    os.kill(int(child), number)
+print(render({"messages": "x"}), child, *sorted(os.listdir(f"/proc/{child}/fd")), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run() -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, check=False, text=True)
+    text, child, *files = ended.stdout.split()
+    assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL), ended.stderr
+    while is_running(child):
+        time.sleep(0.01)
+
+
+def is_running(child: str) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text()
+    except FileNotFoundError:
+        return False
