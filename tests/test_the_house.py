@@ -87,7 +87,17 @@ def cites_only_files_that_are_there(source: Source) -> Iterator[str]:
                 yield f"line {line}: there is no {path}"
 
 
-FOLDERS = ("torchround", "torchround/models", "models", "tests", "scripts", "benchmarks", "docs", "configs", ".ci")
+FOLDERS = (
+    "torchround",
+    "torchround/models",
+    "models",
+    "tests",
+    "scripts",
+    "benchmarks",
+    "docs",
+    "configs",
+    ".ci",
+)
 
 
 def _endings() -> frozenset[str]:

@@ -228,7 +228,8 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for index, given in enumerate(_list(engine.get("busy_s"))):
         busy_s = finite_number(given)
         if busy_s is not None and step_s:
-            yield "bubble", f"device {index}", 1 - busy_s / step_s
+            # A step that was under way before the record's steps has computed for longer than their time.
+            yield "bubble", f"device {index}", min(max(1 - busy_s / step_s, 0.0), 1.0)
     for index, given in enumerate(_list(engine.get("device_peak_gib"))):
         yield "device_memory", f"device {index}", given
 
