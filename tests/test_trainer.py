@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from tests.support.small_run import (
     with_model,
     write_text,
 )
-from torchround.commands import train_model
+from torchround.commands import COMMANDS, train_model
 from torchround.config import load_config
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
@@ -44,6 +45,7 @@ KEYS = [
     "tokens_per_s",
     "mfu",
     "step_s",
+    "elapsed_s",
     "data_s",
     "optimizer_s",
     "bubble",
@@ -221,7 +223,7 @@ def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(
     before_step(monkeypatch, 2, partial(interrupt, number))
     assert small_runs("run") == 128 + number
     assert small_runs.saved("run") == [2]
-    assert capfd.readouterr().err.startswith(f"{number.name}: finishing the step and saving")
+    assert capfd.readouterr().err.startswith(f"{number.name}: finishing the steps under way and saving")
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
@@ -397,3 +399,22 @@ def plain_loss(model: LayeredModel, state: dict[str, torch.Tensor], batches: lis
         loss_sum += hidden.item()
         labels += batch.num_labels()
     return loss_sum / labels
+
+
+def test_a_new_run_names_a_faster_mode_and_its_end_says_what_to_open(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validated = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+    planned = ("--engine.plan=none", "--engine.rounds=1", "--training.micro_batch_size=1")
+    keep = ("--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0")
+    assert small_runs("run", *validated, *planned, *keep) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^faster   engine\.(rounds|update) = .* less time per step", out, re.MULTILINE)
+    losses = {
+        step["step"]: step["validation_loss"] for step in small_runs.steps("run") if "validation_loss" in step
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert f"checkpoints/step-{best}, the best one: validation loss {losses[best]:.4f}" in out
+    assert (small_runs.folder / re.search(r"^open     ([^;]+);", out, re.MULTILINE)[1]).is_file()
+    for command in re.findall(r"torchround (\w+)", out):
+        assert command in COMMANDS

@@ -148,7 +148,7 @@ class StepMeter:
             tokens_per_s=tokens_per_s,
             mfu=mfu(tokens_per_s, self._flops_per_token, self._all_flops_per_s, 1),
             step_s=step_s,
-            elapsed_s=self._last_s - self._start_s,
+            elapsed_s=self.elapsed_s,
             data_s=mean["data_s"],
             optimizer_s=mean["optimizer_s"],
             # A step that was under way before the window has computed for longer than the window's part of it.
@@ -178,6 +178,11 @@ class StepMeter:
     def num_steps(self) -> int:
         """The number of steps since the last record."""
         return int(self._sums["steps"] - self._at_record["steps"])
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time from the start to the newest step."""
+        return self._last_s - self._start_s
 
     def mean_tokens_per_s(self) -> float:
         """Return the rate over all steps since the start, without validations and blocking saves; 0 without a step."""
