@@ -67,11 +67,16 @@ def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retrie
     assert len(small_runs.saved("run")) == 1
 
 
+@pytest.mark.parametrize("interval", [0, STEPS])
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    small_runs: SmallRuns,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    interval: int,
 ) -> None:
+    """Also if its step is due to be saved beside training: no warning says then that training continues."""
     file_for_checkpoints(small_runs)
-    assert small_runs("run") == 1
+    assert small_runs("run", f"--checkpoint.interval_steps={interval}") == 1
     message = capsys.readouterr().err
     assert message.startswith("CheckpointError: the checkpoint of step 5 could not be written")
     assert "Traceback" not in message and caplog.text == ""

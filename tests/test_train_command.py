@@ -55,7 +55,7 @@ def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupte
     assert process.returncode == 128 + signal.SIGTERM
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1)) and saved >= 2
-    assert errors.startswith("SIGTERM: finishing the step") and "Traceback" not in errors
+    assert errors.startswith("SIGTERM: finishing the steps") and "Traceback" not in errors
     assert f"saved after step {saved} of 100000; run the same command to continue" in printed.splitlines()[-1]
 
     process = small_runs.start("run", *ENDLESS, "--checkpoint.interval_steps=1")
@@ -82,7 +82,7 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGINT  # a shell reports 130
-    assert errors == "SIGINT: finishing the step and saving; another signal stops at once\n"
+    assert errors == "SIGINT: finishing the steps under way and saving; another signal stops at once\n"
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     printed, errors = process.communicate()
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
-    assert "SIGTERM: finishing the step and saving" in errors and "reporting to wandb failed" not in errors
+    assert "SIGTERM: finishing the steps under way and saving" in errors and "reporting to wandb failed" not in errors
     assert "run the same command to continue" in printed.splitlines()[-1]
     assert process.returncode == 1 and "resuming after step" not in printed  # stopped, not restarted
 

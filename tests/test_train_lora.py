@@ -1,6 +1,8 @@
 """`[lora]` through train.py: only adapters are trained, and a resumed run has the same bits."""
 
-from tests.support.small_run import small_runs
+import pytest
+
+from tests.support.small_run import SmallRuns, small_runs
 
 __all__ = ["small_runs"]  # the fixture
 
@@ -39,3 +41,12 @@ def test_validation_does_not_change_the_dropout_of_training(small_runs):
 def test_an_unknown_lora_target_is_refused(small_runs, capsys):
     assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["query"]') == 2
     assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
+
+
+def test_adapters_on_random_weights_are_a_warning(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert small_runs("full") == 0 and "random" not in caplog.text
+    assert small_runs("adapters", *LORA) == 0
+    (warning,) = [text for text in caplog.messages if "random" in text]
+    assert "lora.rank" in warning and "model.hf_path" in warning

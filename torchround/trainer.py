@@ -26,7 +26,7 @@ from torchround.run.run_parts import RunParts
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.several_machines import AgreedStop
 from torchround.run.start_checks import disk_need
-from torchround.run.step_reports import Dispatched, ReportTargets, StepReports
+from torchround.run.step_reports import Dispatched, ReportTargets, StepReports, closing_text
 from torchround.run.validation import RunValidation, Validated
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
@@ -105,6 +105,8 @@ class Trainer:
             self._say_what_was_left_out()
             if (ended_by, exit_code) == COMPLETE:
                 ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
+            if exit_code == 0 and self._machines.is_first and self._meter.mean_tokens_per_s():
+                say(closing_text(self._folder, self._meter))
             saved = self._checkpoints.saved_step
             say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
@@ -298,6 +300,12 @@ class Trainer:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
+        if pretrained is None and self.config.lora.rank:
+            logger.warning(
+                "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
+                "the folder of a released or exported model (model.hf_path)",
+                self.config.lora.rank,
+            )
         progress = Progress("initialising layers", len(model.layers))
         self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
 

@@ -42,7 +42,7 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None
     first, second = map(json.loads, path.read_text().splitlines())
     file.close()
     documented = (
-        "step, loss, grad_norm, lr, tokens, tokens_per_s, mfu, step_s, data_s, optimizer_s, bubble, "
+        "step, loss, grad_norm, lr, tokens, tokens_per_s, mfu, step_s, elapsed_s, data_s, optimizer_s, bubble, "
         "device_peak_gib, host_gib, skipped_steps, loss_steps"
     )
     assert list(first) == documented.split(", ")

@@ -196,7 +196,7 @@ def test_several_runs_share_each_panel_and_the_table_switches_them(
     assert list(curves(loss)) == ["first: training"]
     assert marks(loss, "x")[-1][1] == 8  # the axis ends at the last step that is left
     rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")]
-    assert rows[1].startswith("second\n12 0.83333 0.91667 (step 12)")
+    assert rows[1].startswith("second\n12 – 0.83333 0.91667 (step 12)")
 
 
 def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(

@@ -235,6 +235,23 @@ def test_the_command_writes_the_page_of_several_runs(
     assert names == ["first", "second"]
 
 
+def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_duration(tmp_path: Path) -> None:
+    folders = []
+    for lr, last_s in ((1e-3, 90.0), (2e-3, 30.0)):
+        folders.append(write_run(tmp_path / str(lr), range(1, 3), elapsed_s=60.0))
+        with open(folders[-1] / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": 3, "loss": 1.0, "elapsed_s": last_s}) + "\n")
+        config = f'[run]\nname = "{lr}"\n[optimizer]\nlr = {lr}\n[training]\nsteps = 3\n'
+        (folders[-1] / "config.toml").write_text(config)
+    found = figures(page_of(*folders))
+    assert found["settings"] == ["optimizer.lr"]
+    assert [run["settings"] for run in found["runs"]] == [["0.001"], ["0.002"]]
+    # The second was resumed after 60 s.
+    assert [run["duration"] for run in found["runs"]] == ["1 min 30 s", "1 min 30 s"]
+    (folders[1] / "config.toml").write_text("[" * 10_000)
+    assert figures(page_of(*folders))["settings"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

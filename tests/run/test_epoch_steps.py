@@ -243,6 +243,9 @@ def test_a_long_count_says_now_and_then_how_far_it_is(
     told = capsys.readouterr().out.splitlines()
     assert len(told) == expected_steps(small_runs.folder, epochs=2) // 3
     assert told[0].startswith("steps    counting them: 3 in ") and " of 2 epochs (" in told[0]
+    given = config.with_steps(5)  # then the count is for a message alone
+    count_epochs(given, loader, RunFolder(config.run), clock=lambda: float(next(seconds)))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("window", ["0", "16", "'auto'"])

@@ -77,15 +77,27 @@ def record(meter):
 def test_rates_are_over_the_steps_since_the_last_record() -> None:
     clock = Clock()
     meter = started(clock)
-    for tokens in (1000, 600):
+    for step_s, tokens in ((2.0, 1000), (5.0, 500)):
+        for _ in range(4):  # two for each device, the least that a rate is over
+            clock.now_s += step_s
+            meter.add(FinishedStep(), tokens)
+        found = record(meter)
+        assert (found.tokens_per_s, found.step_s) == (tokens / step_s, step_s)
+    assert (found.elapsed_s, meter.mean_tokens_per_s()) == (28.0, 6000 / 28)
+
+
+def test_steps_of_several_devices_that_end_together_have_one_rate_and_no_share_below_zero() -> None:
+    clock = Clock()
+    meter = started(clock)
+    found = []
+    for _ in range(4):
         clock.now_s += 2.0
-        meter.add(FinishedStep(), tokens)
-    first = record(meter)
-    assert (first.tokens_per_s, first.step_s) == (400.0, 2.0)
-    clock.now_s += 5.0
-    meter.add(FinishedStep(), 500)
-    second = record(meter)
-    assert (second.tokens_per_s, second.step_s) == (100.0, 5.0)
+        for _ in range(2):  # each device has computed one step for 1.9 s
+            meter.add(FinishedStep(0.95), 100)
+            found.append(record(meter))
+    assert [(line.tokens_per_s, line.step_s) for line in found[3::2]] == [(100.0, 1.0)] * 3
+    assert all(0.0 <= line.bubble <= 1.0 for line in found)
+    assert [line.bubble for line in found[3::2]] == pytest.approx([0.05] * 3)
 
 
 def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does() -> None:
@@ -109,12 +121,10 @@ def test_excluded_time_is_left_out_once_even_if_it_ends_in_an_error() -> None:
     with pytest.raises(RuntimeError), meter.excluded():
         clock.now_s += 60.0
         raise RuntimeError("the disk is full")
-    clock.now_s += 1.0
-    meter.add(FinishedStep(), 10)
-    assert record(meter).step_s == 1.0
-    clock.now_s += 1.0
-    meter.add(FinishedStep(), 10)
-    assert record(meter).step_s == 1.0
+    for _ in range(2):
+        clock.now_s += 1.0
+        meter.add(FinishedStep(), 10)
+        assert record(meter).step_s == 1.0
 
 
 def test_time_before_the_start_does_not_count() -> None:

@@ -1,11 +1,21 @@
 """The metrics of a run end with its last step, however it ended, and each line's loss is a mean over its steps."""
 
 import itertools
+import json
 import signal
 
 import pytest
 
-from tests.support.small_run import SmallRuns, before_step, interrupt, small_runs, write_text
+from tests.support.small_run import (
+    ASYNC,
+    BOUNDED,
+    SmallRuns,
+    before_step,
+    interrupt,
+    small_runs,
+    write_text,
+)
+from torchround.observe.run_page import read_run
 from torchround.run.step_meter import StepMeter
 from torchround.run.validation import RunValidation
 
@@ -13,6 +23,7 @@ __all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
 SPARSE = "--metrics.log_every_steps=4"
+ONE_STAGE = "--engine.plan={ forward = [], fused = 5, backward = [], rounds = 1 }"
 
 
 def raises(*_: object) -> float:
@@ -50,6 +61,24 @@ def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(
     before = small_runs.steps("run")
     assert small_runs("run", *ends, *validation, SPARSE) == 0  # again at the end of the data
     assert small_runs.steps("run") == before
+
+
+@pytest.mark.parametrize("options", [(), (ASYNC, ONE_STAGE), BOUNDED], ids=["sync", "async", "bounded"])
+def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(
+    small_runs: SmallRuns, options: tuple[str, ...]
+) -> None:
+    """The time is that of the records, so how fast the machine is does not matter."""
+    # One long document fills every sequence, so each step has as many tokens.
+    (small_runs.folder / "text.jsonl").write_text(json.dumps({"text": "one of the words " * 1000}))
+    assert small_runs("run", "--training.steps=100", *options) == 0
+    lines = small_runs.steps("run")
+    window, tokens = 2 * len(lines[0]["engine"]["busy_s"]), 7 * 16
+    for before, line in zip(lines, lines[window:], strict=False):
+        over_s = line["elapsed_s"] - before["elapsed_s"]
+        assert line["tokens_per_s"] == pytest.approx(window * tokens / over_s, rel=0.03)
+    assert all(0 <= line["bubble"] <= 1 for line in lines)
+    page = read_run(small_runs.path("run"), "run")
+    assert all(0 <= point[1] <= 1 for curve in page["curves"]["bubble"] for point in curve["points"])
 
 
 def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(

@@ -28,7 +28,7 @@ from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names
 from torchround.pipeline.kept_report import ratio_text
 from torchround.pipeline.memory import GIB, PROGRAM_BYTES, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan import Plan, layer_names
 from torchround.pipeline.plan_report import PlanReport, report_plan
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
@@ -265,7 +265,7 @@ def _plan_table(plan: Plan, timed: bool) -> "Table":
             f"{first}" if first == last else f"{first} - {last}",
             stage.kind,
             f"{stage.num_layers}",
-            _layers(plan.stages[first], plan.stages[last]),
+            layer_names(plan.stages[first], plan.stages[last]),
             *((f"{1e3 * stage.seconds:.1f}",) if timed else ()),
             *(size_text(size) for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)),
         )
@@ -282,14 +282,6 @@ def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Tab
     for name in numbers:
         table.add_column(name, justify="right")
     return table
-
-
-def _layers(first: PlannedStage, last: PlannedStage) -> str:
-    """Name the layers of consecutive stages, lowest first; backward stages are dispatched deepest first."""
-    low, high = (last, first) if first.kind == "backward" else (first, last)
-    if low.first_layer == high.last_layer:
-        return low.first_layer
-    return f"{low.first_layer} .. {high.last_layer}"
 
 
 def _device_line(report: PlanReport) -> str:
@@ -320,7 +312,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
     yield (
         f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "
         f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
-        f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
+        f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {layer_names(stage, stage)})"
     )
     if ratio := ratio_text(report.question, report.question.costs()):
         yield f"{ratio}, counted"
@@ -336,9 +328,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _faster_lines(report: PlanReport) -> Iterator[str]:
-    basis = "" if report.question.device is not None else ", if time is in proportion to FLOPs"
-    for change in sorted(report.faster, key=lambda change: -change.gain):
-        yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
+    yield from map(str, sorted(report.faster, key=lambda change: -change.gain))
 
 
 def _length_line(report: PlanReport) -> str:

@@ -52,7 +52,7 @@ from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import host_memory, plan_for, report_plan
+from torchround.pipeline.plan_report import best_mode, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
@@ -306,6 +306,10 @@ def description(parts: RunParts) -> str:
             "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
             "torchrun --shutdown-timeout SECONDS"
         )
+    # A run that continues keeps its rounds, and would have other losses with others.
+    is_new = parts.folder.checkpointer().latest_step() is None
+    if is_new and (faster := best_mode(parts.question, parts.plan)) is not None:
+        lines.append(f"faster   {faster}")
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)

@@ -54,7 +54,10 @@ class PromptSample:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step. Rates, times and bytes are means per step over the steps since the last record.
+    """One logged step. Rates, times and bytes are means per step over the newest steps.
+
+    Those are the steps since the last record, and at least two for each device, because steps overlap (`StepMeter`).
+    `elapsed_s` is the time from the start or resumption of the run to this step, validations and saves included.
 
     `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
     began, without padding and masked tokens. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the
@@ -86,6 +89,7 @@ class StepRecord:
     skipped_steps: int
     validation_loss: float | None = None
     loss_steps: int = 1
+    elapsed_s: float = 0.0
     has_virtual_devices: bool = False
     """Whether device peaks leave activations out: virtual devices count their buffers alone. Not stored."""
 
@@ -151,6 +155,7 @@ class StepRecord:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "step_s": self.step_s,
+            "elapsed_s": self.elapsed_s,
             "data_s": self.data_s,
             "optimizer_s": self.optimizer_s,
             "bubble": self.bubble,

@@ -4,7 +4,7 @@
 // [step, value] or, for several steps, [last step, mean, first step, lowest, highest].
 
 const SVG = "http://www.w3.org/2000/svg";
-const { panels, runs } = JSON.parse(document.getElementById("figures").textContent);
+const { panels, runs, settings: differing } = JSON.parse(document.getElementById("figures").textContent);
 const HEIGHT = 230;
 const MARGIN = { left: 58, right: 14, top: 12, bottom: 24 };
 const MOST_NAMED = 8; // runs that a panel's legend names; the table names all of them
@@ -202,6 +202,7 @@ function axes(drawing, panel, width, x, y, across, up) {
     drawing.append(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: height, y2: height }));
     drawing.append(svg("text", { class: "y", x: MARGIN.left - 6, y: height + 4, "text-anchor": "end" }, short(value, panel.form)));
   }
+  drawing.append(svg("text", { x: MARGIN.left - 6, y: HEIGHT - 8, "text-anchor": "end" }, "step"));
   for (const value of across.filter(Number.isInteger)) {
     const anchor = x(value) > width - 40 ? "end" : "middle";
     drawing.append(svg("text", { class: "x", x: x(value), y: HEIGHT - 8, "text-anchor": anchor }, short(value, "number")));
@@ -295,7 +296,8 @@ function hover(across, panel, figure, curves, [first, last], x, y, cursor, width
 // The page.
 
 function table() {
-  const heads = ["run", "step", "loss", "lowest validation loss", "tokens", "tokens/s", "skipped steps"];
+  const heads = ["run", "step", "duration", "loss", "lowest validation loss", "labels learnt", "tokens/s", "skipped steps",
+    ...differing];
   document.querySelector("#runs thead").append(html("tr", "", ...heads.map((head) => html("th", "", head))));
   runs.forEach((run, index) => {
     const name = html("label", "", swatch({ colour: colour(index) }), run.name);
@@ -307,8 +309,9 @@ function table() {
       name.replaceChildren(run.name);
     }
     const best = run.best ? `${written(run.best[0])} (step ${run.best[1]})` : "–";
-    const cells = [written(run.step, "count"), written(run.loss), best, written(run.tokens, "count"),
-      written(run.tokens_per_s, "count"), written(run.skipped_steps, "count")];
+    const cells = [written(run.step, "count"), run.duration || "–", written(run.loss), best, written(run.tokens, "count"),
+      written(run.tokens_per_s, "count"), written(run.skipped_steps, "count"),
+      ...run.settings.map((value) => value ?? "–")];
     document.querySelector("#runs tbody").append(
       html("tr", "", html("td", "", name), ...cells.map((cell) => html("td", "", cell))));
   });

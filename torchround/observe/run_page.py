@@ -1,14 +1,16 @@
 """Draws the metrics of one or several runs as one HTML file that needs no network, no account and no other file.
 
-The figures come from the `metrics.jsonl` in each run folder. `run_page.html` and `run_page.js` beside this module are
+The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`. `run_page.html` and `run_page.js` beside this module are
 the page without its figures. The page's own policy forbids every request, and every script but its own.
 """
 
 import base64
 import hashlib
 import html
+import json
 import logging
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchround.observe.loss_curve import METRICS_FILE, draw_run, finite_number, read_records
-from torchround.untrusted.regular_file import write_whole
+from torchround.observe.reporters import duration
+from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.strict_json import page_json
 from torchround.untrusted.terminal import escape_unprintable
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 logger = logging.getLogger(__name__)
 
-PAGE_FILE = "page.html"
+PAGE_FILE, CONFIG_FILE = "page.html", "config.toml"
+MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
+MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
 MOST_STEP = 2**53  # JavaScript's numbers are exact up to here
 MOST_DEVICES = 256  # with curves of their own
@@ -156,10 +166,21 @@ def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
     script = (here / "run_page.js").read_text(encoding="utf-8")
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    content = {"panels": [panel._asdict() for panel in PANELS], "runs": list(runs)}
+    given = [run["settings"] for run in runs if run["settings"]]
+    differing = [key for key in dict.fromkeys(key for keys in given for key in keys) if _differs(key, given)]
+    settings = differing[:MOST_SETTINGS]
+    content = {
+        "panels": [panel._asdict() for panel in PANELS],
+        "settings": settings,
+        "runs": [{**run, "settings": [run["settings"].get(key) for key in settings]} for run in runs],
+    }
     parts = {"digest": digest, "script": script, "title": html.escape(title), "figures": page_json(content)}
     # In one pass: text that was put in is not searched for places.
     return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], page)
+
+
+def _differs(key: str, given: Sequence[Mapping[str, str]]) -> bool:
+    return len({settings.get(key) for settings in given}) > 1
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -172,7 +193,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> dict[str, Any]:
-    """Read what the page shows of a run: its curves by panel, the figures of its last line, its newest continuations.
+    """Read what the page shows of a run: curves by panel, the figures of its last line, settings, newest continuations.
 
     Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
     """
@@ -180,10 +201,15 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
     last, newest = {}, -1
     samples: tuple[int, list[list[str]]] | None = None
     best: tuple[float, int] | None = None
+    before_s = elapsed_s = 0.0
     for step, record in read_records(folder):
         if not newest < step < MOST_STEP:
             continue
         newest, last = step, record
+        now_s = finite_number(record.get("elapsed_s")) or 0.0
+        if now_s < elapsed_s:  # the run was resumed, and its clock began again
+            before_s += elapsed_s
+        elapsed_s = now_s
         for panel, label, given in _values(record):
             if (value := finite_number(given)) is not None:
                 curves[panel][label].add(step, value)
@@ -198,6 +224,8 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "step": max(newest, 0),
+        "duration": duration(before_s + elapsed_s) if elapsed_s else None,
+        "settings": _settings(folder),
         **figures,
         "best": best,
         "samples": samples,
@@ -209,6 +237,21 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
             for panel, found in curves.items()
         },
     }
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Return the keys of the run's `config.toml` with their values as text. None without a readable one."""
+    try:
+        tables = tomllib.loads(read_regular(folder / CONFIG_FILE, MOST_CONFIG_BYTES).decode())
+        pairs = [
+            (f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str))
+            for name, table in tables.items()
+            if name != "run" and isinstance(table, dict)
+            for key, value in table.items()
+        ]
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {_printable(key): _printable(value) for key, value in pairs}
 
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -228,7 +271,8 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for index, given in enumerate(_list(engine.get("busy_s"))):
         busy_s = finite_number(given)
         if busy_s is not None and step_s:
-            yield "bubble", f"device {index}", 1 - busy_s / step_s
+            # A step that was under way before the record's steps has computed for longer than their time.
+            yield "bubble", f"device {index}", min(max(1 - busy_s / step_s, 0.0), 1.0)
     for index, given in enumerate(_list(engine.get("device_peak_gib"))):
         yield "device_memory", f"device {index}", given
 

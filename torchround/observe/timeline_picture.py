@@ -38,6 +38,16 @@ NAMES = {
     TaskKind.WEIGHT_GRADIENT: "weight gradient",
     TaskKind.ORTHOGONALISE: "orthogonalisation",
 }
+# Schedules whose usual name is not that of the command in capitals.
+TITLES = {
+    "gpipe": "GPipe",
+    "interleaved_1f1b": "Interleaved 1F1B (Megatron-LM)",
+    "looped_bfs": "Looped BFS",
+    "async_1f1b": "Asynchronous 1F1B (PipeDream)",
+    "mobius": "Mobius",
+    "roundpipe_sync": "torchround (RoundPipe), update after each step",
+    "roundpipe_async": "torchround (RoundPipe), updates one step late",
+}
 COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
@@ -129,7 +139,8 @@ def _colour(task: Task, num_layers: int) -> tuple[float, ...]:
 
 def _title(report: ScheduleReport) -> str:
     settled = ", steady state" if len(report.timeline.step_ends_s()) > 1 else ""
-    return f"{report.name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
+    name = TITLES.get(report.name, report.name.replace("_", "-").upper())
+    return f"{name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
 
 
 def _legend(
@@ -145,6 +156,12 @@ def _legend(
     if TaskKind.FUSED in used:
         shown["both in one"] = shades[TaskKind.FORWARD], shades[TaskKind.FUSED]
     shown["idle"] = Patch(**IDLE)
+    if any(
+        task.stream != COMPUTE and task.device != HOST and task.duration_s > 0
+        for report in reports
+        for task in report.timeline.tasks
+    ):
+        shown["strip below a device: its transfers"] = shades[TaskKind.OFFLOAD]
     # The title is the legend's, which the layout keeps clear of the panels; a title of the figure would cover the legend.
     figure.legend(
         list(shown.values()),

@@ -49,7 +49,13 @@ class WandbLogger:
                 # Offline there is no server to look the id up on, and the library would warn.
                 resume="allow" if run_id is not None and mode == "online" else None,
                 # Otherwise the library would put itself between our console lines and standard output.
-                settings=wandb.Settings(console="off", init_timeout=_WANDB_START_S),
+                # And it would end a run with dozens of lines, curves and last values of each device among them.
+                settings=wandb.Settings(
+                    console="off",
+                    init_timeout=_WANDB_START_S,
+                    max_end_of_run_history_metrics=0,
+                    max_end_of_run_summary_metrics=0,
+                ),
             )
 
         if mode == "online":

@@ -100,9 +100,8 @@ class Plan:
         lines = [title if timed else title.replace(f"  {'ms':>8}", "")]
         for first, last, stage in self.runs():
             numbers = f"{first}" if first == last else f"{first}-{last}"
-            # Backward stages come from the last layer to the first, so the last of a run holds its first layer.
-            ends = (self.stages[last], stage) if stage.kind == "backward" else (stage, self.stages[last])
-            layers = f"{stage.num_layers} of {ends[0].first_layer} .. {ends[1].last_layer}"
+            names = layer_names(stage, self.stages[last])
+            layers = f"{stage.num_layers} of {names}" if " .. " in names else names
             parts = [f"{numbers:>9}", f"{stage.kind:<8}", f"{layers:<33}"]
             parts += [f"{1e3 * stage.seconds:8.2f}"] if timed else []
             parts += [f"{size_text(size):>9}" for size in (stage.weight_bytes, stage.compute_bytes)]
@@ -144,6 +143,14 @@ class Plan:
             else:
                 runs.append((index, index, stage))
         return runs
+
+
+def layer_names(first: PlannedStage, last: PlannedStage) -> str:
+    """Name the layers of consecutive stages, lowest first; backward stages are dispatched deepest first."""
+    low, high = (last, first) if first.kind == "backward" else (first, last)
+    return (
+        low.first_layer if low.first_layer == high.last_layer else f"{low.first_layer} .. {high.last_layer}"
+    )
 
 
 def _looks(stage: PlannedStage) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 `report_plan` answers a `RunQuestion`. This module reads no config, no model and no file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs, ParameterCounts
@@ -37,6 +37,10 @@ class ConfigChange:
     setting: str
     fits: bool = True
     gain: float = 0.0
+    basis: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.setting} would take {100 * self.gain:.0f} % less time per step{self.basis}"
 
 
 @dataclass(frozen=True)
@@ -171,31 +175,49 @@ def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transf
     return plan_transfers(plan, costs, question.device.pcie_gb_per_s, question.recompute, share)
 
 
-def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
-    """Try changes that keep the step's batch, each alone; yield those that make steps clearly shorter."""
-    alternatives = [
+def best_mode(question: RunQuestion, plan: Plan) -> ConfigChange | None:
+    """Return the choice of rounds or update mode that makes steps shortest; None if none is clearly faster than `plan`."""
+    if question.given is not None:
+        return None
+    return max(_shorter(question, plan, _modes(question)), key=lambda change: change.gain, default=None)
+
+
+def _modes(question: RunQuestion) -> list[tuple[str, RunQuestion]]:
+    return [
         ('engine.rounds = "auto"', replace(question, rounds="auto")),
-        ('engine.recompute = "layer"', replace(question, recompute="layer")),
         ('engine.update = "async"', replace(question, update="async")),
     ]
+
+
+def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
+    """Try changes that keep the step's batch, each alone; yield those that make steps clearly shorter."""
+    alternatives = [*_modes(question), ('engine.recompute = "layer"', replace(question, recompute="layer"))]
     for size in (question.micro_batch_size // 2, question.micro_batch_size * 2):
         if 1 <= size <= question.global_batch_size:
             changed = replace(question, micro_batch_size=size)
             alternatives.append((f"training.micro_batch_size = {size}", changed))
+    # The other changes would leave the given plan in place, which was made for other costs.
+    if question.given is not None:
+        alternatives = [("engine.plan left out", replace(question, given=None))]
+    yield from _shorter(question, plan, alternatives)
+
+
+def _shorter(
+    question: RunQuestion, plan: Plan, alternatives: Iterable[tuple[str, RunQuestion]]
+) -> Iterator[ConfigChange]:
+    """Yield the changes that make steps clearly shorter."""
     # Compared without a choice of what to keep: with one, each of these plans would take seconds.
     before_s = (
         plan.step_s if question.without_choice() == question else plan_for(question.without_choice()).step_s
     )
-    # The other changes would leave the given plan in place, which was made for other costs.
-    if question.given is not None:
-        alternatives = [("engine.plan left out", replace(question, given=None))]
+    basis = "" if question.device is not None else ", if time is in proportion to FLOPs"
     for setting, changed in alternatives:
         # A change that alters nothing, or that does not fit, is no advice.
         if changed == question or not fits(changed):
             continue
         gain = 1 - plan_for(changed.without_choice()).step_s / before_s if before_s else 0.0
         if gain > CLEARLY_FASTER:
-            yield ConfigChange(setting, gain=gain)
+            yield ConfigChange(setting, gain=gain, basis=basis)
 
 
 def _to_hide(question: RunQuestion, costs: Costs) -> float | None:

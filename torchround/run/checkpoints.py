@@ -315,6 +315,8 @@ class RunCheckpoints:
         try:
             self._conclude(position, pending)
         except CheckpointError as error:
+            if position.step == self._config.training.num_steps:
+                return  # the run's last save begins next, and says what is wrong if it fails too
             unsaved = self.position.step - max(self.saved_step, self._first_step)
             logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
 

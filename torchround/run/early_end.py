@@ -155,7 +155,7 @@ class StopRequest:
         if self.signal_number is None:
             self.signal_number, self._asked_at_s = number, now_s
             _write_error(
-                f"{signal.Signals(number).name}: finishing the step and saving; another signal stops at once"
+                f"{signal.Signals(number).name}: finishing the steps under way and saving; another signal stops at once"
             )
         elif now_s - self._asked_at_s >= SAME_REQUEST_S:
             # No KeyboardInterrupt: its unwinding would wait for threads that are in the middle of a computation.

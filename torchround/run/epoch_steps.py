@@ -155,7 +155,8 @@ def _count_batches(config: Config, loader: Loader, clock: Callable[[], float]) -
         for _ in loader:
             batches += 1
             now_s = clock()
-            if now_s - told_s >= TELL_EVERY_S:
+            # Steps that are given are counted in silence: only if that is cheap, and nothing waits for the number.
+            if config.training.steps is None and now_s - told_s >= TELL_EVERY_S:
                 told_s = now_s
                 say(
                     f"steps    counting them: {batches:,} in {loader.epochs_read():.2f} of {passes(epochs)} "

@@ -19,11 +19,12 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.config import Config
+from torchround.config import Config, LRScheduleTable
 from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
+from torchround.optim import LRSchedule
 from torchround.run.run_folder import RunError
 from torchround.run.saved_forms import SavedForms
 from torchround.untrusted.terminal import terminal_safe
@@ -77,6 +78,7 @@ BEFORE: Mapping[tuple[str, str], str] = {
     ("optimizer", "state"): "exact",
 }
 MOST_COUNTED = 2**62  # upper limit of any count in a state
+JUMP = 1.2  # a learning rate that rises by this factor at a resumption is reported
 
 
 def find_checkpoint(
@@ -295,7 +297,25 @@ def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Conf
 def _warn_of_changes(loaded: Loaded, config: Config) -> None:
     if changes := list(_changes(loaded.state, config, LOSS_KEYS)):
         message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s", terminal_safe(message))
+        logger.warning("%s%s", terminal_safe(message), _rates_text(loaded, config))
+
+
+def _rates_text(loaded: Loaded, config: Config) -> str:
+    """Return from what to what the learning rate jumps under another schedule; nothing if it does not."""
+    before = loaded.state["config"]
+    try:
+        table, lr = LRScheduleTable.model_validate(before["lr_schedule"]), float(before["optimizer"]["lr"])
+        reached = LRSchedule(table, lr, int(before["training"]["steps"]))(max(loaded.step - 1, 0))
+        follows = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.num_steps)(loaded.step)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return ""  # of another release
+    if not follows > JUMP * reached:
+        return ""
+    return (
+        f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs that are "
+        'made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a checkpoint before it; '
+        '"none" never decays'
+    )
 
 
 def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:

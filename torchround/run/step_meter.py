@@ -1,20 +1,26 @@
 """From finished steps to the records of a run: what was learnt, how fast, and what the devices did meanwhile.
 
-Rates are over the time from one record to the next, without the time of validations and checkpoints: those come once
-in many steps, and the rate of a step must not depend on whether one of them follows it. The wait for data counts,
-because it slows training. Tokens are all that are computed except padding, whether the loss counts them or not.
+Rates are over the steps since the last record, and over at least `STEPS_PER_DEVICE` steps for each device: steps overlap,
+so several may end at the same moment, and the time between two ends is no step's time. The time of validations and
+blocking saves is left out, because the rate of a step must not depend on whether one of them follows it. The wait for
+data counts, because it slows training. Tokens are all that are computed except padding, whether the loss counts them or not.
 """
 
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torchround.engine.device import Device
 from torchround.engine.results import StageReport, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
 from torchround.pipeline.memory import GIB
+
+# With one stage per step each device may have a step under way, and all may end together: two such rounds give a rate.
+STEPS_PER_DEVICE = 2
 
 # The figures of a stage slot that a record gives for each device.
 _FIGURES: dict[str, Callable[[StageReport], float]] = {
@@ -53,11 +59,19 @@ class StepMeter:
         self._last: StepResult | None = None
         self._loss = self._grad_norm = 0.0
         self._weight_drift = 0
-        self._reset()
+        # Sums over all steps by name, those of devices by name and device; the newest sums before each step of the window.
+        self._sums: Counter[Any] = Counter()
+        self._window: deque[Counter[Any]] = deque(maxlen=STEPS_PER_DEVICE * len(devices))
+        self._at_record: Counter[Any] = Counter()
+        self._averaged: list[
+            tuple[float, int]
+        ] = []  # loss and number of labels of each step with a finite loss
+        self._excluded_s = self._data_s = 0.0
+        self.start()
 
     def start(self) -> None:
         """Start the first interval. Called once, before the first batch."""
-        self._reset()
+        self._start_s = self._last_s = self._clock()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -84,32 +98,44 @@ class StepMeter:
         if math.isfinite(self._loss):
             self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
-        self._optimizer_s += update.seconds
-        self._peers_wait_s += update.peers_wait_s
-        self._sent_bytes += update.sent_bytes
-        self._saved_bytes += update.saved_bytes
         self._weight_drift = max(self._weight_drift, result.weight_drift())
+        self._window.append(self._sums.copy())
+        now_s = self._clock()
+        more = {
+            "steps": 1,
+            "tokens": num_tokens,
+            "training_s": now_s - self._last_s - self._excluded_s,
+            "data_s": self._data_s,
+            "optimizer_s": update.seconds,
+            "peers_wait_s": update.peers_wait_s,
+            "sent_gib": update.sent_bytes / GIB,
+            "saved_gib": update.saved_bytes / GIB,
+        }
+        self._sums.update(more)
         for name, figure in _FIGURES.items():
-            more = result.by_device(figure, len(self._devices))
-            self._sums[name] = [one + other for one, other in zip(self._sums[name], more, strict=True)]
+            by_device = result.by_device(figure, len(self._devices))
+            self._sums.update({(name, device): value for device, value in enumerate(by_device)})
+        self._last_s, self._excluded_s, self._data_s = now_s, 0.0, 0.0
         if self._last is not None and self._last.pool is not result.pool:
             self._host_allocations = 0  # a new engine's pool counts its allocations from 0
         self._last = result
-        self._num_steps += 1
-        self._num_tokens += num_tokens
 
     def record(self, step: int, tokens: int, lr: float, validation_loss: float | None) -> StepRecord:
         """Return the record of the step added last, and start the next interval.
 
         `tokens` counts all labels so far. Raises `ValueError` if no step was added since the last record.
         """
-        if self._num_steps == 0 or self._last is None:
+        if self.num_steps == 0 or self._last is None:
             raise ValueError("no step was counted since the last record, so there is no rate")
-        now_s = self._clock()
-        training_s = now_s - self._start_s - self._excluded_s
-        step_s = training_s / self._num_steps
-        tokens_per_s = self._num_tokens / training_s if training_s > 0 else 0.0
-        devices_s = len(self._devices) * training_s
+        before = min(self._window[0], self._at_record, key=lambda sums: sums["steps"])
+        steps = self._sums["steps"] - before["steps"]
+        mean = {key: (value - before[key]) / steps for key, value in self._sums.items()}
+        figures = {
+            name: tuple(mean[name, device] for device in range(len(self._devices))) for name in _FIGURES
+        }
+        step_s = mean["training_s"]
+        tokens_per_s = mean["tokens"] / step_s if step_s > 0 else 0.0
+        devices_s = len(self._devices) * step_s
         device_allocations = sum(device.num_allocations for device in self._devices)
         host_allocations = self._last.pool.num_allocations
         record = StepRecord(
@@ -122,35 +148,45 @@ class StepMeter:
             tokens_per_s=tokens_per_s,
             mfu=mfu(tokens_per_s, self._flops_per_token, self._all_flops_per_s, 1),
             step_s=step_s,
-            data_s=self._data_s / self._num_steps,
-            optimizer_s=self._optimizer_s / self._num_steps,
-            bubble=1 - sum(self._sums["busy_s"]) / devices_s if devices_s > 0 else None,
+            elapsed_s=self.elapsed_s,
+            data_s=mean["data_s"],
+            optimizer_s=mean["optimizer_s"],
+            # A step that was under way before the window has computed for longer than the window's part of it.
+            bubble=max(0.0, 1 - sum(figures["busy_s"]) / devices_s) if devices_s > 0 else None,
             host_gib=host_gib(),
             skipped_steps=self._skipped_steps,
             validation_loss=validation_loss,
             has_virtual_devices=not any(device.has_link for device in self._devices),
-            **{name: tuple(value / self._num_steps for value in sums) for name, sums in self._sums.items()},
+            **figures,
             device_peaks_gib=tuple(device.peak_bytes() / GIB for device in self._devices),
             host_peak_gib=host_peak_gib(),
             host_pool_gib=self._last.pool.allocated_bytes / GIB,
             device_allocations=device_allocations - self._device_allocations,
             host_allocations=host_allocations - self._host_allocations,
             weight_drift=self._weight_drift,
-            peers_wait_s=self._peers_wait_s / self._num_steps,
-            sent_gib=self._sent_bytes / GIB / self._num_steps,
-            saved_gib=self._saved_bytes / GIB / self._num_steps,
+            peers_wait_s=mean["peers_wait_s"],
+            sent_gib=mean["sent_gib"],
+            saved_gib=mean["saved_gib"],
             machines=(),
             samples=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
-        # One moment ends this interval and begins the next, so that no time falls between them.
-        self._reset(now_s)
+        self._at_record, self._averaged, self._weight_drift = self._sums.copy(), [], 0
         return record
 
     @property
     def num_steps(self) -> int:
         """The number of steps since the last record."""
-        return self._num_steps
+        return int(self._sums["steps"] - self._at_record["steps"])
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time from the start to the newest step."""
+        return self._last_s - self._start_s
+
+    def mean_tokens_per_s(self) -> float:
+        """Return the rate over all steps since the start, without validations and blocking saves; 0 without a step."""
+        return self._sums["tokens"] / self._sums["training_s"] if self._sums["training_s"] else 0.0
 
     def _mean_loss(self) -> float:
         """Return the mean loss per label over the steps since the last record whose loss is finite.
@@ -163,17 +199,6 @@ class StepMeter:
         num_labels = sum(labels for _, labels in self._averaged)
         loss_sum = math.fsum(loss * labels for loss, labels in self._averaged)
         return loss_sum / num_labels if num_labels else 0.0
-
-    def _reset(self, now_s: float | None = None) -> None:
-        """Begin an interval."""
-        self._start_s = self._clock() if now_s is None else now_s
-        self._excluded_s = self._data_s = self._optimizer_s = self._peers_wait_s = 0.0
-        self._num_steps = self._num_tokens = self._sent_bytes = self._saved_bytes = 0
-        self._weight_drift = 0
-        self._averaged: list[
-            tuple[float, int]
-        ] = []  # loss and number of labels of each step with a finite loss
-        self._sums = {name: [0.0] * len(self._devices) for name in _FIGURES}
 
 
 def flops_per_token(model: LayeredModel, seq_len: int, element_bytes: int) -> float:

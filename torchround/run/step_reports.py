@@ -4,17 +4,21 @@ A step is dispatched before the one before it is reported, so that reporting nev
 """
 
 import logging
+import shlex
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from torchround.engine.results import StepResult
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
+from torchround.observe.reporters import duration
+from torchround.observe.run_page import PAGE_FILE
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
+from torchround.run.run_folder import RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter
-from torchround.run.validation import Validated
+from torchround.run.validation import Validated, best_of, kept_losses
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +115,19 @@ class StepReports:
         except Exception as error:  # noqa: BLE001  (a device that failed may not tell its figures)
             newest = self._newest.position.step if self._newest else 0
             logger.warning("step %d is missing in the metrics: %s", newest, error)
+
+
+def closing_text(folder: RunFolder, meter: StepMeter) -> str:
+    """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
+    losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step()
+    best = best_of(losses)
+    step = newest if best is None else best
+    of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
+    option = "" if step == newest else f" --step {step}"
+    run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / f"step-{step}"
+    return (
+        f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
+        f"open     {folder.path / PAGE_FILE}; checkpoint {checkpoint}{of_loss}\n"
+        f'next     torchround try_model --run {run}{option} --prompt "..", '
+        f"torchround export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER"
+    )
