@@ -239,6 +239,18 @@ def test_a_fraction_that_holds_nothing_out_is_an_error_and_no_loss_of_zero(
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_a_fraction_of_one_text_file_says_what_helps(
+    tmp_path: Path, tokenizer: Tokenizer, fraction: float
+) -> None:
+    """All of it is held out, or none: then either training or validation has no document."""
+    (tmp_path / "x.txt").write_text("a long text " * 1000)
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.txt")),), validation_fraction=fraction)
+    with pytest.raises(DataError, match=r"a text file is one: .*validation.sources"):
+        build_validation_loader(ValidationTable(interval_steps=1), tokenizer, 64, 8, data)
+        next(build_loader(data, tokenizer, 64, 8, 0))
+
+
 def test_validation_of_conversations_learns_what_training_does(
     chats: Path, chat_tokenizer: Tokenizer, make_chat_loader: Make
 ) -> None:

@@ -31,6 +31,7 @@ def check(path: Path, tokenizer: Tokenizer, mode: str = "skip", **source: Any) -
         ({"body": "a"}, {}, r"line 1: no field 'text'; fields: body"),
         ({"texts": "a"}, {}, r"line 1: no field 'text'; fields: texts; nearest: texts"),
         ({"prompt": "a", "completion": "b"}, {}, r'content = "prompt_completion"\?'),
+        ({"question": "a", "answer": "b"}, {}, r'content = "prompt_completion"\?'),
         ({"instruction": "a", "output": "b"}, {}, r'content = "alpaca"\?'),
         (
             {"tokens": [1, 300]},

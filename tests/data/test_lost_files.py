@@ -110,8 +110,7 @@ def test_a_lost_file_stops_a_run_at_its_next_record_although_a_window_waits(
     batches = list(islice(loader, 2))
     path.unlink()
     with pytest.raises(DataFileError, match=r"x.jsonl: cannot be read"):
-        for batch in loader:
-            batches.append(batch)
+        batches.extend(loader)  # keeps the ones before the error
     assert len(batches) < 6, "a window has 20 batches"
     write_lines(path)
     assert content([*batches, *islice(loader, 30 - len(batches))]) == whole
@@ -126,8 +125,7 @@ def test_an_open_archive_lives_on_until_it_is_opened_again(tmp_path: Path, token
     batches = [next(loader)]
     path.unlink()
     with pytest.raises(DataFileError, match=r"x.jsonl.gz: cannot be read"):
-        for batch in loader:
-            batches.append(batch)
+        batches.extend(loader)  # keeps the ones before the error
     assert content(batches)[: len(whole) - 1] == whole[:-1]
     assert len(batches) <= len(whole)
 

@@ -213,6 +213,19 @@ def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(
     ]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("prompt", "response"), ("question", "answer"), ("question", "completion")]
+)
+def test_pairs_are_read_by_their_usual_names(
+    tmp_path: Path, tokenizer: Tokenizer, prompt: str, completion: str
+) -> None:
+    records = [{"id": 1, prompt: "2+2=", completion: "4"}]
+    expected = trained_on(
+        tmp_path / "x.json", [{"prompt": "2+2=", "completion": "4"}], tokenizer, "prompt_completion"
+    )
+    assert trained_on(tmp_path / "y.json", records, tokenizer, "prompt_completion") == expected
+
+
 def test_messages_as_prompt_and_completion_are_written_with_the_template(
     tmp_path: Path, chat_tokenizer: Tokenizer
 ) -> None:
@@ -238,6 +251,10 @@ def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Toke
     ("record", "message"),
     [
         ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
+        (
+            {"prompt": "a", "answer": "b", "response": "c"},
+            "fields 'response' and 'answer' may both be the comp",
+        ),
         ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
         ({"prompt": "a", "completion": None}, "field 'completion' is null, not a string or a list"),
         (

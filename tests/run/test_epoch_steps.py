@@ -62,7 +62,9 @@ def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
     overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
     assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns
     assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
-    told = [line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line]
+    told = [
+        line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line
+    ]
     assert len(told) == warns
 
 
