@@ -35,6 +35,10 @@ Each type that fits was built at toy size with large random weights. Its logits,
 equal those of `transformers` in fp32, with packed documents against each document alone. A test compares every row with
 this version of `transformers`; another version may have another list. A type that a family of torchround's own reads
 runs faster there ([models.md](models.md)).
+
+The list is about layers, and not about tokenizers. A fitting model with a tokenizer of another kind than byte-level BPE, such as the
+SentencePiece kind of many `llama`, `mistral` and `gemma` models (`byte_fallback` in its `tokenizer.json`), is trained on token ids
+that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokenizer)).
 """
 
 
