@@ -37,7 +37,7 @@ this version of `transformers`; another version may have another list. A type th
 runs faster there ([models.md](models.md)).
 
 The list is about layers, and not about tokenizers. A fitting model with a tokenizer of another kind than byte-level BPE, such as the
-SentencePiece kind of many `llama`, `mistral` and `gemma` models (`byte_fallback` in its `tokenizer.json`), is trained on token ids
+SentencePiece kind of many `llama`, `mistral` and `gemma` models (`byte_fallback` in its tokenizer.json), is trained on token ids
 that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokenizer)).
 """
 
