@@ -61,7 +61,8 @@ class SourceTable(Table):
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
     """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
     `{from, value}` (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`.
-    `prompt_completion`: fields `prompt` and `completion`, each a string or a list of messages; the completion is learnt.
+    `prompt_completion`: fields `prompt` (or `question`) and `completion` (or `response`, `answer`), each a string or a list of
+    messages; the completion is learnt.
     `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None

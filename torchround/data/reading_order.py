@@ -22,6 +22,10 @@ from torchround.data.shuffling import EpochKey
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
 REMEDIES = 'repair it, or leave such records out with data.on_bad_record = "skip"'
+FEW_DOCUMENTS = (
+    "it takes whole documents, and a text file is one: part the text into more files, or into lines of JSON "
+    '{"text": ..}, or name other files in validation.sources'
+)
 FILE_REMEDY = "a file that cannot be read stops a run in both modes of data.on_bad_record; once it is back, the same command continues"
 LEAST_BAD_RECORDS = 10
 # A stream that may get a usable document of a source in a pass with a chance of one in S misses all of them in 8 S
@@ -225,7 +229,9 @@ class Reader(BaseNode[DocumentPiece]):
         if self._fruitless[number] >= most and not settings.validation:
             left_out = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
             if settings.held_out and progress.drawn > progress.bad:
-                left_out += f"; data.validation_fraction {settings.held_out} holds out the rest"
+                left_out += (
+                    f"; data.validation_fraction {settings.held_out} holds out the rest ({FEW_DOCUMENTS})"
+                )
             if settings.num_streams > 1:
                 left_out += f" (in {most} passes over it, for stream {settings.stream} of data.streams = {settings.num_streams})"
             raise DataError(f"source {name!r}: none of its documents holds any text{left_out}")

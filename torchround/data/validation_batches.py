@@ -6,6 +6,7 @@ from torchround.config import DataTable, ValidationTable
 from torchround.data.errors import DataError
 from torchround.data.loader import Loader
 from torchround.data.order_rules import OrderRules
+from torchround.data.reading_order import FEW_DOCUMENTS
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.layer import MicroBatch
 
@@ -65,7 +66,8 @@ class ValidationLoader:
             yield batch
         if batch is None:
             raise DataError(
-                "validation has no document: data.validation_fraction holds out none of these sources' documents"
+                "validation has no document: data.validation_fraction holds out none of these sources' documents "
+                f"({FEW_DOCUMENTS})"
             )
 
     def fingerprints(self) -> dict[str, str]:

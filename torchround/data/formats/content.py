@@ -25,7 +25,9 @@ RenderPair = Callable[[str, str], Spans]
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 DEFAULT_FIELDS = {"text": ("text",), "messages": ("messages", "conversations"), "tokens": ("tokens",)}
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
-PAIR_FIELDS = ("prompt", "completion")
+PAIR_FIELDS = {"prompt": ("question",), "completion": ("response", "answer")}
+"""The fields of a pair, each with other names that are read if it is missing."""
+
 LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
@@ -84,7 +86,7 @@ class RecordReader:
 
     def _pair(self, record: dict[str, Any]) -> Spans:
         """Return a prompt and its completion, of which only the completion is learnt."""
-        prompt, completion = (_unpacked(_required(record, name)) for name in PAIR_FIELDS)
+        prompt, completion = (_unpacked(_pair_field(record, name)) for name in PAIR_FIELDS)
         if isinstance(prompt, str) and isinstance(completion, str):
             assert self.render_pair is not None, f"source {self.table.path} has no tokenizer for its pairs"
             if not completion:
@@ -99,7 +101,8 @@ class RecordReader:
                 return record[name]
         # Often the content kind is wrong rather than the field: say so if a field of another kind is there.
         meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
-        meant = "prompt_completion" if record.keys() >= set(PAIR_FIELDS) else meant
+        is_pair = all(record.keys() & {name, *others} for name, others in PAIR_FIELDS.items())
+        meant = "prompt_completion" if is_pair else meant
         meant = "alpaca" if record.keys() >= {"instruction", "output"} else meant
         hint = " (the source's key field names the one to read)"
         if meant not in (None, self.table.content):
@@ -122,10 +125,23 @@ def _no_field(record: dict[str, Any], names: tuple[str, ...]) -> str:
     return f"no field {wanted}; fields: {', '.join(known) or 'none'}{nearest(names[0], known)}"
 
 
-def _required(record: dict[str, Any], name: str) -> Any:
+def _required(record: dict[str, Any], name: str, hint: str = "") -> Any:
     if name not in record:
-        raise DataError(_no_field(record, (name,)))
+        raise DataError(_no_field(record, (name,)) + hint)
     return record[name]
+
+
+def _pair_field(record: dict[str, Any], name: str) -> Any:
+    """Return the prompt or the completion of a record. Raises `DataError` if two fields could be meant."""
+    others = PAIR_FIELDS[name]
+    found = [other for other in others if other in record]
+    if name in record or not found:
+        return _required(record, name, f" (also read: {', '.join(others)})")
+    if len(found) > 1:
+        raise DataError(
+            f"fields {' and '.join(map(repr, found))} may both be the {name}; rename the one to read to {name!r}"
+        )
+    return record[found[0]]
 
 
 def _holds_records(value: Any) -> bool:
