@@ -169,7 +169,9 @@ class Trainer:
             try:
                 self._folder.describe(self.config, planning.settled)
             except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning("%s; training continues, and a resumed run has the plan before this one", error)
+                logger.warning(
+                    "%s; training continues, and a resumed run has the plan before this one", error
+                )
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
 
