@@ -315,7 +315,6 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "invalid run state",
     ),
     "spikes that are a number": (state(lambda content: content.update(spikes=1)), "invalid run state"),
-    "validation that is a list": (state(lambda content: content.update(validation=[1])), "invalid run state"),
     "stale layers of words": (state(lambda content: content.update(stale_layers="x")), "invalid run state"),
     "a name of an optimizer that is a table": (
         state(lambda content: content["config"].update(optimizer={"name": {}})),
