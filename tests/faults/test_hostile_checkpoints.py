@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from tests.support.fork_server import ForkServer
-from tests.support.hostile_cases import Case, judge
+from tests.support.hostile_cases import Case, judge, judge_words
 from tests.support.scenarios import prepare
 
 TENSORS = "tensors-00000.safetensors"
@@ -314,6 +314,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         state(lambda content: content.update(spikes={"loss": [float("nan")] * 10})),
         "invalid run state",
     ),
+    "spikes that are a number": (state(lambda content: content.update(spikes=1)), "invalid run state"),
+    "stale layers of words": (state(lambda content: content.update(stale_layers="x")), "invalid run state"),
+    "a name of an optimizer that is a table": (
+        state(lambda content: content["config"].update(optimizer={"name": {}})),
+        "another optimizer",
+    ),
     "a configuration that is a terminal's command": (
         state(lambda content: content["config"]["model"].update(flavor=TITLE)),
         "is of another model",
@@ -360,6 +366,83 @@ def given(harm: Callable[[Path], object]):
     return prepare_given
 
 
+def config(table: str, **changes: Any):
+    """Change a table of the saved configuration."""
+    return state(lambda content: content["config"][table].update(changes))
+
+
+def table(name: str, value: Any):
+    return state(lambda content: content["config"].update({name: value}))
+
+
+def unlisted_link(path: Path) -> None:
+    """Link to tensors that the manifest does not list."""
+    (path / "tensors-00007.safetensors").symlink_to("../../precious")
+
+
+def metrics_of_6_gib(path: Path) -> None:
+    with open(path.parents[1] / "metrics.jsonl", "wb") as file:
+        file.truncate(6 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 5, "loss": 2.5}\n')
+
+
+PRIVATE = "../precious"
+UNFOLLOWED = "an export publishes no file because a checkpoint names it"
+# Forgeries that only an export meets, besides those above that harm the files.
+EXPORTS = {
+    "a template that is a private file": Case(config("tokenizer", chat_template=PRIVATE), UNFOLLOWED),
+    "a tokenizer in a private folder": Case(config("tokenizer", path="..", name=None), UNFOLLOWED),
+    "a model in a private folder": Case(config("model", hf_path="..", flavor=None), UNFOLLOWED),
+    "a name in Markdown": Case(config("run", name="x\n# [click](evil)"), "run.name: given"),
+    "a name of letters without end": Case(config("run", name="x" * 10**6), "run.name: given(?s:.{0,2500})$"),
+    "no configuration": Case(state(lambda content: content.pop("config")), "holds no configuration"),
+    "a configuration that is a list": Case(
+        state(lambda content: content.update(config=[1])), "holds no configuration"
+    ),
+    "a model that is a list": Case(table("model", []), "model: given"),
+    "a model that is nothing": Case(table("model", None), "model: given"),
+    "no model": Case(state(lambda content: content["config"].pop("model")), "model"),
+    "a family that does not exist": Case(config("model", family="evil"), "there is no family"),
+    "a family that is a number": Case(config("model", family=7), "model.family: given 7"),
+    "a flavor that does not exist": Case(config("model", flavor="evil"), "no flavor"),
+    "a shape of words": Case(config("model", flavor=None, shape={"dim": "big"}), "model.shape"),
+    "layers without end": Case(
+        config(
+            "model",
+            family="llama3",
+            flavor=None,
+            shape={"num_layers": 10_000, "hidden_size": 16, "num_heads": 2, "ffn_size": 32},
+        ),
+        "lacks block",
+    ),
+    "adapters of no number": Case(config("lora", rank="x"), "lora.rank: given"),
+    "adapters without end": Case(config("lora", rank=10**9, targets=["q"]), "lora|target|not this model's"),
+    "a type that is a number": Case(config("training", dtype=3), "training.dtype: given 3"),
+    "sources that are words": Case(config("data", sources=["x"]), "data.sources"),
+    "a table too many": Case(table("evil", {}), "unknown table"),
+    "tables without number": Case(
+        state(lambda content: content["config"].update({f"t{number}": {} for number in range(20_000)})),
+        r"and 199\d\d more(?s:.{0,2500})$",
+    ),
+    "sizes of 64 bits without end": Case(
+        header(lambda entries: first(entries).update(shape=[2**62] * 200_000)), "200000 dimensions"
+    ),
+    "sizes of 4000 digits": Case(
+        header(lambda entries: first(entries).update(shape=[10**4000] * 800)), "the integer 1000"
+    ),
+    "a tensor of another shape": Case(
+        header(lambda entries: first(entries).update(shape=[1, *first(entries)["shape"]])), "not this model's"
+    ),
+    "no tensors": Case(header(lambda entries: b"{}"), "embedding"),
+    # Harmless ones: without them, the cases above could pass because every checkpoint is refused.
+    "tokens that are a table": Case(state(lambda content: content.update(tokens={})), "config.json", code=0),
+    "a link beside the tensors": Case(unlisted_link, "config.json", code=0),
+    "metrics of 6 GiB": Case(metrics_of_6_gib, "config.json", code=0),
+}
+FILES = ("a manifest", "a name", "tensors that are a", "a header", "a shape", "a type", "offsets", "a state")
+EXPORTS |= {name: Case(harm, "/theirs") for name, (harm, _) in CHECKPOINTS.items() if name.startswith(FILES)}
+
 # The same of a run that keeps documents whole.
 GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a document longer than a sequence": (
@@ -397,3 +480,24 @@ def test_a_hostile_checkpoint_is_a_message_and_touches_nothing(
     fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
     judge_in_copy(CASES[name], fork_server, tmp_path, saved)
+
+
+def test_a_hostile_checkpoint_is_not_exported(fork_server: ForkServer, saved: Path, tmp_path: Path) -> None:
+    """All in one process, each within seconds: one message, and no file from outside is published."""
+    (tmp_path / "precious").write_bytes(b"precious")
+    names = {name: name.replace(" ", "-").replace("'", "") for name in EXPORTS}
+    for name, folder in names.items():
+        theirs = tmp_path / folder / "checkpoints" / "theirs"
+        shutil.copytree(saved / "checkpoints" / f"step-{STEP}", theirs)
+        EXPORTS[name].prepare(theirs)
+    child = fork_server.run("exports_harm", list(names.values()), folder=tmp_path)
+    said = {name: (code, words) for name, code, words in map(json.loads, child.text().splitlines())}
+    assert child.wait() == 0 and len(said) == len(names) > 40, child.text()[-3000:]
+    for name, folder in names.items():
+        judge_words(EXPORTS[name], *said[folder])
+    exported = [path for path in (tmp_path / "exports").rglob("*") if path.is_file()]
+    assert {path.parent.name for path in exported} == {
+        names[name] for name in EXPORTS if not EXPORTS[name].code
+    }
+    assert not any(b"precious" in path.read_bytes() for path in exported)
+    assert "2.5000 nats" in (tmp_path / "exports" / "metrics-of-6-GiB" / "README.md").read_text()

@@ -332,6 +332,19 @@ TOKENIZERS = {
         "tokenizer.json",
         OWN_TOKENIZER,
     ),
+    "a pattern of nothing": Case(
+        tokenizer(lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": ""})),
+        r"^(?!(?s:.*)panicked).*tokenizer.json: .*empty",
+        OWN_TOKENIZER,
+    ),
+    "a pattern of nothing before some letters": Case(
+        tokenizer(
+            lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"(?=aaa)|\s+|\S"})
+        ),
+        "pattern cannot split",
+        OWN_TOKENIZER,
+        code=1,
+    ),
     "ids below nothing": Case(
         tokenizer(lambda content: content["model"]["vocab"].update({"a": -5})),
         "tokenizer.json",

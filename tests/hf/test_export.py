@@ -166,6 +166,27 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 2
 
 
+def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_cache_are_not(
+    releases, tmp_path, capsys
+):
+    """A hub's cache has snapshots of links to its blobs, both below one folder `models--*`."""
+    release, output = releases("llama3"), tmp_path / "exported"
+    checkpoint = imported(release, tmp_path)
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "rev"
+    shutil.copytree(release.folder, snapshot.parents[1] / "blobs")
+    snapshot.mkdir(parents=True)
+    for blob in (snapshot.parents[1] / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(blob)
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 0
+    assert_same_tensors(output, release.folder)
+    shutil.rmtree(output)
+    (tmp_path / "precious").write_text("precious")
+    (snapshot / "merges.txt").symlink_to(tmp_path / "precious")
+    capsys.readouterr()
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
+
+
 def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
     synced, sync = [], os.fsync
 

@@ -1,7 +1,7 @@
 """Hostile input for runs, and the judgement of each run's reaction.
 
-Each case runs `train.py`'s main function in a process of its own, with limits on memory and time. The process prints
-every file opened for writing, every folder made, every rename and removal outside `outputs/`, every class that a pickle
+Each case runs `train.py`'s main function in a process of its own, or an export in one process for all, with limits on
+memory and time. The process prints every file opened for writing, every folder made, every rename and removal outside `outputs/`, every class that a pickle
 looks up, and every program that is started.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tests.support.fork_server import ForkServer
 
-MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
-CPU_S = 30
+MEMORY_BYTES = 500 << 20  # on top of what the process has mapped before
+CPU_S = 10
 COMPARED_BYTES = 1 << 24  # larger files are holes
 TOUCHED = "TOUCHED"
 
@@ -45,12 +45,16 @@ def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
     case.prepare(folder)
     before = contents(folder)
     child = fork_server.run("meets_harm", list(case.overrides), folder=folder)
-    text = child.text()
-    assert "Traceback" not in text and TOUCHED not in text, text
-    assert child.wait() == case.code, f"exit code {child.wait()}\n{text}"
+    judge_words(case, child.wait(), child.text())
+    assert contents(folder) == before, child.text()
+
+
+def judge_words(case: Case, code: int, text: str) -> None:
+    """Require the exit code, and a message in plain text."""
+    assert not re.search(rf"Traceback|{TOUCHED}|KeyError|(?<!chat template: )TypeError", text), text
+    assert code == case.code, f"exit code {code}\n{text}"
     assert re.search(case.says, text), text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), f"a terminal would obey {text!r}"
-    assert contents(folder) == before, text
 
 
 def contents(folder: Path) -> dict[str, bytes | str]:

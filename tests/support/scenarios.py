@@ -1,6 +1,8 @@
 """What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
 
+import io
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -8,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +19,10 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import be_limited, be_watched
+from tests.support.hostile_cases import CPU_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
-from torchround.commands import configured_model
+from torchround.commands import configured_model, export_hf
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger
@@ -31,6 +35,7 @@ CHECKPOINT_EVENTS = {
 def warm_up() -> None:
     """Train one run, so that no child has to import or compile anything."""
     configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
+    export_hf.FAMILIES = configured_model.FAMILIES
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -145,6 +150,23 @@ def meets_harm(arguments: list[str]) -> int:
     be_limited()
     be_watched(Path("outputs"))
     return trains(arguments)
+
+
+def exports_harm(names: list[str]) -> int:
+    """Export the checkpoint `theirs` of each folder, with limits. Prints the exit code and the words of each as JSON."""
+    be_limited()
+    be_watched(Path("exports"))
+    for name in names:
+        signal.alarm(CPU_S)
+        words = io.StringIO()
+        with redirect_stdout(words), redirect_stderr(words):
+            try:
+                code = export_hf.main([f"{name}/checkpoints/theirs", f"exports/{name}"])
+            except BaseException:  # noqa: BLE001  (the test shows it)
+                traceback.print_exc()
+                code = 1
+        print(json.dumps([name, code, words.getvalue()]), flush=True)
+    return 0
 
 
 def trains_under_mask(mask: int, arguments: list[str]) -> int:

@@ -29,7 +29,7 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands.checkpoint_weights import checkpoint_weights
-from torchround.commands.generation_files import read_object, write_generation, write_json
+from torchround.commands.generation_files import write_generation, write_json
 from torchround.commands.released_folder import open_weights
 from torchround.config import Config, ConfigError, load_config, show
 from torchround.config.validate import RawConfig, validate
@@ -39,7 +39,7 @@ from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, LOSSES, CardFacts, model_card
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
-from torchround.hf.tensor_folder import StoredTensor
+from torchround.hf.tensor_folder import StoredTensor, read_object
 from torchround.layer import HFNames
 from torchround.models import (
     FAMILIES,
@@ -57,6 +57,8 @@ from torchround.untrusted.terminal import terminal_safe
 
 # Endings of the files of a model and its tokenizer that an export copies or reads.
 PUBLISHED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+# The end of a metrics file, where the model card looks for losses: 30,000 steps on eight devices.
+LOGGED_BYTES = 2**26
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,7 +93,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def own_paths(config: Config) -> dict[str, Path | None]:
+def own_paths(config: Config) -> dict[str, Any]:
     """Return the fields of `Export` that the user's own config gives."""
     keys = {
         "base": config.model.hf_path,
@@ -132,7 +134,7 @@ def export(request: Export) -> str:
     verify_checkpoint(request.checkpoint)
     state = read_state(request.checkpoint, read_manifest(request.checkpoint))
     state["config"] = run_with_own_paths(request, state.get("config"))
-    for folder in {request.base, request.tokenizer} - {None}:
+    for folder in filter(None, (request.base, request.tokenizer)):
         refuse_links_out_of(folder_of(folder), PUBLISHED)
     trained = Trained(request, state)
     if request.adapters:
@@ -194,14 +196,17 @@ class Trained:
         self.base = request.base
         self.lora = run["lora"]
         self.stored = checkpoint_weights(request.checkpoint)
-        if run["model"]["family"] not in FAMILIES:
-            raise HFError(
-                f"{request.checkpoint}: there is no family {show(run['model']['family'])} of models"
-            )
-        family = FAMILIES[run["model"]["family"]]
+        family = FAMILIES.get(run["model"]["family"])
+        if family is None:
+            raise HFError(f"{request.checkpoint}: there is no family {show(run['model']['family'])}")
         self.content = config_content(family, run["model"], self.base, self.stored)
         config = family.config_from_hf(self.content)
         self.names = family.hf_names(config)
+        # Before the model is built: a forged checkpoint may describe any number of layers.
+        if self.base is None and (missing := sorted(self.names.keys() - self.stored.keys())):
+            raise HFError(
+                f"{request.checkpoint} lacks {', '.join(missing[:5])} of the model that it describes"
+            )
         self.module_names = family.module_names(config)
         model = family.build(config)
         shapes = model.stored_shapes()
@@ -212,8 +217,9 @@ class Trained:
                 model, self.module_names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"]))
             )
             self.adapters = adapter_names(model, self.module_names)
+        expected = model.stored_shapes()
         for name, tensor in self.stored.items():
-            if tensor.dtype is None or model.stored_shapes().get(name) != tensor.shape:
+            if tensor.dtype is None or expected.get(name) != tensor.shape:
                 raise HFError(
                     f"{request.checkpoint}: {name} of type {tensor.dtype_name} and shape {list(tensor.shape)} is not "
                     "this model's"
@@ -292,7 +298,7 @@ def card_facts(
     step, tokens = read_manifest(request.checkpoint).step, state.get("tokens")
     losses = {}
     with suppress(OSError):  # the folder has no metrics
-        for logged, record in read_records(request.checkpoint.resolve().parent.parent):
+        for logged, record in read_records(request.checkpoint.resolve().parent.parent, LOGGED_BYTES):
             for key in LOSSES:
                 if logged <= step and (loss := finite_number(record.get(key))) is not None:
                     losses[key] = logged, loss

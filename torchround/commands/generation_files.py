@@ -16,7 +16,7 @@ from torchround.data import DataError, MissingTokenizerError, Tokenizer, Tokeniz
 from torchround.data.document_types import Conversation
 from torchround.data.opening import CONVERSATIONS
 from torchround.data.text.chat import ChatTemplate
-from torchround.hf import HFError
+from torchround.hf.tensor_folder import read_object
 from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -129,17 +129,6 @@ def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `HFError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HFError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise HFError(f"{path} does not hold a JSON object")
-    return content
 
 
 def byte_tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The folder of a released model: its `config.json`, whether the run's family reads it, and its weights."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -8,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torchround.config import MODEL_FOLDER, Options, show
-from torchround.hf import PretrainedWeights, quantised_advice, quantised_kind
-from torchround.hf.tensor_folder import read_folder
+from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind
+from torchround.hf.tensor_folder import read_folder, read_object
 from torchround.models import OWN_FAMILIES, KnownShape, ModelConfigError, ModelFamily
 
 logger = logging.getLogger(__name__)
@@ -73,22 +72,13 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
     folder = options.config.model.hf_path
     assert folder is not None, "the config checks want a flavor, a shape or hf_path"
     path = Path(os.path.expanduser(folder)) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
+    if not path.is_file():
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
-        raise options.error(
-            "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
-        ) from error
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # JSON that is nested too deeply ends in a RecursionError
-        raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise options.error("model.hf_path", f"{path} does not hold a JSON object")
-    return path, content
+        raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
+    try:
+        return path, read_object(path)
+    except HFError as error:
+        raise options.error("model.hf_path", str(error)) from error
 
 
 def _refuse_another_family(options: Options, given: ModelFamily, path: Path, model_type: Any) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.commands.checkpoint_weights import checkpoint_weights
 from torchround.commands.configured_model import Mapped, build_model, find_weights, model_config
-from torchround.commands.generation_files import read_object
 from torchround.commands.released_folder import open_weights
 from torchround.config import ConfigError, Options, parse_command_line, show
 from torchround.config.load import apply_override, parse_overrides
@@ -25,7 +24,7 @@ from torchround.data import MissingTokenizerError, Tokenizer, build_tokenizer
 from torchround.data.text.tokenizer import FILES
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, read_plain
-from torchround.hf.tensor_folder import StoredTensor, TensorFiles
+from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_object
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, KnownShape, adapter_names
 from torchround.pipeline.memory import size_text

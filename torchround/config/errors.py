@@ -1,5 +1,6 @@
 """The error of a configuration: every mistake in it, in one message for the person who wrote it."""
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -48,6 +49,8 @@ def show(value: Any) -> str:
     except ValueError:
         # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16.
         return "an integer too long to print"
+    except TypeError:  # a checkpoint's configuration is JSON, which has null
+        text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -6,7 +6,6 @@ Names, shapes and types are checked by the headers before the first byte is read
 
 import functools
 import hashlib
-import json
 import os
 import sys
 from collections import defaultdict
@@ -30,6 +29,7 @@ from torchround.hf.tensor_folder import (
     quantised_advice,
     quantised_tensors,
     read_folder,
+    read_object,
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
@@ -273,12 +273,12 @@ def read_adapters(
     """
     folder = Path(os.path.expanduser(table.path or ""))
     try:
-        content = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-        found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}
-        wrong = [f"{key} is not supported" for key in UNSUPPORTED_ADAPTERS if content.get(key)]
-        start = content.get("init_lora_weights", True)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE} cannot be read: {error}") from error
+        content = read_object(folder / ADAPTER_CONFIG_FILE)
+    except HFError as error:
+        raise HFError(f"lora.path: {error}") from error
+    found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}
+    wrong = [f"{key} is not supported" for key in UNSUPPORTED_ADAPTERS if content.get(key)]
+    start = content.get("init_lora_weights", True)
     wanted = {"peft_type": "LORA", "r": table.rank, "lora_alpha": table.alpha, "bias": "none"}
     differing = [
         f"{key} is {found[key]!r} instead of {wanted[key]!r}" for key in wanted if found[key] != wanted[key]

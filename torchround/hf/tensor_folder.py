@@ -94,6 +94,17 @@ def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, Store
     return tensors
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises `HFError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HFError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise HFError(f"{path} does not hold a JSON object")
+    return content
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Find the tensors of one safetensors file. Raises `HFError` if the file does not hold all of their bytes."""
     try:
@@ -148,8 +159,8 @@ def _files(folder: Path, single_file: str) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise HFError(f"{index} cannot be read: {error}") from error
     for name in names:
         # A path in an index could name any file of the machine.

@@ -6,6 +6,7 @@ matplotlib is imported only when a curve is drawn: it takes half a second, and a
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -72,8 +73,10 @@ def read_losses(folder: Path) -> LossCurve:
     return curve
 
 
-def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the step and the record of each line of a run's metrics. Raises `OSError` if the folder has none.
+def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the step and the record of each line of a run's metrics, or of the lines in its last bytes.
+
+    Raises `OSError` if the folder has none.
 
     A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step, is left out.
     """
@@ -84,6 +87,8 @@ def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # The folder may come from a stranger: a pipe in the file's place has no name in its error.
         raise error if error.filename else OSError(f"{path}: {error}") from None
     with BufferedReader(opened) as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in _lines(file):
             record = _parsed(line)
             step = record.get("step")

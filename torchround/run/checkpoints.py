@@ -149,7 +149,10 @@ class RunCheckpoints:
             validation = state.get("validation")
             progress = None if validation is None else ValidationProgress.from_state(validation)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {error!r}") from error
+            what = (
+                error if isinstance(error, ValueError) else f"a field is missing or of another type ({error})"
+            )
+            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {what}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"], progress))

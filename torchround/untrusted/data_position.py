@@ -45,9 +45,7 @@ def check_data_position(position: Any, limits: PositionLimits) -> None:
         else:
             _check_group(packing, limits, limits.whole_document_tokens)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"invalid data position in the checkpoint: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"invalid data position in the checkpoint: {error}") from error
 
 
 def _check_window(position: Mapping[str, Any], limits: PositionLimits) -> None:

@@ -50,7 +50,9 @@ def read_tensor_header(
         entries = {name: _entry(name, fields, item_bytes) for name, fields in content.items()}
         _refuse_overlaps(entries)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a header of tensors: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"not a header of tensors: a field is missing or of another type ({error})"
+        ) from error
     end = start + max((entry.end for entry in entries.values()), default=0)
     if end > size_bytes:
         raise EOFError(f"truncated: its tensors end at byte {end}, the file has {size_bytes}")

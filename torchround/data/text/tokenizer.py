@@ -117,7 +117,10 @@ class Tokenizer:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
             return np.array(self.encoding.encode_ordinary(text), dtype=np.int64)
-        except ValueError as error:  # a pattern that backtracks without end
+        except BaseException as error:
+            # A pattern that backtracks without end, or one whose empty match makes the Rust code panic.
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(
                 f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
             ) from error

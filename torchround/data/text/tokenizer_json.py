@@ -50,7 +50,7 @@ def read_tokenizer_json(path: Path) -> ByteLevelBPE:
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not a tokenizer.json ({type(error).__name__}: {error})") from error
+        raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
 
 
 def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
@@ -77,11 +77,13 @@ def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuse a pattern that does not match some character: it would silently drop it from the text."""
-    each_byte = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding("pattern", pat_str=pattern, mergeable_ranks=each_byte, special_tokens={})
-    if encoding.decode(encoding.encode_ordinary(SAMPLE)) != SAMPLE:
-        raise TokenizerError("its pre_tokenizer's pattern leaves out characters")
+    """Refuse a pattern that leaves out characters, or that matches the empty text, at which tiktoken panics."""
+    # With a token for it, an empty match shows and does not panic.
+    ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding("pattern", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    found = encoding.encode_ordinary(SAMPLE)
+    if 256 in found or encoding.decode(found) != SAMPLE:
+        raise TokenizerError("its pre_tokenizer's pattern leaves out characters, or matches the empty text")
 
 
 def _missing_bytes(model: dict[str, Any], ranks: dict[bytes, int], pattern: str) -> MissingBytes | None:
