@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def own_paths(config: Config) -> dict[str, Path | None]:
+def own_paths(config: Config) -> dict[str, Any]:
     """Return the fields of `Export` that the user's own config gives."""
     keys = {
         "base": config.model.hf_path,
@@ -134,7 +134,7 @@ def export(request: Export) -> str:
     verify_checkpoint(request.checkpoint)
     state = read_state(request.checkpoint, read_manifest(request.checkpoint))
     state["config"] = run_with_own_paths(request, state.get("config"))
-    for folder in {request.base, request.tokenizer} - {None}:
+    for folder in filter(None, (request.base, request.tokenizer)):
         refuse_links_out_of(folder_of(folder), PUBLISHED)
     trained = Trained(request, state)
     if request.adapters:
