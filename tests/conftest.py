@@ -3,6 +3,7 @@
 docs/testing.md says which command runs which tier.
 """
 
+import importlib.util
 import os
 import signal
 
@@ -11,6 +12,25 @@ import pytest
 # Read when torch is first imported, here and in the processes that tests start. Otherwise several processes on two cores
 # would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without it
+    import hypothesis.internal.conjecture.engine
+    from hypothesis import HealthCheck, settings
+
+    # The first is the default, so that a test fails on every machine or on none. Hypothesis itself chooses such a profile
+    # only if CI is set. `--hypothesis-profile=random` searches.
+    for name in ("random", "deterministic"):
+        settings.register_profile(
+            name,
+            derandomize=name == "deterministic",
+            database=None,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+    settings.load_profile("deterministic")
+    # Hypothesis' own limit is 300 s for each failure.
+    hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS = 30
 
 
 # A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.
@@ -26,7 +46,7 @@ THOROUGH_PLACES = (
         "tests/models/borrowed/test_adapters_beside_peft.py",
     ),
     *("tests/models/borrowed/test_beside_our_own.py",),
-    *("tests/test_time_limit.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
+    *("tests/test_how_tests_run.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "slow", "accelerator")

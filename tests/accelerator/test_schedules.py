@@ -18,7 +18,7 @@ from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.layer import KEEPABLE
 from torchround.pipeline.partition import KeptNames
 
-SEEDS, ALL_SEEDS = 25, 500
+SEEDS, ALL_SEEDS = 50, 500
 MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
 WORKERS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
 

@@ -1,8 +1,10 @@
 """The GPU benchmark and its command, run on virtual devices: every line of them but CUDA's own calls."""
 
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,18 @@ from torchround.pipeline.costs import Costs, LayerCost
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import find_hardware
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
+HIDE = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in {hidden} else find(name, *rest))
+"""
 SMALL = [
     *("--devices", "cpu", "--flavor", "debug", "--seq-len", "32", "--micro-batch-size", "1"),
     *("--micro-batches", "2", "--steps", "1", "--device-memory-gib", "0.02", "--copy-mib", "1"),
@@ -116,10 +129,37 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
     assert "1 passed, 1 failed: two" in printed and "left out: the time was up" in printed
 
 
-def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path) -> None:
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """Return an environment that hides the packages which docs/gpu_results.md does not name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = itertools.chain(*project["optional-dependencies"].values())
+    known = {re.split(r"[^\w-]", line)[0] for line in (*project["dependencies"], *extras)}
+    page = (ROOT / "docs" / "gpu_results.md").read_text()
+    named = page.split("must be installed:")[1].split(".\n")[0]
+    kept = {name for name in known if f"`{name}`" in named}
+    assert {"torch", "xxhash"} <= kept
+    hidden = known - kept - {"jinja2"}  # which PyTorch brings
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def test_the_accelerators_tests_are_found_on_a_bare_machine(bare: dict[str, str]) -> None:
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", "accelerator", "tests/accelerator"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "left out: test_generation.py, which needs transformers" in done.stdout
+    assert "test_gpu_benchmark.py::" in done.stdout and "test_training.py::" in done.stdout
+
+
+def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(
+    tmp_path: Path, bare: dict[str, str]
+) -> None:
     """The command must not take tests on the simulated accelerator for tests that passed on a GPU."""
     environment = {
-        **os.environ,
+        **bare,
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

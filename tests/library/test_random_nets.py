@@ -35,7 +35,7 @@ def distance(outputs: Tensor, labels: dict[str, Tensor]) -> Tensor:
     return (outputs - labels["target"]).square().mean()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kinds=layer_kinds(),
     cuts=st.lists(st.booleans(), min_size=12, max_size=12),

@@ -9,6 +9,14 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <torch/library.h>
+#include <torch/version.h>
+
+// torch 2.12 added the last two arguments of _flash_attention_forward.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+#define PAGED_ARGUMENTS
+#else
+#define PAGED_ARGUMENTS , const Maybe&, std::optional<int64_t>
+#endif
 
 namespace simulated {
 namespace {
@@ -97,7 +105,7 @@ Tensor part(const Tensor& rows, int64_t start, int64_t stop) {  // [N, H, C] -> 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Maybe& offsets_q, const Maybe& offsets_k,
     int64_t longest, int64_t, double dropout, bool causal, bool, std::optional<double> scale, std::optional<int64_t> left,
-    std::optional<int64_t> right, const Maybe&, const Maybe&, const Maybe&, std::optional<int64_t>) {
+    std::optional<int64_t> right, const Maybe&, const Maybe& PAGED_ARGUMENTS) {
   check_flash(query, offsets_q);
   TORCH_CHECK(dropout == 0, "the simulated flash attention has no dropout");
   auto output = at::empty_like(query);

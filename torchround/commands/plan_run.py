@@ -20,6 +20,7 @@ from torchround.commands.configured_model import build_model, find_weights
 from torchround.commands.machine_lines import machine_parts, planned_machines
 from torchround.config import Config, ConfigError, Options, parse_command_line
 from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
+from torchround.data.loader import loader_bytes
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.layer import LayeredModel
@@ -32,7 +33,7 @@ from torchround.pipeline.plan import Plan, layer_names
 from torchround.pipeline.plan_report import PlanReport, report_plan
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
-from torchround.run.numbers import RunNumbers, loader_bytes, run_question
+from torchround.run.numbers import RunNumbers, run_question
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -30,6 +30,7 @@ from torchround.data.packing.batches import (
     padding_sequences,
     progress_so_far,
 )
+from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
 from torchround.data.reading_order import MixSettings
 from torchround.data.saved_positions import (
     ELSEWHERE,
@@ -38,9 +39,10 @@ from torchround.data.saved_positions import (
     split_position,
     what_a_change_costs,
 )
-from torchround.data.sequence_stream import SequenceStream, StreamSettings
+from torchround.data.sequence_stream import PREFETCHED_BATCHES, SequenceStream, StreamSettings
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.pipeline.run_question import INTEGER_TENSORS
 from torchround.untrusted.data_position import PositionLimits, check_data_position
 from torchround.untrusted.terminal import terminal_safe
 
@@ -381,3 +383,14 @@ def mix_settings(
         held_out=data.validation_fraction,
         validation=validation,
     )
+
+
+def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
+    """Count the large buffers of the data loader: the window that sequences are shuffled in, and batches being made."""
+    token_bytes = INTEGER_TENSORS * 8
+    # The batch of the step under way, the next one, and with workers the batches that wait for it.
+    batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
+    batches += data.streams > 1  # the parts of the streams, while they are joined
+    window = rules_for(data, seq_len).window
+    token_total = seq_len * batches * global_batch_size
+    return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window

@@ -12,10 +12,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, DataTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
-from torchround.data.order_rules import rules_for
-from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
-from torchround.data.sequence_stream import PREFETCHED_BATCHES
+from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.kept_layers import kept_whole
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
@@ -30,7 +27,7 @@ from torchround.pipeline.costs import (
     costs_from_work,
 )
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
-from torchround.pipeline.run_question import INTEGER_TENSORS, ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.optimizer_numbers import OptimizerNumbers, optimizer_numbers
 from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
@@ -288,17 +285,6 @@ def parameter_counts(
         bundle_layers=tuple(bundles),
         bundle_rules=tuple(map(tuple, of_bundles.values())),
     )
-
-
-def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
-    """Count the large buffers of the data loader: the window that sequences are shuffled in, and batches being made."""
-    token_bytes = INTEGER_TENSORS * 8
-    # The batch of the step under way, the next one, and with workers the batches that wait for it.
-    batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
-    batches += data.streams > 1  # the parts of the streams, while they are joined
-    window = rules_for(data, seq_len).window
-    token_total = seq_len * batches * global_batch_size
-    return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window
 
 
 def host_memory_text(memory: HostMemory) -> str:
