@@ -45,6 +45,6 @@ def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(fol
     assert train.main(["--config", "small.toml"]) == 0
     (exported(folder).parent).write_text("a file where a folder should be")
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
-    assert "step-1 is whole, and scripts/export_hf.py exports it" in capsys.readouterr().err
+    assert "step-1 is whole, and torchround export_hf exports it" in capsys.readouterr().err
     assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
     assert "legal: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`scripts/inspect_data.py` on a small corpus whose numbers are known."""
+"""`torchround inspect_data` on a small corpus whose numbers are known."""
 
 import io
 import json

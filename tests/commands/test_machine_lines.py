@@ -1,4 +1,4 @@
-"""What `scripts/plan.py` and `--dry-run` say about several machines."""
+"""What `torchround plan` and `--dry-run` say about several machines."""
 
 import re
 from pathlib import Path

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(
 def test_the_commands_to_copy_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[1])
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^python scripts/checkpoint\.py (.+)$", page, re.MULTILINE)
+    lines = re.findall(r"^torchround checkpoint (.+)$", page, re.MULTILINE)
     assert [line.split()[0] for line in lines] == ["list", "verify", "prune"]
     assert [main(line.split()) for line in lines] == [0, 0, 0]
 

@@ -1,4 +1,4 @@
-"""scripts/plan.py on the configs of the paper's runs: as a program once, otherwise as the function it calls."""
+"""torchround plan on the configs of the paper's runs: as a program once, otherwise as the function it calls."""
 
 import importlib.util
 import re

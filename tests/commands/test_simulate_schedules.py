@@ -1,4 +1,4 @@
-"""scripts/simulate.py as a user runs it: table, files, and one message for each mistake."""
+"""torchround simulate as a user runs it: table, files, and one message for each mistake."""
 
 import importlib.util
 import json

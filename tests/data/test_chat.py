@@ -290,7 +290,7 @@ def test_a_template_that_tells_no_turns_apart_is_refused(
 def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(
     ours: dict[str, Tokenizer], folders: dict[str, Path]
 ) -> None:
-    """Before, the line ends of both sides were two tokens, where the template's text has one."""
+    """Before, the line ends of both sides were two tokens; the template's text has one."""
     template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tokenizer = replace(ours["qwen3"], templates=TemplateSources(template))
     written = [

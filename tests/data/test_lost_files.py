@@ -101,7 +101,7 @@ def test_a_file_that_is_lost_or_changed_in_mid_run_stops_it_and_the_position_is_
 def test_a_lost_file_stops_a_run_at_its_next_record_although_a_window_waits(
     tmp_path: Path, tokenizer: Tokenizer, mode: str
 ) -> None:
-    """Before, the run went on to the end of the window: by default 4096 sequences, which may take hours."""
+    """Before, the run read to the end of the window: by default 4096 sequences, which may take hours."""
     path = tmp_path / "x.jsonl"
     write_lines(path)
     keys: dict[str, Any] = {"shuffle_sequences": 40, "on_bad_record": mode}

@@ -91,7 +91,7 @@ def kill_until_complete(
 def test_killed_before_its_first_checkpoint_a_run_keeps_what_its_losses_depend_on(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """The planner chooses other stale layers for other devices. Those of the first start stay."""
+    """The planner chooses other stale layers for other devices. A run keeps the layers of its first start."""
     runs, bounded = SmallRuns(tmp_path), ["--engine.update=bounded", "--training.clip=layer"]
     arguments = ["--run.name=run", "--engine.plan=none", *bounded]
 

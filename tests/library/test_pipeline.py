@@ -229,7 +229,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     ],
 )
 def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(tmp_path, dtype, options):
-    """With dropout, a rate that falls, and in float16 a loss scale that falls. The file holds plain values alone."""
+    """Each row has dropout and a rate that falls, float16 also a loss scale that falls. The file holds plain values alone."""
     net, options, found = mlp().to(dtype), {"lr": 0.05, **options}, []
 
     def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:

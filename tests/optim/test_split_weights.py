@@ -48,7 +48,7 @@ def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude() -
 
 
 def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16_weight() -> None:
-    """As `docs/optimizers.md` says: of all normal float16 numbers one in 8 is a tie."""
+    """One in 8 of all normal float16 numbers is a tie, as `docs/optimizers.md` says."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     released = patterns.view(torch.float16)
     weight = released[released.isfinite() & (released.abs() >= torch.finfo(torch.float16).tiny)].float()

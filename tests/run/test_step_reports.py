@@ -67,7 +67,7 @@ def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(
 def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(
     small_runs: SmallRuns, options: tuple[str, ...]
 ) -> None:
-    """The time is that of the records, so how fast the machine is does not matter."""
+    """The records give the time, so the speed of the machine does not matter."""
     # One long document fills every sequence, so each step has as many tokens.
     (small_runs.folder / "text.jsonl").write_text(json.dumps({"text": "one of the words " * 1000}))
     assert small_runs("run", "--training.steps=100", *options) == 0

@@ -14,7 +14,7 @@ from torchround.pipeline.plan_report import plan_for
 
 SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
-PICTURES = re.findall(r"^python scripts/simulate\.py (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)
+PICTURES = re.findall(r"^torchround simulate (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)
 SHOWN = [
     pytest.param(path, name, id=name)
     for path in pipeline_tables.PAGES

@@ -1,7 +1,7 @@
 """Say what this machine has, and which of the shipped configs it can train.
 
-    python scripts/doctor.py
-    python scripts/doctor.py --config NAME.toml --folder /fast/disk
+    torchround doctor
+    torchround doctor --config NAME.toml --folder /fast/disk
 
 Rates of the disk and of the links to the devices are measured, in a second or two each. Every config is planned for the
 devices and the memory that are free now. Nothing is trained, and nothing is left behind.

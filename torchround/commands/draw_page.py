@@ -1,6 +1,6 @@
 """Draw the metrics of one or several runs as one HTML page, which needs no network and no account.
 
-    python scripts/page.py outputs/my-run outputs/another-run --output compared.html
+    torchround page outputs/my-run outputs/another-run --output compared.html
 
 A run draws its own `page.html` when it ends. This draws a run that is still training, and compares runs: each run has
 a colour, and the table switches runs off and on.

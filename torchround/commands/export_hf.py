@@ -2,7 +2,7 @@
 
 It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
-    python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
+    torchround export_hf outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
 
 A run that took files from a folder (`model.hf_path`, `tokenizer.path`, `tokenizer.chat_template`) needs `--config`, its own
 config, or options that name them: a checkpoint may be another person's, and could name any file of yours.

@@ -1,6 +1,6 @@
 """Show what a run would read: its first batches as text, how well they are packed, and what each source gives.
 
-    python scripts/inspect_data.py --config debug.toml --batches 2 --data.shuffle false
+    torchround inspect_data --config debug.toml --batches 2 --data.shuffle false
 
 Takes the overrides that `train.py` takes. A line is one document of a sequence. Text between « and » is not learnt: none
 of its tokens is a label that counts. No token in a line predicts the line's first token. If a document continues from the

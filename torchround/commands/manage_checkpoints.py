@@ -1,8 +1,8 @@
 """List the checkpoints of a run, verify them, and delete the ones that its rules do not keep.
 
-    python scripts/checkpoint.py list outputs/my-run
-    python scripts/checkpoint.py verify outputs/my-run
-    python scripts/checkpoint.py prune outputs/my-run --dry-run
+    torchround checkpoint list outputs/my-run
+    torchround checkpoint verify outputs/my-run
+    torchround checkpoint prune outputs/my-run --dry-run
 
 The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`. `verify` reads every byte and compares
 checksums. `prune` deletes the checkpoints that the run's `[checkpoint]` keys (or `--keep-latest-k`,

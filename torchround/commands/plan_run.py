@@ -1,6 +1,6 @@
 """Plan a run without running it: does it fit, where the memory goes, how fast, and what to change.
 
-    python scripts/plan.py --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
+    torchround plan --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
 
 Any key of the config can follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is
 given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.

@@ -1,6 +1,6 @@
 """Draw the loss curves of one or several runs over each other.
 
-    python scripts/plot_loss.py outputs/my-run outputs/another-run --output compared.png
+    torchround plot_loss outputs/my-run outputs/another-run --output compared.png
 
 A run draws its own `loss.png` when it ends. This draws a run that is still training, and compares runs.
 """

@@ -327,7 +327,7 @@ def export_result(folder: RunFolder, config: Config) -> None:
     if checkpointer.is_part and not folder.team.is_alone:
         say(
             f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "
-            "and scripts/export_hf.py exports it"
+            "and torchround export_hf exports it"
         )
         return
     if output.exists():
@@ -337,7 +337,7 @@ def export_result(folder: RunFolder, config: Config) -> None:
         say(export(Export(checkpoint, output, adapters=is_adapters, **own_paths(config))))
     except OSError as error:
         raise HFError(
-            f"{output} could not be written: {error}; {checkpoint} is whole, and scripts/export_hf.py exports it"
+            f"{output} could not be written: {error}; {checkpoint} is whole, and torchround export_hf exports it"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Score text with a trained model, and let it continue prompts.
 
-    python scripts/try_model.py --run outputs/my-run --perplexity held_out.jsonl --prompt "Once upon a time"
-    python scripts/try_model.py --model my-model --chat --prompt "What is a pipeline?" --temperature 0.7
+    torchround try_model --run outputs/my-run --perplexity held_out.jsonl --prompt "Once upon a time"
+    torchround try_model --model my-model --chat --prompt "What is a pipeline?" --temperature 0.7
 
 `--run` takes the newest checkpoint of a run, or the one of `--step`. `--model` takes a folder in Hugging Face format: a
 released model, an export, or adapters in PEFT's format, whose base model is read too. The model passes through the devices

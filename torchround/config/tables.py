@@ -177,7 +177,7 @@ class CheckpointTable(Table):
 
     export: Literal["off", "weights", "adapters"] = "off"
     """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
-    adapters, as `transformers` loads it. `adapters`: the adapters alone, as PEFT loads them. `scripts/export_hf.py`
+    adapters, as `transformers` loads it. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf`
     exports any checkpoint."""
 
     load_path: Name | None = None
@@ -216,10 +216,10 @@ class MachinesTable(Table):
     for tests: one process drives all devices of a host, and is faster."""
 
     planned: PositiveInt = 1
-    """Machines that `--dry-run` and `scripts/plan.py` plan for. A run counts its own."""
+    """Machines that `--dry-run` and `torchround plan` plan for. A run counts its own."""
 
     gbit_per_s: PositiveFloat | None = None
-    """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `scripts/plan.py` plan with.
+    """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `torchround plan` plan with.
     A run measures its own. Default: plans are made for 10, 25 and 100."""
 
 

@@ -210,7 +210,7 @@ def private_folder() -> Path:
 
 
 def _load(library: Path) -> ctypes.CDLL:
-    """Load a private copy of the file that was checked, whatever has its name by then. Raises `OSError`."""
+    """Load a private copy of the file that was checked, even if its name has a new file by then. Raises `OSError`."""
     with open_regular(library) as file, tempfile.TemporaryDirectory(dir=library.parent) as folder:
         if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
             raise OSError("it belongs to another user")

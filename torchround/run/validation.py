@@ -165,7 +165,7 @@ class RunValidation:
         if not self._has_warned_of_no_labels:
             self._has_warned_of_no_labels = True
             logger.warning(
-                "validation: its %d batches hold no label, so there is no loss to log; scripts/inspect_data.py shows "
+                "validation: its %d batches hold no label, so there is no loss to log; torchround inspect_data shows "
                 "which tokens are learnt",
                 len(losses),
             )

@@ -1,6 +1,6 @@
 """The time that stages wait for the link because of kept activations.
 
-Weights, gradients and boundaries are taken as hidden behind computation; `scripts/plan.py` prints their load. Kept
+Weights, gradients and boundaries are taken as hidden behind computation; `torchround plan` prints their load. Kept
 activations are many more bytes, and a plan need not have them. So a stage that keeps anything takes at least as
 long as its transfers: down in a forward stage, up in a backward stage, beside all that moves there anyway.
 
