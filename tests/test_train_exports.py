@@ -1,11 +1,15 @@
 """`checkpoint.export`: what a complete run leaves in Hugging Face format."""
 
+import re
+import shlex
+
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import train
 from tests.support.released_run import MAPPED, exported, folder, saved
+from torchround.commands import export_hf
 
 __all__ = ["folder"]
 
@@ -20,6 +24,13 @@ def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
     capsys.readouterr()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     assert "nothing to do" in capsys.readouterr().out  # nor is it written again
+
+
+def test_the_command_that_a_run_ends_with_exports_it(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    [command] = re.findall(r"torchround export_hf (.*)", capsys.readouterr().out)
+    assert export_hf.main(shlex.split(command.replace("NEW_FOLDER", "new"))) == 0
+    assert (folder / "new" / "config.json").is_file()
 
 
 def test_a_complete_run_is_exported_when_the_key_is_set_later(folder):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
 from torchround.data import DataError
+from torchround.data.opening import reads_conversations
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
@@ -106,7 +107,7 @@ class Trainer:
             if (ended_by, exit_code) == COMPLETE:
                 ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
             if exit_code == 0 and self._machines.is_first and self._meter.mean_tokens_per_s():
-                say(closing_text(self._folder, self._meter))
+                say(closing_text(self._folder, self._meter, reads_conversations(self.config.data)))
             saved = self._checkpoints.saved_step
             say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code

@@ -59,6 +59,8 @@ def test_a_missing_file_is_named_with_every_path_that_was_tried(
     message = refusal("nowhere.toml")
     assert message.startswith("nowhere.toml: no such file")
     assert os.path.join("configs", "nowhere.toml") in message
+    for folder in ("", ".", "/"):
+        assert "no such file" in refusal(folder)
 
 
 def test_a_key_replaces_its_base_and_all_others_are_inherited(tmp_path: Path) -> None:

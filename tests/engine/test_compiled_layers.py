@@ -156,8 +156,30 @@ def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
     assert "_to_copy" not in names
 
 
+class AsksForLength(torch.nn.Module):
+    """A layer that computes something else if it is told how long a document may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden, micro_batch):
+        return hidden * self.weight * (2 if micro_batch.longest_document is None else 3)
+
+
+def test_code_for_one_document_is_not_told_its_length():
+    """Flash attention takes the length as a number, which compiled code has for a whole sequence alone."""
+    model = toy_model()
+    model.layers[1] = AsksForLength()
+    compiled = LayerCompiler(model, "eager").compiled(1, model.layers[1], Board())
+    hidden = torch.ones(1, 8, 4)
+    for documents, longest, factor in ((1, 8, 2), (3, None, 2), (3, 5, 3), (1, None, 2)):
+        micro_batch = replace(BATCHES[0][0], max_documents=documents, longest_document=longest)
+        assert torch.equal(compiled(hidden, micro_batch), hidden * factor)
+
+
 class OfThread(dict):
-    """What each device thread has compiled, under keys of its own, as cards have them."""
+    """Compiled code under keys of each device thread, as cards have them."""
 
     def get(self, key):
         return super().get((threading.get_ident(), key))

@@ -274,10 +274,22 @@ def test_a_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
         before = pipeline.state_dict()
         with pytest.raises(PipelineUsageError, match="another optimizer"):
             pipeline.load_state_dict(other.state_dict())
+        with pytest.raises(PipelineUsageError, match="lacks step"):
+            kept = {key: value for key, value in before["optimizer"].items() if key != "step"}
+            pipeline.load_state_dict({"model": other.weights(), "optimizer": kept})
         assert_same_values(pipeline.state_dict(), before)
         pipeline.load_state_dict(other.state_dict()["model"])
         assert_same_state(pipeline.weights(), mlp())
         assert pipeline.state_dict()["optimizer"]["step"] == 1
+
+
+def test_a_state_of_another_class_of_torch_optim_is_refused() -> None:
+    with (
+        Pipeline(mlp(), 1, optimizer=torch.optim.Adagrad) as other,
+        Pipeline(mlp(), 1, optimizer=SGD) as pipeline,
+        pytest.raises(PipelineUsageError, match="its class"),
+    ):
+        pipeline.load_state_dict(other.state_dict())
 
 
 def test_a_step_without_its_update_is_not_saved() -> None:

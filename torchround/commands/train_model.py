@@ -45,7 +45,7 @@ from torchround.data import (
     build_validation_loader,
 )
 from torchround.data.loader import Loader
-from torchround.data.opening import CONVERSATIONS
+from torchround.data.opening import reads_conversations
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
@@ -208,7 +208,7 @@ def run_samples(config: Config, tokenizer: Tokenizer) -> RunSamples:
     table = config.validation
     if not table.prompts:
         return RunSamples()
-    with_chat = any(source.content in CONVERSATIONS for source in config.data.sources)
+    with_chat = reads_conversations(config.data)
     prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
     return RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
 

@@ -66,8 +66,8 @@ class SourceTable(Table):
     `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None
-    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`, `messages` (or `conversations`)
-    or `tokens`, as `content` says."""
+    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`,
+    `messages` (or `conversations`) or `tokens`, as `content` says."""
 
     weight: PositiveFloat = 1.0
     """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""

@@ -75,7 +75,7 @@ def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
     """Try `first`, then `name` in each `configs/`. Returns the file, and every path tried as a text."""
     repository = Path(__file__).parents[2]
     candidates = [first, Path("configs") / name, repository / "configs" / name]
-    if not first.suffix:
+    if first.name and not first.suffix:
         candidates += [candidate.with_name(f"{candidate.name}.toml") for candidate in candidates]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))

@@ -120,7 +120,11 @@ def _message(raw: RawConfig, key: str, key_type: KeyType, details: ErrorDetails)
     text = f"given {shown}; legal: {_legal(key, key_type, details)}"
     if isinstance(given, str):
         return text + nearest_value(given, key_type.choices())
-    if key_type.annotation is str and raw.source_of(key) == COMMAND_LINE:
+    if (
+        key_type.annotation is str
+        and not isinstance(given, list | dict)
+        and raw.source_of(key) == COMMAND_LINE
+    ):
         text += f"; as a string: --{key} '\"{shown}\"'"
     return text
 
@@ -271,7 +275,7 @@ def _bounded(config: Config) -> Iterator[Conflict]:
     if training.max_norm and training.clip == "global":
         yield (
             ("engine.update", "training.clip", "training.max_norm"),
-            f'given "bounded", "global" and {training.max_norm}; legal: clip = "layer", or max_norm = 0',
+            f'given "bounded", "global" and {training.max_norm}; legal: training.clip = "layer", or training.max_norm = 0',
         )
     rounds = engine.plan.rounds if isinstance(engine.plan, PlanTable) else None
     for key, value in (("engine.rounds", engine.rounds), ("engine.plan", rounds)):

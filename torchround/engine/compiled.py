@@ -131,9 +131,12 @@ class LayerKind:
         # both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self._is_last
         documents = micro_batch.max_documents
+        # A document alone may be as long as the sequence, which the code knows: its kernels take that as a number.
+        longest = None if documents == 1 else micro_batch.longest_document
         key = (
             differentiates,
             documents if documents in (None, 1) else "several",
+            longest is None,
             micro_batch.dropout_seed is None,
             isinstance(hidden, Tensor),
             *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
@@ -146,7 +149,7 @@ class LayerKind:
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
             max_documents=documents if documents == 1 else _as_data(documents),
-            longest_document=_as_data(micro_batch.longest_document),
+            longest_document=_as_data(longest),
             loss_factor=None,  # another number in each step, and of no use to compiled code
         )
         tensors = [*parameters, *inputs]

@@ -6,6 +6,7 @@ and a second try would apply a part of it twice. A fault inside it therefore lea
 """
 
 import itertools
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -39,14 +40,15 @@ class HostOptimizerWorker(OptimizerWorker):
 
     def _apply(self, step: int, lr: float, norm: float, loss_scale: float) -> PipelineError | None:
         """Update all fp32 weights, then the device weights, in forward order. Returns a fault that was overcome."""
-        try:
-            gradients = self._gradients(step, norm, loss_scale)
-        except BaseException:
-            self._store.is_consistent = True  # nothing is written yet
-            raise
-        self._location = FaultLocation("optimizer worker")
-        # PyTorch's optimizers compute in another way while a compiler is at work in the process.
-        with LAYER_GATE.entered(self._board):
+        with ExitStack() as gate:
+            try:
+                gradients = self._gradients(step, norm, loss_scale)
+                # PyTorch's optimizers compute in another way while a compiler is at work in the process.
+                gate.enter_context(LAYER_GATE.entered(self._board))
+            except BaseException:
+                self._store.is_consistent = True  # nothing is written yet
+                raise
+            self._location = FaultLocation("optimizer worker")
             self._optimizer.step(self._hyperparameters, gradients)
         self.moves += 1
         return super()._apply(step, lr, norm, loss_scale)

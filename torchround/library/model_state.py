@@ -56,17 +56,28 @@ def kept_views(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
     return {key: view for key, view in store.named_views().items() if exact.get(key) != view.dtype}
 
 
-def check_kept(views: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    """Raise `PipelineUsageError` if a state dict has other tensors than the optimizer of this pipeline keeps."""
-    other = sorted(views.keys() ^ kept.keys())
+KEPT = ("step", "lr", "calls", "resume", "tensors", "class", "torch")
+"""The keys of a state dict's `"optimizer"`."""
+
+
+def check_kept(kept: Mapping[str, Any], views: Mapping[str, Tensor], host_class: str | None) -> None:
+    """Raise `PipelineUsageError` if `kept` is not the state of this pipeline's optimizer.
+
+    `views` are the tensors that this one keeps, `host_class` is its class if it is one of `torch.optim`.
+    """
+    if missing := [key for key in KEPT if key not in kept]:
+        raise PipelineUsageError(f'the state dict\'s "optimizer" lacks {", ".join(missing)}')
+    tensors = kept["tensors"]
+    other = sorted(views.keys() ^ tensors.keys())
     other += [
         key
-        for key in views.keys() & kept.keys()
-        if (views[key].shape, views[key].dtype) != (kept[key].shape, kept[key].dtype)
+        for key in views.keys() & tensors.keys()
+        if (views[key].shape, views[key].dtype) != (tensors[key].shape, tensors[key].dtype)
     ]
+    other += ["its class"] * (kept["class"] != host_class)
     if other:
         raise PipelineUsageError(
-            f"the state dict is that of another optimizer ({other[0]} and {len(other) - 1} other tensors differ): give "
+            f"the state dict is that of another optimizer ({other[0]} and {len(other) - 1} others differ): give "
             "optimizer, state and update as the pipeline had them that made it, or load its weights alone: "
             'load_state_dict(state["model"])'
         )

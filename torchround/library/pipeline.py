@@ -265,6 +265,7 @@ class Pipeline:
             "calls": [self._calls, self._forwards],
             "resume": self.store.resume_state(),
             "tensors": {name: view.clone() for name, view in kept_views(self.store, self._wrapped).items()},
+            "class": None if host is None else type(host).__qualname__,
             "torch": None if host is None else copy.deepcopy(host.state_dict()),
         }
         return {"model": model, "optimizer": optimizer}
@@ -280,10 +281,11 @@ class Pipeline:
         if state.keys() == {"model", "optimizer"}:
             model, kept = state["model"], state["optimizer"]
         check_state(self._shapes, model)
-        self._end_engine()  # it counts steps, and its devices hold buffers
+        host = self.optimizer
         views = {} if kept is None else kept_views(self.store, self._wrapped)
         if kept is not None:
-            check_kept(views, kept["tensors"])
+            check_kept(kept, views, None if host is None else type(host).__qualname__)
+        self._end_engine()  # it counts steps, and its devices hold buffers
         fill_store(self.store, self._wrapped, {name: model[name] for name in self._wrapped.stored})
         for name, buffer in buffers_of(self._wrapped, persistent=True).items():
             buffer.copy_(model[name])
@@ -294,7 +296,7 @@ class Pipeline:
         self.store.resume(kept["step"], **kept["resume"])
         self.lr, self._last = kept["lr"], None
         self._calls, self._forwards = kept["calls"]
-        if (host := self.optimizer) is not None:
+        if host is not None:
             host.load_state_dict(copy.deepcopy(kept["torch"]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """Draws the metrics of one or several runs as one HTML file that needs no network, no account and no other file.
 
-The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`. `run_page.html` and `run_page.js` beside this module are
-the page without its figures. The page's own policy forbids every request, and every script but its own.
+The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`.
+`run_page.html` and `run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every script but its own.
 """
 
 import base64

@@ -3,7 +3,8 @@
 The device weight is the upper half of the fp32 bit pattern, rounded to the nearest with ties up in magnitude. The rest
 of the pattern is then in [-0x8000, 0x7fff] and fits in an int16, so that both together are the fp32 weight, bit for
 bit. Ties to even would need 17 bits. Only an exact tie may be rounded otherwise than by PyTorch's cast: one fp32 weight
-in 65,536 is a tie, one in 8 of a released float16 folder before its first update, and none of a bfloat16 one. Source: the split master weights of FlashOptim (arXiv 2602.23349), with an integer residual that loses nothing.
+in 65,536 is a tie, one in 8 of a released float16 folder before its first update, and none of a bfloat16 one.
+Source: the split master weights of FlashOptim (arXiv 2602.23349), with an integer residual that loses nothing.
 """
 
 import torch

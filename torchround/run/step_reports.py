@@ -5,8 +5,11 @@ A step is dispatched before the one before it is reported, so that reporting nev
 
 import logging
 import shlex
+import shutil
+import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchround.engine.results import StepResult
 from torchround.engine.tracing import StepTraces
@@ -15,7 +18,7 @@ from torchround.observe.reporters import duration
 from torchround.observe.run_page import PAGE_FILE
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
-from torchround.run.run_folder import RunFolder
+from torchround.run.run_folder import CONFIG_FILE, RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter
 from torchround.run.validation import Validated, best_of, kept_losses
@@ -117,17 +120,20 @@ class StepReports:
             logger.warning("step %d is missing in the metrics: %s", newest, error)
 
 
-def closing_text(folder: RunFolder, meter: StepMeter) -> str:
+def closing_text(folder: RunFolder, meter: StepMeter, is_chat: bool) -> str:
     """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
     losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step()
     best = best_of(losses)
     step = newest if best is None else best
     of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
-    option = "" if step == newest else f" --step {step}"
+    option = " --chat" * is_chat + ("" if step == newest else f" --step {step}")
     run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / f"step-{step}"
+    # In an environment that is not activated the command is beside its Python.
+    command = "torchround" if shutil.which("torchround") else Path(sys.executable).with_name("torchround")
     return (
         f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
         f"open     {folder.path / PAGE_FILE}; checkpoint {checkpoint}{of_loss}\n"
-        f'next     torchround try_model --run {run}{option} --prompt "..", '
-        f"torchround export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER"
+        f'next     {command} try_model --run {run}{option} --prompt "..", '
+        f"{command} export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
+        f"--config {shlex.quote(str(folder.path / CONFIG_FILE))}"
     )

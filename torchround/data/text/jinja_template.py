@@ -21,7 +21,7 @@ MEMORY_MIB = 450  # address space of the process; Python and Jinja take 30
 MOST_BYTES = 8 << 20  # of a conversation as JSON: some two million tokens
 MOST_WRITTEN = 4 * MOST_BYTES
 SILENT_S = 120  # for a process that does not run at all: `CPU_S` ends one that does
-MOST_FAILURES = 3  # two for one record, which packing may read twice
+MOST_FAILURES = 3  # in a row; packing may read one record twice
 
 FAILURES = {  # by the process's exit code
     -signal.SIGPROF: f"it takes more than {CPU_S} s of the processor for one conversation, which is the limit",
@@ -83,7 +83,9 @@ class TemplateProcess:
                 if self._num_failures == MOST_FAILURES:
                     raise TemplateLimitError(self._failure)
                 self._start()
-            return self._exchange(data)
+            text = self._exchange(data)
+            self._num_failures = 0
+            return text
 
     def _start(self) -> None:
         limits = [str(CPU_S), str(MEMORY_MIB)]
@@ -119,9 +121,10 @@ class TemplateProcess:
             # Also after Ctrl-C: a reply that was not read would be taken for the next one.
             self._end()
             code = self._process.returncode
-            reason = FAILURES.get(code) or f"its process ended: {error or f'exit code {code}'}"
-            self._failure, self._num_failures = f"error in {self._where}: {reason}", self._num_failures + 1
+            reason = FAILURES.get(code) or f"its process ended: {str(error) or f'exit code {code}'}"
+            self._failure = f"error in {self._where}: {reason}"
             if isinstance(error, (OSError, EOFError)):
+                self._num_failures += 1
                 raise TemplateLimitError(self._failure) from error
             raise
         if "error" in reply:

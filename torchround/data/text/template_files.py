@@ -137,7 +137,8 @@ def export_tokenizer(
     """Copy the files into the folder `target`. Returns their names, relative to it.
 
     `state` is what a checkpoint holds of its run: its config, with paths that the user gave, and the position in its
-    data. `base` is the model's folder, whose tokenizer a run uses unless there is another one. Raises `TokenizerError` if a run on conversations had another template than the one that is found now.
+    data. `base` is the model's folder, whose tokenizer a run uses unless there is another one. Raises `TokenizerError` if a run
+    on conversations had another template than the one that is found now.
     """
     table = state["config"]["tokenizer"]
     given = table.get("chat_template")
