@@ -14,14 +14,15 @@ __all__ = ["small_runs"]
 
 ROOT = Path(__file__).parents[1]
 MOST_FILES = 11
-STOP = re.compile(r"^\| (\d+) \| `(torchround/[\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", re.MULTILINE)
+STOP = re.compile(r"^\| (\d+) \| `((?:torchround|models)/[\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", re.MULTILINE)
 
 
 def stops() -> list[tuple[str, str]]:
     """Return file and function of each stop."""
     found = STOP.findall((ROOT / "docs" / "tour.md").read_text(encoding="utf-8"))
     assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
-    return [(file, function) for _, file, function in found]
+    # Modules are imported through the package's link to the models.
+    return [(re.sub("^models/", "torchround/models/", file), function) for _, file, function in found]
 
 
 def imported_files(file: str) -> set[str]:

@@ -242,7 +242,7 @@ def _auto_classes() -> Any:
 def _broken(error: ImportError) -> ModelConfigError:
     return ModelConfigError(
         f'model.family = "transformers": the installed package cannot be imported ({error}); '
-        "pip install -U 'torchround[transformers]'"
+        "pip install -U 'transformers>=5.20'"
     )
 
 

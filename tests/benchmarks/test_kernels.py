@@ -93,9 +93,9 @@ def test_an_operation_of_ours_is_one_launch_that_moves_its_arguments_and_results
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_counts_the_causal_pairs_inside_the_window(window: int | None) -> None:
-    batch, tokens, heads, channels = 2, 64, 4, 32
+    batch, tokens, heads, channels = 2, 512, 4, 32  # long enough for one call of the kernel in backward
     config = FAMILIES["gpt_oss"].config_from_flavor(
-        "debug", num_heads=heads, head_dim=channels, window=window or 64
+        "debug", num_heads=heads, head_dim=channels, window=window or tokens
     )
     model = FAMILIES["gpt_oss"].build(config)
     integers = meta(batch, tokens, dtype=torch.int64)

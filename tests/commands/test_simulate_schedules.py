@@ -210,7 +210,7 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(
     [
         (["--costs", "missing.json"], "missing.json: No such file"),
         (["--costs", str(COSTS), "--schedules", "gpip"], "nearest: gpipe"),
-        (["--costs", str(COSTS), "--device", "rtx9999"], "'rtx9999' is not a known card; known: rtx3080"),
+        (["--costs", str(COSTS), "--device", "rtx9999"], "'rtx9999' is not a known card; known: rtx3060"),
         (["--costs", str(COSTS), "--partition", str(COSTS)], 'expected {"forward"'),
         (["--costs", str(ROOT / "LICENSE")], "LICENSE: costs are not valid JSON"),
         (["--model", "llama3/3.2-1B"], "--model needs --device"),

@@ -141,7 +141,7 @@ CONFLICTS = [
     (
         {"engine.update": "bounded"},
         ["engine.update", "training.clip", "training.max_norm"],
-        ['given "bounded", "global" and 1.0', 'clip = "layer", or max_norm = 0'],
+        ['given "bounded", "global" and 1.0', 'clip = "layer", or training.max_norm = 0'],
     ),
     (
         {"engine.update": "bounded", "training.clip": "layer", "training.dtype": "float16"},

@@ -26,7 +26,10 @@ from tests.support.hostile_cases import Case
 __all__ = ["saved"]
 
 MEASURED = ("--run.name=run", "--training.steps=8", "--engine.plan=none", "--engine.measure_steps=1")
-EPOCHS = ("--run.name=run", "--training.steps=none", "--data.epochs=1")
+EPOCHS = (
+    *("--run.name=run", "--training.steps=none", "--data.epochs=1"),
+    "--training.global_batch_size=56",  # few steps
+)
 OWN = ("--run.name=run", "--training.steps=8")
 
 

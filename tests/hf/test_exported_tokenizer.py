@@ -48,7 +48,7 @@ def assert_transformers_writes_the_same(folder: Path, table: TokenizerTable) -> 
 
 
 def test_an_export_has_the_templates_of_the_runs_folder(release: Path, tmp_path: Path) -> None:
-    names = export_tokenizer(tmp_path, trained(path=str(release)), base=None)
+    names = export_tokenizer(tmp_path, trained(path=str(release)), base=None, tokenizer=release)
     assert names == [
         "additional_chat_templates/tool_use.jinja",
         "chat_template.jinja",
@@ -63,7 +63,7 @@ def test_an_export_has_the_template_of_the_key_and_no_other(release: Path, tmp_p
     given.write_text(OTHER)
     target.mkdir()
     state = trained(path=str(release), chat_template=str(given))
-    assert "additional_chat_templates/tool_use.jinja" not in export_tokenizer(target, state, base=None)
+    assert "additional_chat_templates/tool_use.jinja" not in export_tokenizer(target, state, None, release)
     assert_transformers_writes_the_same(target, TokenizerTable(path=str(release), chat_template=str(given)))
 
 
@@ -76,14 +76,15 @@ def test_a_template_that_has_changed_since_the_run_is_refused(release: Path, tmp
     with pytest.raises(
         TokenizerError, match=r"trained with another chat template than the one in .*given.jinja"
     ):
-        export_tokenizer(target, state, base=None)
+        export_tokenizer(target, state, None, release)
     given.unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer.chat_template: given .*there is no such file"):
-        export_tokenizer(target, state, base=None)
+        export_tokenizer(target, state, None, release)
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / "chat_template.jinja").write_text(OTHER)
-    assert export_tokenizer(target, state, base=None, moved=moved) == ["chat_template.jinja"]
+    state["config"]["tokenizer"]["chat_template"] = None  # as an export that is given a tokenizer
+    assert export_tokenizer(target, state, None, moved) == ["chat_template.jinja"]
     assert (target / "chat_template.jinja").read_text() == OTHER
 
 

@@ -217,7 +217,7 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     def full(path: Path, text: str) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_page, "_replace", full)
+    monkeypatch.setattr(run_page, "write_whole", full)
     with caplog.at_level(logging.WARNING):
         draw_pictures(write_run(tmp_path, range(1, 4)))
     (warning,) = caplog.messages

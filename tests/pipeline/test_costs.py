@@ -157,7 +157,7 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone() 
         ratio = device.flops_per_s("float16", fp16_accumulation=True) / device.flops_per_s("float16")
         consumer = device.name.startswith("rtx") and device.name not in ("rtxa6000", "rtx6000ada")
         assert ratio == (2.0 if consumer else 1.0), device.name
-        assert device.flops_per_s("bfloat16", fp16_accumulation=True) == device.flops_per_s("bfloat16")
+        assert device.known_flops_per_s("bfloat16", True) == device.known_flops_per_s("bfloat16")
 
 
 def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on() -> None:
@@ -210,7 +210,7 @@ def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
     assert len(set(device_names())) == len(DEVICES)
     for device in DEVICES:
         assert find_device(device.name) == device
-        assert device.flops_per_s("bfloat16") >= device.flops_per_s("float32") > 1e13
+        assert device.flops_per_s("float16") >= device.flops_per_s("float32") > 5e12
         assert 8 <= device.memory_gib <= 256 and device.pcie_gb_per_s in (16, 32, 64)
     with pytest.raises(UnknownPeakError, match="float8"):
         DEVICES[0].flops_per_s("float8")

@@ -103,9 +103,7 @@ def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(
         stop_after(small_runs, monkeypatch, 2, ASYNC)
     assert small_runs("run", ASYNC) == 2
     [message] = capsys.readouterr().err.splitlines()
-    assert (
-        "step-2: invalid run state in the checkpoint: ValueError(" in message and "prediction is" in message
-    )
+    assert "step-2: invalid run state in the checkpoint: prediction is" in message
 
 
 def test_other_rounds_change_a_run_by_rounding_alone(

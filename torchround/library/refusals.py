@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from torchround.accelerators import known_kinds
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.partition import Partition
 
@@ -29,7 +30,7 @@ CALLS_OF_A_LOOP = {
         ("train", "eval"),
         "leave it out: forward_backward() computes in the mode that the net had, forward() in evaluation mode",
     ),
-    **dict.fromkeys(("to", "cuda", "cpu"), "leave it out: Pipeline(devices=..) takes the devices"),
+    **dict.fromkeys(("to", "cpu", *known_kinds()), "leave it out: Pipeline(devices=..) takes the devices"),
     "zero_grad": "leave it out: step() leaves no gradient",
     "backward": "forward_backward(inputs, labels, loss_fn) computes loss and gradients",
 }

@@ -137,7 +137,7 @@ def test_a_transformers_that_cannot_be_imported_is_one_message(monkeypatch, erro
     monkeypatch.setattr(builtins, "__import__", importing)
     found = refusal({"model_type": "qwen2"})
     assert message in found
-    assert "torchround[transformers]'" in found
+    assert "transformers>=5.20'" in found
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch):

@@ -49,7 +49,9 @@ def read_tokenizer_json(path: Path) -> ByteLevelBPE:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise TokenizerError(f"{path}: not a tokenizer.json (it lacks {error})") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
 
 
