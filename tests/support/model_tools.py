@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from benchmarks.borrowed import peak_of_tensors
@@ -18,6 +19,9 @@ from torchround.layer import (
     MicroBatch,
     most_documents,
 )
+
+# Versions before 2.15 leave out the attention kernel of the CPU.
+COUNTS_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
 
 
 def measure_peak_bytes(run: Callable[[], object]) -> int:
