@@ -170,8 +170,9 @@ class AsksForLength(torch.nn.Module):
 def test_code_for_one_document_is_not_told_its_length():
     """Flash attention takes the length as a number, which compiled code has for a whole sequence alone."""
     model = toy_model()
-    model.layers[1] = AsksForLength()
-    compiled = LayerCompiler(model, "eager").compiled(1, model.layers[1], Board())
+    layer = AsksForLength()
+    model = replace(model, layers=[model.layers[0], layer, *model.layers[2:]])
+    compiled = LayerCompiler(model, "eager").compiled(1, layer, Board())
     hidden = torch.ones(1, 8, 4)
     for documents, longest, factor in ((1, 8, 2), (3, None, 2), (3, 5, 3), (1, None, 2)):
         micro_batch = replace(BATCHES[0][0], max_documents=documents, longest_document=longest)
