@@ -206,8 +206,13 @@ def test_a_layer_that_writes_into_what_it_keeps_is_a_named_error(monkeypatch):
     forward = ToyBlock.forward
 
     def writing(self, hidden, micro_batch):
-        found = []
-        self.up.register_forward_hook(lambda module, inputs, output: found.append(output))
+        found, thread = [], threading.get_ident()
+
+        def note(module, inputs, output):
+            if threading.get_ident() == thread:  # the devices share the module
+                found.append(output)
+
+        self.up.register_forward_hook(note)
         output = forward(self, hidden, micro_batch)
         if keeping._thread.active is not None:
             found[0].detach().zero_()
