@@ -79,17 +79,19 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
             if not isinstance(error, BrokenPipeError):
                 print(f"standard output cannot be written: {error}", file=sys.stderr)
                 code = code or 1
-    if isinstance(code, int) and code and any(thread.daemon for thread in threading.enumerate()):
-        _end_at_once(code)
+    if isinstance(code, int | None) and any(thread.daemon for thread in threading.enumerate()):
+        _end_at_once(code or 0)
     sys.exit(code)
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End the process with threads that a fault left inside a library, in C++.
+    """End the process with threads that may be inside a library, in C++, as a slow network leaves them.
 
     Python would end them as they come back to it. That unwinds the library's own frames, which aborts the process in
-    place of its exit code.
+    place of its exit code. A command that succeeded waits for the threads that are no daemons, as Python does.
     """
+    if code == 0:
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # closed, or full
