@@ -2,7 +2,7 @@
 #     docker build -t torchround .
 #     docker run --rm --gpus all -v "$PWD/outputs:/torchround/outputs" torchround train --config debug.toml
 # The host needs NVIDIA's driver and its container toolkit. PyTorch brings the rest of CUDA with it.
-FROM nvidia/cuda:13.0.2-base-ubuntu24.04
+FROM nvidia/cuda:13.2.1-base-ubuntu24.04
 
 # g++ and Python's headers are for the optimizer's update and for Triton, which compile when a run starts.
 # The versions are the release's own: an older one cannot be installed once its security update is out.
