@@ -259,7 +259,7 @@ class _PartMode(TorchDispatchMode):
             return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, None)
         described = self._operations.get(func.name())
         if described is None:
-            return func(*args, **kwargs)
+            return self.other(func, args, kwargs)
         results = described(*args)
         if self.passes:
             return self.passed(func, args, kwargs, results)
@@ -272,6 +272,10 @@ class _PartMode(TorchDispatchMode):
     def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         """Handle an operation whose results are not kept because only a joined one reads them."""
         raise AssertionError("both modes have one of their own")
+
+    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run any other operation."""
+        return func(*args, **kwargs)
 
 
 class _Recording(_PartMode):
@@ -298,6 +302,13 @@ class _Recording(_PartMode):
 
     def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         return func(*args, **kwargs)
+
+    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        # A linear layer views its product in this way: the same memory with a counter of writes of its own.
+        if func is torch.ops.aten._unsafe_view.default:
+            self._found += [(product, found) for product, output in self._found if output is args[0]]
+        return found
 
     def check_untouched(self) -> None:
         """Check that no operation of the layer has written into what was collected."""

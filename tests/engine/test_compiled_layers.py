@@ -54,7 +54,8 @@ def no_warning_unless_expected(caplog, request):
     caplog.set_level(logging.WARNING, "torchround")
     yield
     if "warned" not in request.fixturenames:
-        assert not caplog.get_records("call")
+        # PyTorch has warnings of its own, such as one on a machine with a CUDA compiler and no card.
+        assert not [record for record in caplog.get_records("call") if record.name.startswith("torchround")]
 
 
 @pytest.fixture

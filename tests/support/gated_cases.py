@@ -21,7 +21,9 @@ def exact_gated_product(gate: Tensor, up: Tensor, weights: Tensor | None, activa
 
 def exact_clamped_product(gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     biased = gate_up + bias[experts]
-    gate, up = biased[:, ::2].clamp(max=LIMIT), biased[:, 1::2].clamp(min=-LIMIT, max=LIMIT)
+    gate, up = biased[:, ::2], biased[:, 1::2]
+    # At the limit itself the gradient passes. PyTorch 2.15 stops it in its clamp.
+    gate, up = gate.where(gate <= LIMIT, LIMIT), up.where(up.abs() <= LIMIT, LIMIT * up.detach().sign())
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1) * weights[:, None]
 
 

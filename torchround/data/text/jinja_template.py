@@ -88,10 +88,9 @@ class TemplateProcess:
             return text
 
     def _start(self) -> None:
-        limits = [str(CPU_S), str(MEMORY_MIB)]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", START, template_process.__file__, *limits, *sys.path],
+                process_command(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -140,6 +139,12 @@ class TemplateProcess:
                 raise EOFError
             found += chunk
         return bytes(found)
+
+
+def process_command() -> list[str]:
+    """List the words that start the process, with its limits."""
+    limits = [str(CPU_S), str(MEMORY_MIB)]
+    return [sys.executable, "-I", "-S", "-c", START, template_process.__file__, *limits, *sys.path]
 
 
 def _wait(pipe: IO[bytes], event: int) -> None:
