@@ -166,7 +166,8 @@ def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
     assert (
-        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
+        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing for these alone"
+        in answer.problem
     )
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
