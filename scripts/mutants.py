@@ -34,8 +34,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("torchround", "torchround/models")  # a search does not follow the link to the models
 CALLS_VARIABLE = "TORCHROUND_CALLS"
 FLIPPED = {
-    **{ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "=="},
-    **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
+    ast.Lt: ">=",
+    ast.LtE: ">",
+    ast.Gt: "<=",
+    ast.GtE: "<",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
 }
 WAITS = ("wait", "join", "synchronize", "acquire", "drain", "await_")
 SKIPPED = ("warn", "info", "debug", "print")  # dropping them changes words alone
