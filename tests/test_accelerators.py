@@ -6,6 +6,7 @@ import sysconfig
 
 import pytest
 import torch
+
 from torchround import accelerators
 from torchround.accelerators import (
     PLANNED_KIND,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from torchround.config import Config, load_config
 from torchround.config.key_types import KeyType
 from torchround.config.validate import all_keys

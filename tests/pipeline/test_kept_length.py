@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from scripts.check_tree import ROOT
 from torchround.commands.plan_run import configured_question, hardware, parser
 from torchround.config import parse_command_line

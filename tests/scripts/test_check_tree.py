@@ -1,6 +1,7 @@
 """Each rule about the tree finds a planted offence. `.ci/run` runs the rules themselves."""
 
 import pytest
+
 from scripts.check_tree import (
     RULES,
     Source,

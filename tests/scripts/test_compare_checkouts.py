@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from scripts.check_tree import ROOT
 from scripts.compare_checkouts import RUNS, differences, joined, main
 

@@ -12,8 +12,9 @@ import sys
 from typing import Any
 
 import torch
-from scripts.check_tree import ROOT
 from torch import Tensor
+
+from scripts.check_tree import ROOT
 
 MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
