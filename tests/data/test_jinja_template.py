@@ -90,7 +90,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_template_takes_500_mb() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MEASURED],

@@ -112,7 +112,7 @@ def test_a_replayed_layer_has_the_same_bits_and_runs_no_forward(case, runs):
     assert runs[0] == before > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["dense, bfloat16", "adapters with dropout", "experts"])
 def test_inductors_code_has_the_same_bits_after_a_replay(case, runs):
     case = Case(case, "inductor")

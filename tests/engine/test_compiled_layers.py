@@ -252,7 +252,7 @@ def test_no_layer_is_compiled_during_the_step_of_a_torch_optimizer():
     assert disturbed == [False]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductors_code_gives_the_same_bits_on_any_devices_and_agrees_with_uncompiled_layers():
     batches = [micro_batches[1:] for micro_batches in BATCHES]  # of one size
     compiler = LayerCompiler(toy_model(tied=True))

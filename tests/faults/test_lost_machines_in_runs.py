@@ -56,7 +56,7 @@ def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message
     assert second.startswith("CheckpointError: ") and "machine 0 (" in second
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_machines", [2, 3])
 def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
     small_machines: SmallMachines, num_machines: int
@@ -89,7 +89,7 @@ def wait_until_listening(port: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_continues_with_the_machines_that_are_left(small_machines: SmallMachines) -> None:
     """Two agents of torchrun on the loopback: one is killed with its process, and the other one trains on alone."""
     with socket.socket() as probe:

@@ -19,7 +19,7 @@ PROMPTED = ('--validation.prompts=["a prompt", "b"]', "--validation.prompt_token
 TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
 
-@pytest.mark.parametrize("num_machines", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_machines", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_machines_train_as_one_machine_with_all_rounds(small_machines: SmallMachines, num_machines: int) -> None:
     settings = (*VALIDATED, *PROMPTED, "--checkpoint.interval_steps=2")
     small_machines("one", 1, *settings)
@@ -34,7 +34,7 @@ def test_machines_train_as_one_machine_with_all_rounds(small_machines: SmallMach
     assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [num_machines] * STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_machines", [2, 3, 4])
 @pytest.mark.parametrize(
     "settings", [(BF16,), (ASYNC,), TIED, LORA], ids=["bfloat16", "async", "tied-async-bfloat16", "lora"]
@@ -47,7 +47,7 @@ def test_machines_train_as_one_machine_in_every_mode(
     small_machines.assert_same("several", "one")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapted", [(), ("--lora.rank=2", "--lora.targets=['q_proj']")], ids=["all", "lora"])
 def test_machines_begin_with_the_weights_of_a_released_folder(
     small_machines: SmallMachines, adapted: tuple[str, ...]
@@ -59,7 +59,7 @@ def test_machines_begin_with_the_weights_of_a_released_folder(
     small_machines.assert_same("several", "one")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachines) -> None:
     small_machines("one", 1, "--training.steps=8", "--lr_schedule.decay=none")
     for steps, num_machines in ((2, 4), (4, 2), (6, 1), (8, 3)):
@@ -68,7 +68,7 @@ def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachi
     small_machines.assert_same("moved", "one", step=8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(small_machines: SmallMachines) -> None:
     machines = small_machines.start("stopped", 2, "--training.steps=100000", "--lr_schedule.decay=none")
     machines[0].wait_until_printed("step      2/")

@@ -39,7 +39,7 @@ def cut_the_metrics(run: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_with_its_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
