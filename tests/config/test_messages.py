@@ -1,7 +1,5 @@
 """One message for everything that is wrong: file, key, given, legal, nearest."""
 
-from pathlib import Path
-
 import pytest
 
 from torchround.config import ConfigError, load_config
@@ -21,7 +19,7 @@ micro_batch_size = 2
 """
 
 
-def message(folder: Path, text: str, *overrides: str) -> str:
+def message(folder, text, *overrides):
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -73,19 +71,17 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("--training.dtype=float64", 'training.dtype: given "float64"; legal: "float32" or "bfloat16" or "float16"'),
     ],
 )
-def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(
-    tmp_path: Path, override: str, expected: str
-) -> None:
+def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(tmp_path, override, expected):
     lines = message(tmp_path, VALID, override).splitlines()
     assert any(line.strip().startswith("command line: ") and expected in line for line in lines), lines
 
 
-def test_a_mistake_in_a_file_is_one_line_that_begins_with_the_file(tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_one_line_that_begins_with_the_file(tmp_path):
     text = VALID.replace("steps = 50", 'steps = "50"')
     assert message(tmp_path, text) == 'run.toml: training.steps: given "50"; legal: an integer of at least 1'
 
 
-def test_the_command_line_is_blamed_only_for_what_it_gave(tmp_path: Path) -> None:
+def test_the_command_line_is_blamed_only_for_what_it_gave(tmp_path):
     text = VALID.replace("steps = 50", "steps = 0")
     lines = message(tmp_path, text, "--training.seq_len=0").splitlines()
     assert [line.split(": ")[:2] for line in lines[1:]] == [
@@ -94,7 +90,7 @@ def test_the_command_line_is_blamed_only_for_what_it_gave(tmp_path: Path) -> Non
     ]
 
 
-def test_all_missing_required_keys_are_named(tmp_path: Path) -> None:
+def test_all_missing_required_keys_are_named(tmp_path):
     lines = message(tmp_path, "").splitlines()
     assert lines == [
         "2 problems in the configuration",
@@ -104,12 +100,12 @@ def test_all_missing_required_keys_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(tmp_path: Path) -> None:
+def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(tmp_path):
     text = "training = 3\n" + VALID.partition("[training]")[0]
     assert message(tmp_path, text) == "run.toml: training: given 3; legal: a table, written [training]"
 
 
-def test_a_long_value_is_shortened(tmp_path: Path) -> None:
+def test_a_long_value_is_shortened(tmp_path):
     line = message(tmp_path, VALID, f"--training.steps={'x' * 500}")
     assert len(line) < 200 and "..." in line
 
@@ -186,9 +182,7 @@ CONFLICTS = [
 
 
 @pytest.mark.parametrize(("values", "keys", "words"), CONFLICTS, ids=lambda part: str(part)[:60])
-def test_a_conflict_between_keys_names_the_keys_and_the_values(
-    tmp_path: Path, values: dict[str, str], keys: list[str], words: list[str]
-) -> None:
+def test_a_conflict_between_keys_names_the_keys_and_the_values(tmp_path, values, keys, words):
     text = message(tmp_path, VALID, *(f"--{key}={value}" for key, value in values.items()))
     assert "\n" not in text and "command line" in text
     assert all(part in text for part in [*keys, *words, "legal: "]), text
@@ -209,22 +203,22 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(
         ["--validation.interval_steps=5", '--validation.sources=[{path="x"}]'],
     ],
 )
-def test_combinations_at_the_edge_of_what_is_legal_are_accepted(tmp_path: Path, overrides: list[str]) -> None:
+def test_combinations_at_the_edge_of_what_is_legal_are_accepted(tmp_path, overrides):
     path = tmp_path / "run.toml"
     path.write_text(VALID, encoding="utf-8")
     load_config(path, overrides)
 
 
-def test_all_conflicts_of_one_load_are_in_one_message(tmp_path: Path) -> None:
+def test_all_conflicts_of_one_load_are_in_one_message(tmp_path):
     lines = message(tmp_path, VALID, "--model.hf_path=x", "--training.micro_batch_size=9").splitlines()
     assert lines[0] == "2 problems in the configuration" and len(lines) == 3
 
 
-def test_a_conflict_names_every_source_of_its_keys(tmp_path: Path) -> None:
+def test_a_conflict_names_every_source_of_its_keys(tmp_path):
     text = message(tmp_path, VALID, "--training.micro_batch_size=9")
     assert text.startswith("command line and run.toml: training.micro_batch_size, training.global_batch_size: ")
 
 
-def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(tmp_path: Path) -> None:
+def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(tmp_path):
     lines = message(tmp_path, VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}").splitlines()
     assert lines == ["command line: engine.plan.fused: given 0; legal: an integer of at least 1"]

@@ -1,7 +1,5 @@
 """`[optimizer]`: the name chooses the table, and messages speak of the chosen one."""
 
-from pathlib import Path
-
 import pytest
 
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
@@ -11,14 +9,14 @@ MODEL = (
 )
 
 
-def written(folder: Path, optimizer: str) -> Path:
+def written(folder, optimizer):
     path = folder / "run.toml"
     path.write_text(f"{MODEL}[optimizer]\n{optimizer}\n")
     return path
 
 
 @pytest.mark.parametrize("keys", ["", 'name = "adamw"\n', 'name = "adamw"\nstate = "compact"\n'])
-def test_adamw_is_the_default_and_every_key_comes_back_from_toml(tmp_path: Path, keys: str) -> None:
+def test_adamw_is_the_default_and_every_key_comes_back_from_toml(tmp_path, keys):
     config = load_config(written(tmp_path, f"{keys}betas = [0.8, 0.9]\nlr = 1e-2"))
     assert isinstance(config.optimizer, AdamWTable)
     assert (config.optimizer.betas, config.optimizer.lr) == ((0.8, 0.9), 1e-2)
@@ -28,7 +26,7 @@ def test_adamw_is_the_default_and_every_key_comes_back_from_toml(tmp_path: Path,
     assert 'name = "adamw"' in to_toml(config)
 
 
-def test_flags_of_the_command_line_reach_the_chosen_table(tmp_path: Path) -> None:
+def test_flags_of_the_command_line_reach_the_chosen_table(tmp_path):
     config = load_config(written(tmp_path, ""), ["--optimizer.betas=[0.5, 0.6]", "--optimizer.state=compact"])
     assert isinstance(config.optimizer, AdamWTable)
     assert (config.optimizer.betas, config.optimizer.state) == ((0.5, 0.6), "compact")
@@ -47,9 +45,7 @@ def test_flags_of_the_command_line_reach_the_chosen_table(tmp_path: Path) -> Non
         ("lr = 0", "optimizer.lr: given 0; legal: a number above 0"),
     ],
 )
-def test_a_mistake_is_named_once_with_what_the_chosen_optimizer_allows(
-    tmp_path: Path, keys: str, expected: str
-) -> None:
+def test_a_mistake_is_named_once_with_what_the_chosen_optimizer_allows(tmp_path, keys, expected):
     with pytest.raises(ConfigError) as error:
         load_config(written(tmp_path, keys))
     assert expected in str(error.value)
@@ -58,12 +54,12 @@ def test_a_mistake_is_named_once_with_what_the_chosen_optimizer_allows(
     ), "other lines than the expected one"
 
 
-def test_a_key_of_another_optimizer_is_named_as_that(tmp_path: Path) -> None:
+def test_a_key_of_another_optimizer_is_named_as_that(tmp_path):
     with pytest.raises(ConfigError, match='betas, eps; it is a key of optimizer.name = "muon"'):
         load_config(written(tmp_path, "momentum = 0.9"))
 
 
-def test_an_optimizer_that_is_no_table_is_refused_as_before(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_no_table_is_refused_as_before(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(f"optimizer = 3\n{MODEL}")
     with pytest.raises(ConfigError, match=r"optimizer: given 3; legal: a table, written \[optimizer\]"):

@@ -61,41 +61,41 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.table.__name__}-{wrong.values}")
-def test_wrong_types_ranges_and_unknown_keys_are_refused(wrong: Wrong) -> None:
+def test_wrong_types_ranges_and_unknown_keys_are_refused(wrong):
     with pytest.raises(ValidationError):
         wrong.table.model_validate(wrong.values)
 
 
-def test_an_integer_is_legal_for_a_number_and_becomes_a_float() -> None:
+def test_an_integer_is_legal_for_a_number_and_becomes_a_float():
     lr = config.AdamWTable(lr=1).lr
     assert (lr, type(lr)) == (1.0, float)
 
 
-def test_arrays_become_tuples_so_that_tables_can_be_hashed_and_compared() -> None:
+def test_arrays_become_tuples_so_that_tables_can_be_hashed_and_compared():
     table = config.EngineTable.model_validate({"plan": {"forward": [2, 1], "fused": 1, "backward": [3]}})
     assert table.plan == config.PlanTable(forward=(2, 1), fused=1, backward=(3,))
     assert hash(table) == hash(config.EngineTable(plan=table.plan))
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_tables_cannot_be_changed(table: type[Table]) -> None:
+def test_tables_cannot_be_changed(table):
     instance = table.model_construct()
     with pytest.raises(ValidationError, match="frozen"):
         setattr(instance, next(iter(table.model_fields)), 1)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_each_table_says_what_it_is_for(table: type[Table]) -> None:
+def test_each_table_says_what_it_is_for(table):
     assert len(documentation(table)) > 20
 
 
 @pytest.mark.parametrize(("table", "key"), KEYS, ids=lambda part: getattr(part, "__name__", part))
-def test_each_key_is_documented_as_sentences(table: type[Table], key: str) -> None:
+def test_each_key_is_documented_as_sentences(table, key):
     text = documentation(table.model_fields[key])
     assert len(text) > 20 and text.endswith(".")
 
 
-def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
+def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there():
     promised = {
         "run": {"name", "folder", "seed"},
         "model": {"family", "flavor", "shape", "hf_path"},

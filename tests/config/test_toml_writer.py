@@ -4,7 +4,6 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,22 +26,22 @@ VALUES = st.recursive(
 )
 
 
-def same_types(left: Any, right: Any) -> bool:
+def same_types(left, right):
     return left == right and type(left) is type(right)
 
 
 @given(VALUES)
 @settings(max_examples=150, deadline=None)
-def test_any_value_reads_back_as_it_was_written(value: Any) -> None:
+def test_any_value_reads_back_as_it_was_written(value):
     assert same_types(tomllib.loads(f"value = {toml_value(value)}")["value"], value)
 
 
-def test_a_value_that_toml_cannot_write_is_refused() -> None:
+def test_a_value_that_toml_cannot_write_is_refused():
     with pytest.raises(TypeError, match="no form in TOML"):
         toml_value({"a": None})
 
 
-def test_dates_are_written_without_quotes() -> None:
+def test_dates_are_written_without_quotes():
     assert toml_value(date(2024, 1, 2)) == "2024-01-02"
 
 
@@ -72,13 +71,13 @@ PLANS = st.builds(
 
 
 @st.composite
-def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
+def raw_configs(draw):
     """Draw tables that are legal together."""
     steps = draw(st.integers(1, 10**6))
     micro = draw(st.integers(1, 10**6))
     whole = draw(st.integers(micro, 10**7))
 
-    def table(**keys: st.SearchStrategy[Any]) -> dict[str, Any]:
+    def table(**keys):
         return draw(st.fixed_dictionaries({}, optional=keys))
 
     model = {"family": draw(NAMES), draw(st.sampled_from(["flavor", "hf_path"])): draw(NAMES)}
@@ -109,7 +108,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(raw_configs())
 @settings(max_examples=60, deadline=None)
-def test_a_resolved_config_loads_again_as_an_equal_config(raw: dict[str, Any]) -> None:
+def test_a_resolved_config_loads_again_as_an_equal_config(raw):
     config = Config.model_validate(raw)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.toml")
@@ -117,14 +116,14 @@ def test_a_resolved_config_loads_again_as_an_equal_config(raw: dict[str, Any]) -
         assert load_config(path) == config
 
 
-def test_a_resolved_config_names_every_key_that_has_a_value() -> None:
+def test_a_resolved_config_names_every_key_that_has_a_value():
     config = load_config("debug.toml")
     written = tomllib.loads(to_toml(config))
     assert written == {name: _plain(table) for name, table in config.model_dump(exclude_none=True).items()}
     assert written["training"]["max_norm"] == 1.0
 
 
-def _plain(value: Any) -> Any:
+def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

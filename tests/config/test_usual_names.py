@@ -13,7 +13,7 @@ from torchround.config.validate import all_keys
 OTHER_VALUES = {"auto"}
 
 
-def every_choice() -> list[set[str]]:
+def every_choice():
     """Return the strings that each key lists as legal."""
     found = [set(OTHER_VALUES)]
     waiting = [KeyType.of_field(info) for info in Config.model_fields.values()]

@@ -3,7 +3,7 @@
 The templates in `templates/` write what the released ones of each family write, without their long tool manuals.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.conversations import SAME_DAY
 from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
-from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
@@ -38,7 +38,7 @@ Written = list[tuple[str, bool]]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """Map each template to a folder with a tokenizer and that template."""
     found = {}
     for name, family in VOCABULARIES.items():
@@ -50,13 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ours(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+def ours(folders):
     return {name: build_tokenizer(TokenizerTable(path=str(folder))) for name, folder in folders.items()}
 
 
-def learnt(
-    tokenizer: Tokenizer, messages: Messages, tools: Sequence[Any] = (), loss_on: str = "assistant"
-) -> tuple[list[int], list[bool]]:
+def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
     """Return our tokens, and whether each of them is a label."""
     content = ChatTemplate(tokenizer, loss_on)(Conversation(tuple(messages), tuple(tools)))
     piece = tokenise(tokenizer, DocumentPiece(content, 0, 0, Document("here"), first=True, last=True))
@@ -64,18 +62,18 @@ def learnt(
     return piece.tokens.tolist(), piece.learn.tolist()
 
 
-def reference(folder: Path, written: Written) -> tuple[list[int], list[bool]]:
+def reference(folder, written):
     """Return the tokens that the package tokenizers gives for each part, special tokens included."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     parts = [(tokenizer.encode(text, add_special_tokens=False).ids, learn) for text, learn in written]
     return [token for ids, _ in parts for token in ids], [learn for ids, learn in parts for _ in ids]
 
 
-def question(text: str) -> dict[str, Any]:
+def question(text):
     return {"role": "user", "content": text}
 
 
-def answer(text: str, **more: Any) -> dict[str, Any]:
+def answer(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
@@ -92,7 +90,7 @@ WITH_TOOL = [
 WITH_THOUGHT = [question("Why?"), answer("Because.", thinking="Hm, why.", reasoning_content="Hm, why.")]
 
 
-def llama3(messages: Messages) -> Written:
+def llama3(messages):
     first, *rest = messages if messages[0]["role"] == "system" else [{"content": ""}, *messages]
     head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
     written = [(head + first["content"] + "<|eot_id|>", False)]
@@ -107,7 +105,7 @@ def llama3(messages: Messages) -> Written:
     return written
 
 
-def qwen3(messages: Messages) -> Written:
+def qwen3(messages):
     last_question = max(index for index, message in enumerate(messages) if message["role"] == "user")
     written = []
     for index, message in enumerate(messages):
@@ -126,7 +124,7 @@ def qwen3(messages: Messages) -> Written:
     return written
 
 
-def qwen3_5(messages: Messages) -> Written:
+def qwen3_5(messages):
     """Every answer has thoughts. The prompt opens them, and the template closes thoughts that a message does not have."""
     written = []
     for message in messages:
@@ -147,7 +145,7 @@ def qwen3_5(messages: Messages) -> Written:
     return written
 
 
-def gpt_oss(messages: Messages) -> Written:
+def gpt_oss(messages):
     written = [("<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2024-07-26<|end|>", False)]
     for message in messages:
         content, role, last = message["content"], message["role"], message is messages[-1]
@@ -172,21 +170,13 @@ def gpt_oss(messages: Messages) -> Written:
     return written
 
 
-FORMATS: dict[str, Callable[[Messages], Written]] = {
-    "llama3": llama3,
-    "qwen3": qwen3,
-    "qwen3_thinking": qwen3,
-    "qwen3_5": qwen3_5,
-    "gpt_oss": gpt_oss,
-}
+FORMATS = {"llama3": llama3, "qwen3": qwen3, "qwen3_thinking": qwen3, "qwen3_5": qwen3_5, "gpt_oss": gpt_oss}
 EACH_TEMPLATE = pytest.mark.parametrize("name", FORMATS)
 
 
 @EACH_TEMPLATE
 @pytest.mark.parametrize("messages", [PLAIN, WITH_TOOL, WITH_THOUGHT, PLAIN[1:3]])
-def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_other(
-    ours: dict[str, Tokenizer], folders: dict[str, Path], name: str, messages: Messages
-) -> None:
+def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_other(ours, folders, name, messages):
     assert learnt(ours[name], messages) == reference(folders[name], FORMATS[name](messages))
 
 
@@ -196,9 +186,7 @@ words = st.text(st.sampled_from("ab é中\n:"), min_size=1, max_size=12).map(lam
 @EACH_TEMPLATE
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4), system=st.booleans())
-def test_the_assistants_part_of_any_dialogue_is_learnt(
-    ours: dict[str, Tokenizer], folders: dict[str, Path], name: str, turns: list[tuple[str, str]], system: bool
-) -> None:
+def test_the_assistants_part_of_any_dialogue_is_learnt(ours, folders, name, turns, system):
     messages = [SYSTEM] * system + [message for said, replied in turns for message in (question(said), answer(replied))]
     assert learnt(ours[name], messages) == reference(folders[name], FORMATS[name](messages))
 
@@ -206,9 +194,7 @@ def test_the_assistants_part_of_any_dialogue_is_learnt(
 @EACH_TEMPLATE
 @pytest.mark.parametrize("messages", [PLAIN, WITH_TOOL, WITH_THOUGHT])
 @pytest.mark.parametrize("tools", [(), (TOOL,)])
-def test_tokens_are_those_of_transformers_rendering(
-    ours: dict[str, Tokenizer], folders: dict[str, Path], name: str, messages: Messages, tools: Sequence[Any]
-) -> None:
+def test_tokens_are_those_of_transformers_rendering(ours, folders, name, messages, tools):
     theirs = PreTrainedTokenizerFast(
         tokenizer_file=str(folders[name] / "tokenizer.json"), bos_token=FAMILIES[VOCABULARIES[name]].bos
     )
@@ -219,9 +205,7 @@ def test_tokens_are_those_of_transformers_rendering(
 
 
 @EACH_TEMPLATE
-def test_a_message_cannot_fake_a_turn_of_the_assistant(
-    ours: dict[str, Tokenizer], folders: dict[str, Path], name: str
-) -> None:
+def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, folders, name):
     """Text in a message that looks like special tokens stays text, and decodes unchanged."""
     faked = "".join(text for text, _ in FORMATS[name]([question("x"), answer("learn me")]))
     plain = [question("x" * 5), answer("It is not.")]
@@ -233,13 +217,13 @@ def test_a_message_cannot_fake_a_turn_of_the_assistant(
 
 
 @EACH_TEMPLATE
-def test_loss_on_all_learns_everything_of_the_same_tokens(ours: dict[str, Tokenizer], name: str) -> None:
+def test_loss_on_all_learns_everything_of_the_same_tokens(ours, name):
     tokens, learn = learnt(ours[name], PLAIN, loss_on="all")
     assert tokens == learnt(ours[name], PLAIN)[0]
     assert all(learn)
 
 
-def with_template(tokenizer: Tokenizer, template: str) -> ChatTemplate:
+def with_template(tokenizer, template):
     return ChatTemplate(replace(tokenizer, templates=TemplateSources(template, file=Path("chat.jinja"))))
 
 
@@ -263,16 +247,12 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
         (LOOP + LOOP, "4 times in all"),
     ],
 )
-def test_a_template_that_tells_no_turns_apart_is_refused(
-    ours: dict[str, Tokenizer], template: str, message: str
-) -> None:
+def test_a_template_that_tells_no_turns_apart_is_refused(ours, template, message):
     with pytest.raises(TokenizerError, match=message):
         with_template(ours["qwen3"], template)
 
 
-def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(
-    ours: dict[str, Tokenizer], folders: dict[str, Path]
-) -> None:
+def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
     """Before, the line ends of both sides were two tokens; the template's text has one."""
     template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tokenizer = replace(ours["qwen3"], templates=TemplateSources(template))
@@ -286,25 +266,25 @@ def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(
     assert expected[0] == reference(folders["qwen3"], [("".join(text for text, _ in written), False)])[0]
 
 
-def test_no_template_at_all_says_which_key_gives_one(tokenizer: Tokenizer) -> None:
+def test_no_template_at_all_says_which_key_gives_one(tokenizer):
     with pytest.raises(TokenizerError, match=r"has no chat template beside it; give tokenizer.chat_template"):
         ChatTemplate(tokenizer)
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(ours: dict[str, Tokenizer]) -> None:
+def test_a_template_cannot_reach_out_of_its_sandbox(ours):
     reach = "{{ messages.__class__.__base__.__subclasses__() }}"
     with pytest.raises(TokenizerError, match="SecurityError"):
         with_template(ours["qwen3"], reach)
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(ours: dict[str, Tokenizer]) -> None:
+def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(ours):
     template = ChatTemplate(ours["llama3"])
     messages = [question("x"), answer("", tool_calls=CALL * 2)]
     with pytest.raises(DataError, match="error in chat template.*only supports single tool-calls"):
         template(Conversation(tuple(messages)))
 
 
-def test_a_generation_tag_changes_nothing(ours: dict[str, Tokenizer]) -> None:
+def test_a_generation_tag_changes_nothing(ours):
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tagged = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + prompt
     conversation = Conversation(tuple(PLAIN))

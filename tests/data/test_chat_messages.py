@@ -1,8 +1,6 @@
 """Messages as their authors mark them: what is not learnt, reasoning under each of its names, and fields that are dropped."""
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -19,10 +17,9 @@ from tests.support.conversations import (
     written,
 )
 from torchround.config import SourceTable
-from torchround.data import DataError, Tokenizer
+from torchround.data import DataError
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
-from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.messages import REASONING
 
 FAMILIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
@@ -36,18 +33,18 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     return {family: tmp_path_factory.mktemp(family) for family in FAMILIES.values()}
 
 
 @pytest.fixture(scope="module")
-def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+def tokenizers(folders):
     made = {family: small_tokenizer(folder, family) for family, folder in folders.items()}
     return {name: made[family] for name, family in FAMILIES.items()}
 
 
 @pytest.fixture
-def templates(tokenizers: dict[str, Tokenizer]) -> dict[str, ChatTemplate]:
+def templates(tokenizers):
     return {name: with_templates(tokenizers[name], released(name)) for name in FAMILIES}
 
 
@@ -56,10 +53,8 @@ def templates(tokenizers: dict[str, Tokenizer]) -> dict[str, ChatTemplate]:
 
 @EACH_TEMPLATE
 @UNLEARNT
-def test_a_message_without_weight_is_written_and_not_learnt(
-    templates: dict[str, ChatTemplate], name: str, mark: dict[str, Any]
-) -> None:
-    def dialogue(**marks: Any) -> list[dict[str, Any]]:
+def test_a_message_without_weight_is_written_and_not_learnt(templates, name, mark):
+    def dialogue(**marks):
         return [question("one"), answer("first", **marks), question("two"), answer("second")]
 
     plain, marked = (learnt(templates[name], dialogue(**marks)) for marks in ({}, mark))
@@ -69,15 +64,13 @@ def test_a_message_without_weight_is_written_and_not_learnt(
 
 
 @EACH_TEMPLATE
-def test_weight_one_changes_nothing(templates: dict[str, ChatTemplate], name: str) -> None:
+def test_weight_one_changes_nothing(templates, name):
     plain = [question("one"), answer("first"), question("two"), answer("second")]
     marked = [message | {"weight": 1, "train": True} for message in plain]
     assert written(templates[name], marked) == written(templates[name], plain)
 
 
-def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_learnt(
-    templates: dict[str, ChatTemplate],
-) -> None:
+def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_learnt(templates):
     """GPT-OSS writes thoughts and answer with a header each, and neighbouring messages as one turn."""
     messages = [
         question("one"),
@@ -92,7 +85,7 @@ def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_lear
     assert learnt(templates["gpt_oss"], messages) == ["<|channel|>final<|message|>draft<|end|>"]
 
 
-def test_calls_without_weight_are_told_from_calls_with_weight(templates: dict[str, ChatTemplate]) -> None:
+def test_calls_without_weight_are_told_from_calls_with_weight(templates):
     messages = [
         question("one"),
         answer("", tool_calls=[call("now")], train=False),
@@ -104,12 +97,12 @@ def test_calls_without_weight_are_told_from_calls_with_weight(templates: dict[st
 
 
 @EACH_TEMPLATE
-def test_a_conversation_without_any_weight_has_no_labels(templates: dict[str, ChatTemplate], name: str) -> None:
+def test_a_conversation_without_any_weight_has_no_labels(templates, name):
     messages = [question("one"), answer("first", weight=0, thinking="Hm."), question("two"), answer("x", train=False)]
     assert learnt(templates[name], messages) == []
 
 
-def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenizers: dict[str, Tokenizer]) -> None:
+def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenizers):
     template = with_templates(tokenizers["qwen3"], LOOP + PROMPT, loss_on="all")
     messages = [question("one"), answer("first", weight=0), question("two"), answer("second")]
     assert learnt(template, messages) == [
@@ -130,9 +123,7 @@ def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenize
         ({"train_detail": [{"begin_offset": 0}]}, "train_detail is not supported"),
     ],
 )
-def test_any_other_weight_is_an_error_of_the_record(
-    templates: dict[str, ChatTemplate], marks: dict[str, Any], message: str
-) -> None:
+def test_any_other_weight_is_an_error_of_the_record(templates, marks, message):
     with pytest.raises(DataError, match=message):
         templates["qwen3"](Conversation((question("one"), answer("two", **marks))))
 
@@ -146,7 +137,7 @@ JOINS = (
 )
 
 
-def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers: dict[str, Tokenizer]) -> None:
+def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers):
     template = with_templates(tokenizers["gpt_oss"], JOINS)
     assert learnt(template, [question("one"), answer("two"), answer("three")]) == ["<|message|>twothree<|end|>"]
     with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
@@ -158,9 +149,7 @@ def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking", "gpt_oss"])
-def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(
-    templates: dict[str, ChatTemplate], folders: dict[str, Path], name: str, field: str
-) -> None:
+def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(templates, folders, name, field):
     messages = [question("one"), answer("two", **{field: "the thought"})]
     text = written(templates[name], messages).replace("⟦", "").replace("⟧", "")
     assert "the thought" in text
@@ -172,16 +161,14 @@ def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transforme
 @pytest.mark.parametrize("empty", [None, ""])
 @pytest.mark.parametrize("field", REASONING)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_names_of_reasoning_without_a_value_do_not_hide_the_one_that_has_it(
-    templates: dict[str, ChatTemplate], name: str, field: str, empty: str | None
-) -> None:
+def test_names_of_reasoning_without_a_value_do_not_hide_the_one_that_has_it(templates, name, field, empty):
     fields = dict.fromkeys(REASONING, empty) | {field: "the thought"}
     assert "the thought" in written(templates[name], [question("one"), answer("two", **fields)])
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "tool_calls"])
-def test_a_message_of_reasoning_or_calls_needs_no_content(templates: dict[str, ChatTemplate], field: str) -> None:
-    value: Any = [call("weather")] if field == "tool_calls" else "the thought"
+def test_a_message_of_reasoning_or_calls_needs_no_content(templates, field):
+    value = [call("weather")] if field == "tool_calls" else "the thought"
     reader = RecordReader(SourceTable(path="x.jsonl", content="messages"), templates["qwen3"])
     record = {"messages": [question("one"), {"role": "assistant", "content": None, field: value}]}
     spans = reader.read(Document("x.jsonl", number=1), record)
@@ -199,30 +186,24 @@ WITH_FIELDS = [
 ]
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts]
 
 
-def test_each_kind_of_field_that_a_template_drops_is_said_once(
-    tokenizers: dict[str, Tokenizer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_kind_of_field_that_a_template_drops_is_said_once(tokenizers, caplog):
     template = with_templates(tokenizers["qwen3"], LOOP + PROMPT)
     for _ in range(3):
         template(Conversation(tuple(WITH_FIELDS), (TOOL,)))
     assert sorted(warnings_of(caplog)) == ["reasoning", "tool calls", "tools"]
 
 
-def test_a_template_that_writes_only_the_first_call_drops_the_second(
-    templates: dict[str, ChatTemplate], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_that_writes_only_the_first_call_drops_the_second(templates, caplog):
     templates["gpt_oss"](Conversation(tuple(WITH_FIELDS)))
     assert warnings_of(caplog) == ["tool calls"]
 
 
-def test_nothing_is_said_of_a_template_that_writes_every_field(
-    templates: dict[str, ChatTemplate], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_said_of_a_template_that_writes_every_field(templates, caplog):
     for _ in range(3):
         templates["qwen3"](Conversation(tuple(WITH_FIELDS)))
         templates["qwen3"](Conversation((question("one"), answer("two"))))

@@ -5,31 +5,27 @@ import threading
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.conftest import MakeLoader
-from tests.support.agreeing_threads import Gather, run_agreeing
+from tests.support.agreeing_threads import run_agreeing
 from tests.support.batch_contents import content
 from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, Loader, Tokenizer, build_loader, joined_positions
-from torchround.data.document_types import Document
+from torchround.data import DataError, build_loader, joined_positions
 from torchround.data.formats.sources import Source
-from torchround.data.step_batches import StepBatch, StepBatches
-from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.data.step_batches import StepBatches
+from torchround.layer import IGNORED_LABEL
 
 PAD = 258
 SIZES = {"seq_len": 2048, "global_batch_size": 24}
 
 
-def texts_of(batches: list[MicroBatch], streams: int, tokenizer: Tokenizer) -> Counter[str]:
+def texts_of(batches, streams, tokenizer):
     """Count the documents in batches of contiguous sequences, each stream's sequences one after the other."""
-    found: Counter[str] = Counter()
+    found = Counter()
     for number in range(streams):
         parts = [batch.tokens.chunk(streams)[number] for batch in batches]
         text = tokenizer.decode(torch.cat([part.flatten() for part in parts]).tolist())
@@ -38,9 +34,7 @@ def texts_of(batches: list[MicroBatch], streams: int, tokenizer: Tokenizer) -> C
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_several_streams_hold_each_document_of_one_stream_once(
-    make_loader: MakeLoader, tokenizer: Tokenizer, workers: int
-) -> None:
+def test_several_streams_hold_each_document_of_one_stream_once(make_loader, tokenizer, workers):
     make = partial(make_loader, epochs=2, num_workers=workers, shuffle_sequences=0, **SIZES)
     whole = texts_of(list(make()), 1, tokenizer)
     batches = list(make(streams=4))
@@ -49,7 +43,7 @@ def test_several_streams_hold_each_document_of_one_stream_once(
     assert content(make(streams=4, num_workers=3 - workers)) == content(batches)
 
 
-def test_a_stream_that_has_ended_leaves_padding_without_labels_and_tokens(make_loader: MakeLoader) -> None:
+def test_a_stream_that_has_ended_leaves_padding_without_labels_and_tokens(make_loader):
     make = partial(make_loader, epochs=1, packing="best_fit", long_documents="split", **SIZES)
     one, several = make(), make(streams=12)
     tokens = [sum(map(loader.num_tokens, loader)) for loader in (one, several)]
@@ -64,11 +58,11 @@ def test_a_stream_that_has_ended_leaves_padding_without_labels_and_tokens(make_l
 # Several machines.
 
 
-def steps_of(batches: StepBatches, most: int) -> list[StepBatch]:
+def steps_of(batches, most):
     return [step for step in islice(iter(lambda: batches.next()[0], None), most) if step is not None]
 
 
-def one_after_the_other(machines: list[list[StepBatch]]) -> list[Any]:
+def one_after_the_other(machines):
     """Return all micro-batches of each step in their order, with the counts of the step."""
     found = []
     for parts in zip(*machines, strict=True):
@@ -82,13 +76,11 @@ def one_after_the_other(machines: list[list[StepBatch]]) -> list[Any]:
     return found
 
 
-def train(
-    make: Any, num_machines: int, rounds: int = 1, state: Any = None, most: int = 1000
-) -> tuple[list[Any], dict[str, Any], int]:
+def train(make, num_machines, rounds=1, state=None, most=1000):
     """Run up to `most` steps from a position. Return their contents, the position after them, and the bad records."""
 
-    def work(machine: int, gather: Gather) -> tuple[list[StepBatch], Any, int]:
-        loader: Loader = make()
+    def work(machine, gather):
+        loader = make()
         if state is not None:
             loader.load_state_dict(json.loads(json.dumps(state)))
         agree = gather if num_machines > 1 else None
@@ -102,19 +94,17 @@ def train(
     return one_after_the_other([steps for steps, _, _ in found]), position, bad.pop()
 
 
-def test_each_sequence_is_read_on_one_machine_and_with_one_stream_on_all(
-    make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: dict[int, Counter[str]] = defaultdict(Counter)
+def test_each_sequence_is_read_on_one_machine_and_with_one_stream_on_all(make_loader, monkeypatch):
+    reads = defaultdict(Counter)
     own_read = Source.read
 
-    def counted(source: Source, document: Document, offset: int) -> Any:
+    def counted(source, document, offset):
         reads[threading.get_ident()][f"{document} from {offset}"] += 1
         return own_read(source, document, offset)
 
     monkeypatch.setattr(Source, "read", counted)
 
-    def counts(num_machines: int, **keys: Any) -> list[Counter[str]]:
+    def counts(num_machines, **keys):
         reads.clear()
         train(partial(make_loader, epochs=1, **SIZES, **keys), num_machines)
         return list(reads.values())
@@ -136,9 +126,7 @@ def test_each_sequence_is_read_on_one_machine_and_with_one_stream_on_all(
     packing=st.sampled_from(["contiguous", "best_fit"]),
     window=st.sampled_from([0, 40]),
 )
-def test_a_position_of_4_machines_means_the_same_batches_on_2_1_and_3(
-    make_loader: MakeLoader, streams: int, stop: int, packing: str, window: int
-) -> None:
+def test_a_position_of_4_machines_means_the_same_batches_on_2_1_and_3(make_loader, streams, stop, packing, window):
     make = partial(
         make_loader,
         epochs=2,
@@ -157,11 +145,11 @@ def test_a_position_of_4_machines_means_the_same_batches_on_2_1_and_3(
         assert same_end == end
 
 
-def test_the_rounds_may_change_within_a_run(make_loader: MakeLoader) -> None:
+def test_the_rounds_may_change_within_a_run(make_loader):
     """Other rounds need other streams, whose positions the machines then give to each other."""
     make = partial(make_loader, epochs=1, streams=4, **SIZES)
 
-    def work(machine: int, gather: Gather) -> list[StepBatch]:
+    def work(machine, gather):
         loader = make()
         first = steps_of(StepBatches(loader, 2, 1, gather, machine, 2), 1)
         return first + steps_of(StepBatches(loader, 2, 3, gather, machine, 2), 1000)
@@ -172,29 +160,27 @@ def test_the_rounds_may_change_within_a_run(make_loader: MakeLoader) -> None:
 # What is refused, bad records, and sources that are too small.
 
 
-def source_of(folder: Path, records: list[dict[str, str]]) -> SourceTable:
+def source_of(folder, records):
     path = folder / "records.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return SourceTable(path=str(path))
 
 
-def small_loader(source: SourceTable, tokenizer: Tokenizer, **keys: Any) -> Loader:
+def small_loader(source, tokenizer, **keys):
     return build_loader(DataTable(sources=(source,), **keys), tokenizer, 64, 4, 0)
 
 
-def test_bad_records_are_counted_over_all_streams_and_machines(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_bad_records_are_counted_over_all_streams_and_machines(tmp_path, tokenizer):
     records = [{"body" if number % 9 == 4 else "text": "a" * 62} for number in range(60)]
     make = partial(small_loader, source_of(tmp_path, records), tokenizer, epochs=1, on_bad_record="skip", shuffle=False)
     assert [train(partial(make, streams=streams), 2)[2] for streams in (1, 2, 4)] == [7, 7, 7]
 
 
-def test_a_bad_record_of_one_stream_stops_all_machines_before_the_same_step(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_bad_record_of_one_stream_stops_all_machines_before_the_same_step(tmp_path, tokenizer):
     records = [{"body" if number == 30 else "text": "a" * 62} for number in range(60)]
     source = source_of(tmp_path, records)
 
-    def work(machine: int, gather: Gather) -> tuple[int, str, Any]:
+    def work(machine, gather):
         loader = small_loader(source, tokenizer, streams=4, shuffle=False)
         batches = StepBatches(loader, 1, 1, gather, machine, 4)
         for step in range(100):
@@ -215,7 +201,7 @@ def test_a_bad_record_of_one_stream_stops_all_machines_before_the_same_step(
     assert train(skipping, 3, state=position, most=9)[0] == train(skipping, 1, most=15)[0][6:]
 
 
-def test_another_number_of_streams_is_refused_with_both_numbers(make_loader: MakeLoader) -> None:
+def test_another_number_of_streams_is_refused_with_both_numbers(make_loader):
     loaders = {streams: make_loader(streams=streams, global_batch_size=6) for streams in (1, 2, 3)}
     for loader in loaders.values():
         next(loader)
@@ -227,14 +213,14 @@ def test_another_number_of_streams_is_refused_with_both_numbers(make_loader: Mak
 @pytest.mark.parametrize(
     "forged", [{"streams": 3}, {"streams": []}, {}, {"streams": ["elsewhere", None]}, {"streams": [1, 2]}, [1]]
 )
-def test_a_forged_position_of_streams_is_refused(make_loader: MakeLoader, forged: Any) -> None:
+def test_a_forged_position_of_streams_is_refused(make_loader, forged):
     loader = make_loader(streams=2)
     state = loader.state_dict()
     with pytest.raises(DataError, match="invalid data position in the checkpoint"):
         loader.load_state_dict({**state, "position": forged})
 
 
-def test_a_position_without_one_of_the_streams_is_refused(make_loader: MakeLoader) -> None:
+def test_a_position_without_one_of_the_streams_is_refused(make_loader):
     states = []
     for _ in range(2):
         loader = make_loader(streams=3)
@@ -245,9 +231,7 @@ def test_a_position_without_one_of_the_streams_is_refused(make_loader: MakeLoade
         joined_positions(states)
 
 
-def test_an_endless_run_deals_fewer_documents_than_streams_and_refuses_empty_ones(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_an_endless_run_deals_fewer_documents_than_streams_and_refuses_empty_ones(tmp_path, tokenizer):
     letters = [{"text": letter * 40} for letter in "abc"]
     loader = small_loader(source_of(tmp_path, letters), tokenizer, streams=4)
     tokens = torch.cat([batch.tokens for batch in islice(loader, 20)])

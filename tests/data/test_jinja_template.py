@@ -64,13 +64,13 @@ MESSAGES = [{"a": 1, "b": 2}, {"a": 3}]
 
 
 @pytest.mark.parametrize("source", HARMLESS)
-def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source: str) -> None:
+def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source):
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     assert compile_template(source, "t")({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_needs_too_much_is_one_message(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
@@ -91,7 +91,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 
 
 @pytest.mark.nightly
-def test_no_template_takes_500_mb() -> None:
+def test_no_template_takes_500_mb():
     ended = subprocess.run(
         [sys.executable, "-c", MEASURED],
         input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
@@ -104,7 +104,7 @@ def test_no_template_takes_500_mb() -> None:
     assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
-def test_a_template_is_given_up_after_three_failures_in_a_row() -> None:
+def test_a_template_is_given_up_after_three_failures_in_a_row():
     source = "{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine"
     render = compile_template(source, "t")
     for tries in (jinja_template.MOST_FAILURES - 1, jinja_template.MOST_FAILURES):
@@ -116,14 +116,14 @@ def test_a_template_is_given_up_after_three_failures_in_a_row() -> None:
         render({"messages": []})
 
 
-def test_a_conversation_that_is_too_large_is_an_error_of_its_own() -> None:
+def test_a_conversation_that_is_too_large_is_an_error_of_its_own():
     render = compile_template("{{ messages[0] }}", "t")
     with pytest.raises(DataError, match="legal: up to 8 MiB"):
         render({"messages": ["a" * jinja_template.MOST_BYTES]})
     assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
-def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path: Path) -> None:
+def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
     names = ["good"] * 40 + ["bomb"] + ["good"] * 20
@@ -144,10 +144,10 @@ def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_lea
 # The process.
 
 
-def test_threads_and_forked_processes_get_their_own_replies() -> None:
+def test_threads_and_forked_processes_get_their_own_replies():
     render = compile_template("{{ messages[0] * 1000 }}", "t")
 
-    def is_right(name: str) -> bool:
+    def is_right(name):
         return all(render({"messages": [f"{name}{n}"]}) == f"{name}{n}" * 1000 for n in range(50))
 
     with ThreadPoolExecutor(4) as threads:
@@ -173,7 +173,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run() -> None:
+def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run():
     ended = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, check=False, text=True)
     text, child, *files = ended.stdout.split()
     assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL), ended.stderr
@@ -181,7 +181,7 @@ def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_wi
         time.sleep(0.01)
 
 
-def is_running(child: str) -> bool:
+def is_running(child):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text()
     except FileNotFoundError:

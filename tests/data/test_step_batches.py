@@ -3,46 +3,41 @@
 import json
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.conftest import MakeLoader
-from tests.support.agreeing_threads import Gather, run_agreeing
-from torchround.data import DataError, Loader, cut, num_tokens
-from torchround.data.step_batches import StepBatch, StepBatches
+from tests.support.agreeing_threads import run_agreeing
+from torchround.data import DataError, cut, num_tokens
+from torchround.data.step_batches import StepBatches
 from torchround.layer import with_dropout_seeds
 
 PAD = 258
 
 
-def all_steps(batches: StepBatches, most: int = 1000) -> list[StepBatch]:
+def all_steps(batches, most=1000):
     """Return the steps up to the end of the data."""
     steps = iter(lambda: batches.next()[0], None)
     return [step for step in islice(steps, most) if step is not None]
 
 
-def sequences(step: StepBatch) -> int:
+def sequences(step):
     return sum(len(part.tokens) for part in step.micro_batches)
 
 
-def on_machines(
-    make: Any, num_machines: int, micro_batch_size: int = 2, rounds: int = 1, most: int = 1000
-) -> list[list[StepBatch]]:
+def on_machines(make, num_machines, micro_batch_size=2, rounds=1, most=1000):
     """Return the steps of each machine, which all have a loader of their own."""
 
-    def work(machine: int, gather: Gather) -> list[StepBatch]:
+    def work(machine, gather):
         agree = gather if num_machines > 1 else None
         return all_steps(StepBatches(make(), micro_batch_size, rounds, agree, machine, num_machines), most)
 
     return run_agreeing(num_machines, work)
 
 
-def test_one_machine_gets_the_micro_batches_of_the_batch_with_their_seeds(make_loader: MakeLoader) -> None:
+def test_one_machine_gets_the_micro_batches_of_the_batch_with_their_seeds(make_loader):
     batches = list(islice(make_loader(epochs=1), 5))
     steps = all_steps(StepBatches(make_loader(epochs=1), 4, 1), 5)
     for number, (batch, step) in enumerate(zip(batches, steps, strict=True)):
@@ -64,8 +59,8 @@ def test_one_machine_gets_the_micro_batches_of_the_batch_with_their_seeds(make_l
     streams=st.sampled_from([1, 2, 3, 4, 12]),
 )
 def test_machines_share_the_micro_batches_and_seeds_of_one_machine_up_to_the_short_last_step(
-    make_loader: MakeLoader, num_machines: int, rounds: int, size: int, packing: str, streams: int
-) -> None:
+    make_loader, num_machines, rounds, size, packing, streams
+):
     make = partial(
         make_loader,
         epochs=1,
@@ -93,8 +88,8 @@ def test_machines_share_the_micro_batches_and_seeds_of_one_machine_up_to_the_sho
         assert {(part.num_labels, part.num_tokens) for part in parts} == {(one.num_labels, one.num_tokens)}
 
 
-def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loader: MakeLoader) -> None:
-    def work(machine: int, gather: Gather) -> list[Any]:
+def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loader):
+    def work(machine, gather):
         batches = StepBatches(make_loader(epochs=1, seq_len=8192), 2, 1, gather, machine, 3)
         found, step = [], 0
         while True:
@@ -110,11 +105,11 @@ def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loa
     assert len(one) > 2
 
 
-def loader_of(make_loader: MakeLoader, folder: Path, **keys: Any) -> Loader:
+def loader_of(make_loader, folder, **keys):
     return make_loader(folder=folder, shuffle=False, weights=(1e-9, 1.0), seq_len=64, global_batch_size=2, **keys)
 
 
-def write(folder: Path, bad: int | None, letter: str = "a") -> Path:
+def write(folder, bad, letter="a"):
     """Write 20 records of about a sequence each. Record number `bad` lacks its text."""
     folder.mkdir()
     (folder / "first.txt").write_text("a short text")
@@ -123,12 +118,10 @@ def write(folder: Path, bad: int | None, letter: str = "a") -> Path:
     return folder
 
 
-def test_a_record_that_is_bad_on_one_machine_stops_all_at_the_same_step_with_its_name(
-    make_loader: MakeLoader, tmp_path: Path
-) -> None:
+def test_a_record_that_is_bad_on_one_machine_stops_all_at_the_same_step_with_its_name(make_loader, tmp_path):
     folders = [write(tmp_path / "good", None), write(tmp_path / "bad", 13)]
 
-    def work(machine: int, gather: Gather) -> tuple[int, str]:
+    def work(machine, gather):
         batches = StepBatches(loader_of(make_loader, folders[machine]), 1, 1, gather, machine, 2)
         for step in range(100):
             try:
@@ -145,7 +138,7 @@ def test_a_record_that_is_bad_on_one_machine_stops_all_at_the_same_step_with_its
     assert "records.jsonl, line 14: no field 'text'" in first
 
 
-def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(make_loader: MakeLoader, tmp_path: Path) -> None:
+def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(make_loader, tmp_path):
     folder = write(tmp_path / "bad", 5)
     with pytest.raises(DataError, match="line 6") as alone:
         on_machines(partial(loader_of, make_loader, folder), 1, 1)
@@ -154,19 +147,17 @@ def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(make_loader: Ma
     assert str(alone.value) == str(together.value)
 
 
-def test_files_of_equal_sizes_and_other_content_are_noticed_at_the_first_step(
-    make_loader: MakeLoader, tmp_path: Path
-) -> None:
+def test_files_of_equal_sizes_and_other_content_are_noticed_at_the_first_step(make_loader, tmp_path):
     folders = [write(tmp_path / "one", None, "a"), write(tmp_path / "other", None, "b")]
 
-    def work(machine: int, gather: Gather) -> None:
+    def work(machine, gather):
         StepBatches(loader_of(make_loader, folders[machine]), 1, 1, gather, machine, 2).next()
 
     with pytest.raises(DataError, match=r"machine 1 reads another batch than machine 0 .*data\.sources differ"):
         run_agreeing(2, work)
 
 
-def test_one_machine_asks_no_other_and_several_must(make_loader: MakeLoader) -> None:
+def test_one_machine_asks_no_other_and_several_must(make_loader):
     with pytest.raises(ValueError, match="2 machines cannot agree"):
         StepBatches(make_loader(), 2, 1, None, 0, 2)
     with pytest.raises(ValueError, match="1 machines need not agree"):

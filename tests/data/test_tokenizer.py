@@ -2,17 +2,15 @@
 
 import base64
 import random
-from pathlib import Path
 
 import pytest
 import regex
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import vocabularies
 from torchround.config import TokenizerTable
-from torchround.data import Tokenizer, TokenizerError, build_tokenizer
+from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 
 text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -20,32 +18,32 @@ text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
 
 @settings(max_examples=80, deadline=None)
 @given(text=text_strategy)
-def test_bytes_has_one_token_per_utf8_byte_and_decodes_to_the_text(text: str) -> None:
+def test_bytes_has_one_token_per_utf8_byte_and_decodes_to_the_text(text):
     tokenizer = build_tokenizer(TokenizerTable(name="bytes"))
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.encode_array(text).tolist() == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_of_bytes_are_above_the_bytes_and_below_the_vocabulary_size(tokenizer: Tokenizer) -> None:
+def test_special_tokens_of_bytes_are_above_the_bytes_and_below_the_vocabulary_size(tokenizer):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (256, 257, 258, 259)
 
 
-def test_text_that_looks_like_a_special_token_is_encoded_as_text(tokenizer: Tokenizer) -> None:
+def test_text_that_looks_like_a_special_token_is_encoded_as_text(tokenizer):
     assert tokenizer.encode_array("<|eos|>").tolist() == list(b"<|eos|>")
     assert tokenizer.encode("<|eos|>") == list(b"<|eos|>")
 
 
-def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer):
     assert tokenizer.encode_array("a\ud800b").tolist() == list("a\ufffdb".encode())
 
 
-def filled_up(ranks: list[bytes], num_ranks: int) -> list[bytes]:
+def filled_up(ranks, num_ranks):
     """Fill up with tokens that occur in no text: a byte that is invalid in UTF-8, and a number."""
     return ranks + [b"\xff" + number.to_bytes(3, "big") for number in range(num_ranks - len(ranks))]
 
 
-def fabricated_ranks() -> list[bytes]:
+def fabricated_ranks():
     """Make as many tokens as Llama 3 has: bytes, pairs of letters, spaces with letters, then fillers."""
     letters = b"abcdefghijklmnopqrstuvwxyz0123456789 \n."
     ranks = [bytes([byte]) for byte in range(256)]
@@ -54,24 +52,24 @@ def fabricated_ranks() -> list[bytes]:
     return filled_up(ranks, LLAMA3.num_ranks)
 
 
-def write_ranks(path: Path, ranks: list[bytes]) -> None:
+def write_ranks(path, ranks):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(ranks)))
 
 
 @pytest.fixture(scope="module")
-def llama3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama3_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama3")
     write_ranks(folder / "original" / "tokenizer.model", fabricated_ranks())
     return folder
 
 
 @pytest.fixture(scope="module")
-def llama3(llama3_folder: Path) -> Tokenizer:
+def llama3(llama3_folder):
     return build_tokenizer(TokenizerTable(), llama3_folder)
 
 
-def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+def merged(piece, ranks):
     """Apply byte-pair encoding by its definition: merge the lowest-ranked neighbours first, until none is a token."""
     parts = [piece[index : index + 1] for index in range(len(piece))]
     while True:
@@ -87,7 +85,7 @@ FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
 
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(st.sampled_from("abcdthein 0123.\n'ü"), max_size=80))
-def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(llama3: Tokenizer, text: str) -> None:
+def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(llama3, text):
     pieces = regex.findall(LLAMA3.pattern, text)
     # A piece that is a token as a whole is taken without merging, as in the released tokenizer.
     expected = [
@@ -101,12 +99,12 @@ def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(llam
     assert llama3.decode(llama3.encode(text)) == text
 
 
-def test_llama3_splits_contractions_digits_by_three_and_line_ends_with_what_is_before_them() -> None:
+def test_llama3_splits_contractions_digits_by_three_and_line_ends_with_what_is_before_them():
     split = regex.findall(LLAMA3.pattern, "I'LL pay 12345 $x!!\n\n  ok  \n")
     assert split == ["I", "'LL", " pay", " ", "123", "45", " $", "x", "!!\n\n", " ", " ok", "  \n"]
 
 
-def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokenizer) -> None:
+def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3):
     named = {
         "<|begin_of_text|>": 128000,
         "<|end_of_text|>": 128001,
@@ -123,7 +121,7 @@ def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokeni
     assert (llama3.bos_id, llama3.eos_id, llama3.pad_id) == (128000, 128001, 128004)
 
 
-def bytes_of(token: str) -> bytes:
+def bytes_of(token):
     """Return the bytes of a token in the alphabet in which `tokenizers` writes byte-level tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -132,7 +130,7 @@ def bytes_of(token: str) -> bytes:
 
 
 @pytest.fixture(scope="module", params=[("llama3", LLAMA3), ("qwen3", QWEN)], ids=["llama3", "qwen"])
-def tiktoken_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+def tiktoken_file(request, tmp_path_factory):
     """Return ours from a tiktoken file of a trained vocabulary, and the reference that trained it."""
     name, known = request.param
     reference = vocabularies.train(name, 1000)
@@ -144,9 +142,7 @@ def tiktoken_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[To
     return build_tokenizer(TokenizerTable(path=str(path.parent))), reference
 
 
-def test_a_tiktoken_file_gives_the_tokens_of_the_reference(
-    tiktoken_file: tuple[Tokenizer, tokenizers.Tokenizer],
-) -> None:
+def test_a_tiktoken_file_gives_the_tokens_of_the_reference(tiktoken_file):
     ours, reference = tiktoken_file
     generator = random.Random(0)
     texts = vocabularies.real_text() + [vocabularies.random_text(generator) for _ in range(2500)]
@@ -155,7 +151,7 @@ def test_a_tiktoken_file_gives_the_tokens_of_the_reference(
     assert [ours.encode(text) for text in texts] == expected
 
 
-def test_qwen_added_tokens_have_the_ids_of_the_released_model(tmp_path: Path) -> None:
+def test_qwen_added_tokens_have_the_ids_of_the_released_model(tmp_path):
     write_ranks(tmp_path / "qwen.tiktoken", filled_up([bytes([byte]) for byte in range(256)], QWEN.num_ranks))
     qwen = build_tokenizer(TokenizerTable(path=str(tmp_path)))
     named = {
@@ -174,7 +170,7 @@ def test_qwen_added_tokens_have_the_ids_of_the_released_model(tmp_path: Path) ->
     assert qwen.encode("e\u0301") == list("é".encode())  # NFC
 
 
-def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path):
     ranks = fabricated_ranks()
     path = tmp_path / "tokenizer.model"
     table = TokenizerTable(path=str(path))
@@ -197,9 +193,7 @@ def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None
         ({"tok/tokenizer.model": b"YQ== 0\nYg== 1"}, "2 ranks, not the 128000 of Llama 3 or the 151643 of Qwen"),
     ],
 )
-def test_an_unusable_tokenizer_is_named_with_what_is_supported(
-    tmp_path: Path, files: dict[str, bytes], message: str
-) -> None:
+def test_an_unusable_tokenizer_is_named_with_what_is_supported(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -208,6 +202,6 @@ def test_an_unusable_tokenizer_is_named_with_what_is_supported(
     assert str(tmp_path / "tok") in str(caught.value)
 
 
-def test_no_tokenizer_at_all_says_which_keys_give_one() -> None:
+def test_no_tokenizer_at_all_says_which_keys_give_one():
     with pytest.raises(TokenizerError, match=r"tokenizer.path, tokenizer.name or model.hf_path.*bytes"):
         build_tokenizer(TokenizerTable())

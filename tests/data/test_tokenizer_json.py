@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+def pairs(tmp_path_factory):
     """Map each family to our tokenizer, read from files, and to the reference that wrote them."""
     found = {}
     for name in FAMILIES:
@@ -35,21 +34,21 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return found
 
 
-def ids_of(reference: tokenizers.Tokenizer, text: str) -> list[int]:
+def ids_of(reference, text):
     """Return the ids of text in which no special token occurs."""
-    ids: list[int] = reference.encode(text, add_special_tokens=False).ids
+    ids = reference.encode(text, add_special_tokens=False).ids
     return ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_real_text_has_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str) -> None:
+def test_real_text_has_the_tokens_of_the_reference(pairs, name):
     ours, reference = pairs[name]
     for text in real_text():
         assert ours.encode(text) == ids_of(reference, text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_10000_random_strings_have_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str) -> None:
+def test_10000_random_strings_have_the_tokens_of_the_reference(pairs, name):
     ours, reference = pairs[name]
     generator = random.Random(name)
     texts = [random_text(generator) for _ in range(10_000)]
@@ -58,9 +57,7 @@ def test_10000_random_strings_have_the_tokens_of_the_reference(pairs: dict[str, 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(
-    pairs: dict[str, Pair], name: str
-) -> None:
+def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(pairs, name):
     """The tokenizer sees special tokens apart from text, as in a rendered chat. 10,000 strings over all families."""
     ours, reference = pairs[name]
     generator, special = random.Random(name), list(FAMILIES[name].special)
@@ -75,9 +72,7 @@ def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(
         assert list(chain.from_iterable(found)) == ids
 
 
-def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(pairs, monkeypatch):
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **options: {})  # a download
     harmony = openai_public.o200k_harmony()
     assert vocabularies.GPT_OSS == harmony["pat_str"] == pairs["gpt_oss"][0].encoding._pat_str
@@ -87,7 +82,7 @@ def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=60))
-def test_any_text_has_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str, text: str) -> None:
+def test_any_text_has_the_tokens_of_the_reference(pairs, name, text):
     # Hypothesis also tries strings of the source code, special tokens among them, which only the reference recognises.
     assume(not any(special in text for special in FAMILIES[name].special))
     ours, reference = pairs[name]
@@ -95,7 +90,7 @@ def test_any_text_has_the_tokens_of_the_reference(pairs: dict[str, Pair], name: 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_token_keeps_its_id_and_its_text(pairs: dict[str, Pair], name: str) -> None:
+def test_every_token_keeps_its_id_and_its_text(pairs, name):
     ours, reference = pairs[name]
     assert ours.vocab_size == reference.get_vocab_size()
     for text, number in ours.special.items() | ours.in_text.items():
@@ -118,7 +113,7 @@ PIECES = {
 }
 
 
-def ids_in_pieces(ours: Tokenizer, text: str, folder: Path, special: bool = False) -> list[int]:
+def ids_in_pieces(ours, text, folder, special=False):
     """Return the ids of a file of text that is read in pieces of 700 bytes, without BOS and EOS."""
     (folder / "x.txt").write_bytes(text.encode())
     table = SourceTable(path=str(folder / "x.txt"), special_tokens=special)
@@ -134,9 +129,7 @@ def ids_in_pieces(ours: Tokenizer, text: str, folder: Path, special: bool = Fals
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("case", PIECES)
-def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(
-    pairs: dict[str, Pair], tmp_path: Path, name: str, case: str
-) -> None:
+def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path, name, case):
     """Before, GPT-2's pattern met two line ends in a row as one token at the end of a piece."""
     special = case == "special names"
     for shift in range(7):
@@ -148,15 +141,13 @@ def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(parts=st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(GAPS)), min_size=40, max_size=400))
-def test_any_text_read_in_pieces_has_the_tokens_of_the_whole(
-    pairs: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory, name: str, parts: list[tuple[str, str]]
-) -> None:
+def test_any_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path_factory, name, parts):
     text = "".join(word + gap for word, gap in parts) * 4
     found = ids_in_pieces(pairs[name][0], text, tmp_path_factory.mktemp("pieces"))
     assert found == pairs[name][0].encode(text)
 
 
-def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: dict[str, Pair]) -> None:
+def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs):
     ours, reference = pairs["qwen3"]
     ids = ours.encode("a<|im_end|><think>b")
     assert reference.token_to_id("<|im_end|>") not in ids
@@ -172,9 +163,7 @@ def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: di
         ("gpt_oss", None, "<|endoftext|>", "<|endoftext|>"),
     ],
 )
-def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(
-    pairs: dict[str, Pair], name: str, bos: str | None, eos: str, pad: str
-) -> None:
+def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(pairs, name, bos, eos, pad):
     """The end of a document is not the token that ends a turn, which `eos_token` names for chat models."""
     ours, reference = pairs[name]
     assert ours.bos_id == (bos and reference.token_to_id(bos))
@@ -208,9 +197,7 @@ Change = Callable[[dict[str, Any]], Any]
         ),
     ],
 )
-def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(
-    tmp_path: Path, pairs: dict[str, Pair], change: Change, message: str
-) -> None:
+def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(tmp_path, pairs, change, message):
     content = json.loads(pairs["qwen3"][1].to_str())
     change(content)
     path = tmp_path / "tokenizer.json"
@@ -220,7 +207,7 @@ def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(
     assert str(path) in str(caught.value)
 
 
-def test_a_vocabulary_without_a_token_that_ends_documents_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_without_a_token_that_ends_documents_is_refused(tmp_path):
     reference = train("llama3", 300, text=["abc"])
     content = json.loads(reference.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if "end_of_text" not in token["content"]]

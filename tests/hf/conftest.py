@@ -1,7 +1,5 @@
 """Folders as `transformers` writes them, for a small model of each family."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +62,7 @@ RELEASES = {
 }
 
 
-def release(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **saving) -> SimpleNamespace:
+def release(kind, folder, dtype=torch.bfloat16, **saving):
     """Write a random model of `kind` to `folder`; `saving` goes to `save_pretrained`."""
     family, model_class, config_class, settings = RELEASES[kind]
     torch.manual_seed(1)
@@ -79,11 +77,11 @@ def release(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **savi
 
 
 @pytest.fixture(scope="session")
-def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
+def releases(tmp_path_factory):
     """Map each kind to a released model's folder. It is written once, and tests must not change it."""
-    made: dict[str, SimpleNamespace] = {}
+    made = {}
 
-    def get(kind: str) -> SimpleNamespace:
+    def get(kind):
         if kind not in made:
             made[kind] = release(kind, tmp_path_factory.mktemp("release"), max_shard_size="20KB")
         return made[kind]
@@ -92,5 +90,5 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Simple
 
 
 @pytest.fixture
-def hf() -> SimpleNamespace:
+def hf():
     return SimpleNamespace(release=release, kinds=list(RELEASES))

@@ -1,7 +1,6 @@
 """The names and joins of files by the tables of `transformers`, compared with the files that it writes and loads."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +25,7 @@ def toys(tmp_path_factory):
     """Map each kind to its folder, the model in it, and a model on `meta`; written once."""
     made = {}
 
-    def get(kind: str) -> SimpleNamespace:
+    def get(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp("toy")
             theirs, meta = write_toy(kind, folder), meta_model(kind)
@@ -37,28 +36,28 @@ def toys(tmp_path_factory):
     return get
 
 
-def shapes(toy) -> dict[str, torch.Size]:
+def shapes(toy):
     return {stored: toy.meta.get_parameter(name).shape for stored, name in toy.own.items()}
 
 
-def read(toy, folder: Path | None = None) -> PretrainedWeights:
+def read(toy, folder=None):
     folder = folder or toy.folder
     found = names_in_folder(toy.meta, toy.own, read_folder(folder))
     return PretrainedWeights(folder, found.names, shapes(toy), found.redundant)
 
 
-def filled(toy, weights: PretrainedWeights) -> dict[str, torch.Tensor]:
+def filled(toy, weights):
     views = {name: torch.full(shape, float("nan")) for name, shape in shapes(toy).items()}
     weights.load({name: nullcontext(view) for name, view in views.items()})
     return views
 
 
-def assert_is_the_model(toy, views: dict[str, torch.Tensor]) -> None:
+def assert_is_the_model(toy, views):
     for stored, name in toy.own.items():
         assert torch.equal(views[stored], toy.theirs.get_parameter(name)), name
 
 
-def rewritten(toy, folder: Path, change) -> Path:
+def rewritten(toy, folder, change):
     """Write the toy's tensors to `folder` under other names, or without some."""
     tensors = {change(name): tensor for name, tensor in load_file(toy.folder / SINGLE).items()}
     tensors.pop(None, None)

@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}<|bos|>{{ m.role }}:{{ m.content }}<|eos|>{% 
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
     (tmp_path / "own.toml").write_text(CONFIG)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def head(card: str) -> dict:
+def head(card):
     """Read the YAML between the first two lines of dashes."""
     assert card.startswith("---\n")
     return yaml.safe_load(card.split("---\n")[1])

@@ -23,17 +23,17 @@ KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
 SINGLE = "model.safetensors"
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def all_tensors(folder):
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def save_run(folder: Path, store: HostStore, **model_table) -> Path:
+def save_run(folder, store, **model_table):
     """Write a checkpoint as a run leaves it, as far as an export reads it."""
     config = saved_config(model=model_table)
     return Checkpointer(folder / "checkpoints").save(3, store.named_views(), {"config": config})
 
 
-def imported(release, folder: Path) -> Path:
+def imported(release, folder):
     """Write a checkpoint of a run that starts from the release in `folder`."""
     model = release.family.build(release.config)
     names, redundant = release.family.hf_names(release.config), release.family.hf_redundant(release.config)
@@ -42,7 +42,7 @@ def imported(release, folder: Path) -> Path:
     return save_run(folder, store, family=release.family.name, hf_path=str(release.folder))
 
 
-def assert_same_tensors(ours: Path, theirs: Path) -> None:
+def assert_same_tensors(ours, theirs):
     mine, expected = all_tensors(ours), all_tensors(theirs)
     assert mine.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -46,7 +46,7 @@ def frozen_names(model):
     ]
 
 
-def opened(release, mapped: bool):
+def opened(release, mapped):
     """Return a model with adapters, its store, and the mapped weights."""
     model = with_adapters(release.family, release.config)
     weights = open_weights(release, model)
@@ -160,7 +160,7 @@ def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_proces
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, "still there\n"), done.stderr
 
 
-def resident_bytes(path: Path) -> int:
+def resident_bytes(path):
     """Count the bytes of a mapped file that are resident in this process."""
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]

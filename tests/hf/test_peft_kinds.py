@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchround.config import LoraTable
-from torchround.hf import HFError, PretrainedWeights, read_adapters
+from torchround.hf import HFError, read_adapters
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 NAMES = {"a": f"{PREFIX}A.weight", "b": f"{PREFIX}B.weight"}
@@ -16,7 +16,7 @@ SHAPES = {"a": (2, 24), "b": (24, 2)}
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False}
 
 
-def read(folder, **setting) -> PretrainedWeights:
+def read(folder, **setting):
     """Write adapters with a setting, and read them."""
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | setting))
     save_file({NAMES[key]: torch.randn(SHAPES[key]) for key in NAMES}, folder / "adapter_model.safetensors")

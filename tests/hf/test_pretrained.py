@@ -1,7 +1,6 @@
 """Hugging Face folders into the host store: every number in its place, and every fault named before reading."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def read(release, folder=None):
     )
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def all_tensors(folder):
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 

@@ -5,15 +5,12 @@ import pty
 import re
 import sys
 import threading
-from collections.abc import Callable
-
-import pytest
 
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 
 
-def read_release(release) -> PretrainedWeights:
+def read_release(release):
     model = release.family.build(release.config)
     names = release.family.hf_names(release.config)
     weights = PretrainedWeights(release.folder, names, model.stored_shapes())
@@ -21,12 +18,12 @@ def read_release(release) -> PretrainedWeights:
     return weights
 
 
-def shown_on(files: tuple[int, int], run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> str:
+def shown_on(files, run, monkeypatch):
     """Return what `run` writes to standard error. The program writes to the second end of the given pair."""
     ours, theirs = files
-    received: list[bytes] = []
+    received = []
 
-    def receive() -> None:
+    def receive():
         try:
             while piece := os.read(ours, 4096):
                 received.append(piece)
@@ -43,17 +40,17 @@ def shown_on(files: tuple[int, int], run: Callable[[], object], monkeypatch: pyt
     return b"".join(received).decode()
 
 
-def test_a_terminal_shows_how_much_is_read_up_to_all_of_it(releases, monkeypatch) -> None:
+def test_a_terminal_shows_how_much_is_read_up_to_all_of_it(releases, monkeypatch):
     release = releases("qwen3 moe")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    weights: list[PretrainedWeights] = []
+    weights = []
     shown = shown_on(pty.openpty(), lambda: weights.append(read_release(release)), monkeypatch)
     assert f"reading {release.folder}" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
     size = f"{weights[0].bytes_of(weights[0].names) / 1024:.1f}"
     assert f"{size}/{size} KiB" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
 
 
-def test_a_log_file_gets_nothing_of_it(releases, monkeypatch) -> None:
+def test_a_log_file_gets_nothing_of_it(releases, monkeypatch):
     release = releases("qwen3 moe")
     assert shown_on(os.pipe(), lambda: read_release(release), monkeypatch) == ""

@@ -12,7 +12,7 @@ from torchround.untrusted.data_limits import check_token_ids, read_bounded_line,
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=60).map(lambda text: text.replace(b"a", b"\n")), size=st.integers(1, 9))
-def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data: bytes, size: int) -> None:
+def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data, size):
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
     expected = data.split(b"\n")
     if not expected[-1]:  # an end of line at the end of the data begins no further line
@@ -20,7 +20,7 @@ def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data: bytes, size: 
     assert list(split_bounded_lines(iter(chunks))) == expected
 
 
-def test_a_line_at_the_limit_is_read_and_a_longer_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_at_the_limit_is_read_and_a_longer_one_refused(monkeypatch):
     monkeypatch.setattr(data_limits, "MOST_LINE_BYTES", 5)
     assert list(split_bounded_lines(iter([b"12", b"345\n", b"6"]))) == [b"12345", b"6"]
     assert read_bounded_line(io.BytesIO(b"1234\n6")) == b"1234\n"
@@ -30,7 +30,7 @@ def test_a_line_at_the_limit_is_read_and_a_longer_one_refused(monkeypatch: pytes
         read_bounded_line(io.BytesIO(b"123456"))
 
 
-def test_blank_lines_are_refused_only_in_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_are_refused_only_in_long_rows(monkeypatch):
     monkeypatch.setattr(data_limits, "MOST_BLANK_LINES", 3)
     assert len(list(split_bounded_lines(iter([b"\n\n\nx\n\n\n\ny\n"])))) == 8
     with pytest.raises(ValueError, match="more than 3 blank lines in a row"):
@@ -38,7 +38,7 @@ def test_blank_lines_are_refused_only_in_long_rows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("ids", [[], [0], [5, 3, 2**24]])
-def test_distinct_ids_in_range_are_legal(ids: list[int]) -> None:
+def test_distinct_ids_in_range_are_legal(ids):
     check_token_ids(ids)
 
 
@@ -53,6 +53,6 @@ def test_distinct_ids_in_range_are_legal(ids: list[int]) -> None:
         ([*range(200_000), 199_999], "several tokens have the id 199999"),  # found without a search for each id
     ],
 )
-def test_other_ids_are_refused_with_the_reason(ids: list[object], reason: str) -> None:
+def test_other_ids_are_refused_with_the_reason(ids, reason):
     with pytest.raises(ValueError, match=reason):
         check_token_ids(ids)

@@ -16,23 +16,23 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
-def test_ordinary_documents_are_unchanged(value: object) -> None:
+def test_ordinary_documents_are_unchanged(value):
     text = json.dumps(value)
     assert parse_json(text) == parse_json(text.encode()) == value
 
 
-def test_the_error_of_a_repeated_name_says_which() -> None:
+def test_the_error_of_a_repeated_name_says_which():
     with pytest.raises(ValueError, match="the name 'a' occurs twice"):
         parse_json('{"b": [{"a": 1, "c": 2, "a": 1}]}')
 
 
-def test_the_same_name_in_different_objects_is_legal() -> None:
+def test_the_same_name_in_different_objects_is_legal():
     assert parse_json('{"a": {"a": 1}}') == {"a": {"a": 1}}
 
 
 @pytest.mark.parametrize("ends", ["[]", ('{"a":', "}")], ids=["lists", "objects"])
-def test_nesting_is_limited(ends: tuple[str, str]) -> None:
-    def nested(depth: int) -> str:
+def test_nesting_is_limited(ends):
+    def nested(depth):
         return ends[0] * depth + ("1" if ends[0] != "[" else "") + ends[1] * depth
 
     parse_json(nested(MOST_NESTED))
@@ -41,5 +41,5 @@ def test_nesting_is_limited(ends: tuple[str, str]) -> None:
             parse_json(nested(depth))
 
 
-def test_depth_counts_lists_and_objects_alike() -> None:
+def test_depth_counts_lists_and_objects_alike():
     assert is_nested_deeper([{"a": [1]}], 2) and not is_nested_deeper([{"a": [1]}], 3)

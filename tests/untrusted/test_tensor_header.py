@@ -1,7 +1,6 @@
 """Headers of safetensors files: what a forged one could do is refused before memory is allocated or read."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +10,19 @@ ITEM_BYTES = {"F32": 4, "U8": 1}
 WHOLE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-def written(path: Path, entries: object, tensor_bytes: int = 24, length: int | None = None) -> Path:
+def written(path, entries, tensor_bytes=24, length=None):
     text = json.dumps(entries).encode()
     length = len(text) if length is None else length
     path.write_bytes(length.to_bytes(8, "little") + text + bytes(tensor_bytes))
     return path
 
 
-def read(path: Path, most_header_bytes: int = 10_000) -> tuple[int, dict[str, TensorEntry]]:
+def read(path, most_header_bytes=10_000):
     with open(path, "rb") as file:
         return read_tensor_header(file, most_header_bytes, ITEM_BYTES)
 
 
-def test_entries_come_in_the_order_of_the_header_with_the_start_of_their_bytes(tmp_path: Path) -> None:
+def test_entries_come_in_the_order_of_the_header_with_the_start_of_their_bytes(tmp_path):
     unknown = {"dtype": "F4", "shape": [3], "data_offsets": [24, 26]}
     content = {"__metadata__": {"format": "pt"}, "b": WHOLE, "a": unknown}
     start, entries = read(written(tmp_path / "file", content, 26))
@@ -33,17 +32,17 @@ def test_entries_come_in_the_order_of_the_header_with_the_start_of_their_bytes(t
 
 
 @pytest.mark.parametrize("length", [0, 5000, 2**63], ids=["none", "beyond the file", "beyond all memory"])
-def test_a_header_of_an_impossible_length_is_not_read(tmp_path: Path, length: int) -> None:
+def test_a_header_of_an_impossible_length_is_not_read(tmp_path, length):
     with pytest.raises(EOFError, match=f"its header would take {length} of"):
         read(written(tmp_path / "file", {"w": WHOLE}, length=length))
 
 
-def test_a_header_longer_than_the_caller_allows_is_not_read(tmp_path: Path) -> None:
+def test_a_header_longer_than_the_caller_allows_is_not_read(tmp_path):
     with pytest.raises(EOFError, match="its header would take"):
         read(written(tmp_path / "file", {"w": WHOLE}), most_header_bytes=20)
 
 
-def test_tensors_that_end_behind_the_file_are_refused(tmp_path: Path) -> None:
+def test_tensors_that_end_behind_the_file_are_refused(tmp_path):
     with pytest.raises(EOFError, match="truncated: its tensors end at byte"):
         read(written(tmp_path / "file", {"w": WHOLE}, tensor_bytes=23))
 
@@ -62,7 +61,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("kind", FORGED)
-def test_a_forged_header_is_refused_with_what_is_wrong(tmp_path: Path, kind: str) -> None:
+def test_a_forged_header_is_refused_with_what_is_wrong(tmp_path, kind):
     content, words = FORGED[kind]
     with pytest.raises(ValueError, match=words):
         read(written(tmp_path / "file", content))
