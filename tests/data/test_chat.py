@@ -3,10 +3,8 @@
 The templates in `templates/` write what the released ones of each family write, without their long tool manuals.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -14,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.conversations import SAME_DAY
-from tests.support.vocabularies import FAMILIES, write
+from tests.support.conversations import LOOP, PROMPT, SAME_DAY, TOOL, answer, call, question, released
+from tests.support.vocabularies import FAMILIES, train, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
@@ -24,17 +22,9 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
-TEMPLATES = Path(__file__).parent / "templates"
-VOCABULARIES = {
-    "llama3": "llama3",
-    "qwen3": "qwen3",
-    "qwen3_thinking": "qwen3",
-    "qwen3_5": "qwen3",
-    "gpt_oss": "gpt_oss",
-}
-Messages = Sequence[dict[str, Any]]
-Written = list[tuple[str, bool]]
-"""Text that a template writes, in order, and whether it is learnt."""
+VOCABULARIES = {"llama3": "llama3", "gpt_oss": "gpt_oss"} | dict.fromkeys(
+    ("qwen3", "qwen3_thinking", "qwen3_5"), "qwen3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +32,9 @@ def folders(tmp_path_factory):
     """Map each template to a folder with a tokenizer and that template."""
     found = {}
     for name, family in VOCABULARIES.items():
-        folder = tmp_path_factory.mktemp(name)
-        write(folder, family)
-        (folder / "chat_template.jinja").write_text((TEMPLATES / f"{name}.jinja").read_text())
-        found[name] = folder
+        folder = found[name] = tmp_path_factory.mktemp(name)
+        write(folder, family, train(family, 700))
+        (folder / "chat_template.jinja").write_text(released(name))
     return found
 
 
@@ -58,7 +47,6 @@ def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
     """Return our tokens, and whether each of them is a label."""
     content = ChatTemplate(tokenizer, loss_on)(Conversation(tuple(messages), tuple(tools)))
     piece = tokenise(tokenizer, DocumentPiece(content, 0, 0, Document("here"), first=True, last=True))
-    assert piece.learn is not None
     return piece.tokens.tolist(), piece.learn.tolist()
 
 
@@ -69,17 +57,8 @@ def reference(folder, written):
     return [token for ids, _ in parts for token in ids], [learn for ids, learn in parts for _ in ids]
 
 
-def question(text):
-    return {"role": "user", "content": text}
-
-
-def answer(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}]
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = [call("weather", city="Köln")]
 PLAIN = [SYSTEM, question("What is 2 + 2?"), answer("It is 4."), question("And 3 + 3?"), answer("6.")]
 WITH_TOOL = [
     question("Is it raining?"),
@@ -172,17 +151,30 @@ def gpt_oss(messages):
 
 FORMATS = {"llama3": llama3, "qwen3": qwen3, "qwen3_thinking": qwen3, "qwen3_5": qwen3_5, "gpt_oss": gpt_oss}
 EACH_TEMPLATE = pytest.mark.parametrize("name", FORMATS)
+ODD = [question("wé\n:w"), answer("w中 b\n\n:w"), question("w\nw"), answer("w:w"), question("w  w"), answer("w\n\nw")]
 
 
 @EACH_TEMPLATE
-@pytest.mark.parametrize("messages", [PLAIN, WITH_TOOL, WITH_THOUGHT, PLAIN[1:3]])
-def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_other(ours, folders, name, messages):
-    assert learnt(ours[name], messages) == reference(folders[name], FORMATS[name](messages))
+def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_other(ours, folders, name):
+    """The tokens are also those of transformers' rendering."""
+    bos = FAMILIES[VOCABULARIES[name]].bos
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folders[name] / "tokenizer.json"), bos_token=bos)
+    template = SAME_DAY + released(name)
+    for messages in (PLAIN, WITH_TOOL, WITH_THOUGHT, PLAIN[1:3], ODD, [SYSTEM, *ODD]):
+        tokens, learn = learnt(ours[name], messages)
+        assert (tokens, learn) == reference(folders[name], FORMATS[name](messages))
+        assert learnt(ours[name], messages, loss_on="all") == (tokens, [True] * len(tokens))
+        for tools in ((), (TOOL,)):
+            chat = {"tools": list(tools) or None, "chat_template": template, "tokenize": False}
+            text = theirs.apply_chat_template(messages, **chat)
+            expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            assert learnt(ours[name], messages, tools)[0] == expected
 
 
 words = st.text(st.sampled_from("ab é中\n:"), min_size=1, max_size=12).map(lambda text: f"w{text}w")
 
 
+@pytest.mark.nightly
 @EACH_TEMPLATE
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4), system=st.booleans())
@@ -192,42 +184,19 @@ def test_the_assistants_part_of_any_dialogue_is_learnt(ours, folders, name, turn
 
 
 @EACH_TEMPLATE
-@pytest.mark.parametrize("messages", [PLAIN, WITH_TOOL, WITH_THOUGHT])
-@pytest.mark.parametrize("tools", [(), (TOOL,)])
-def test_tokens_are_those_of_transformers_rendering(ours, folders, name, messages, tools):
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(folders[name] / "tokenizer.json"), bos_token=FAMILIES[VOCABULARIES[name]].bos
-    )
-    template = SAME_DAY + (folders[name] / "chat_template.jinja").read_text()
-    text = theirs.apply_chat_template(list(messages), tools=list(tools) or None, chat_template=template, tokenize=False)
-    expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    assert learnt(ours[name], messages, tools)[0] == expected
-
-
-@EACH_TEMPLATE
-def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, folders, name):
+def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, name):
     """Text in a message that looks like special tokens stays text, and decodes unchanged."""
     faked = "".join(text for text, _ in FORMATS[name]([question("x"), answer("learn me")]))
-    plain = [question("x" * 5), answer("It is not.")]
     tokens, learn = learnt(ours[name], [question(faked), answer("It is not.")])
-    assert sum(learn) == sum(learnt(ours[name], plain)[1])
+    plain_tokens, plain_learn = learnt(ours[name], [question("x" * 5), answer("It is not.")])
+    assert sum(learn) == sum(plain_learn)
     assert faked.strip() in ours[name].decode(tokens)
     special = set(ours[name].special.values())
-    assert sum(token in special for token in tokens) == sum(token in special for token in learnt(ours[name], plain)[0])
-
-
-@EACH_TEMPLATE
-def test_loss_on_all_learns_everything_of_the_same_tokens(ours, name):
-    tokens, learn = learnt(ours[name], PLAIN, loss_on="all")
-    assert tokens == learnt(ours[name], PLAIN)[0]
-    assert all(learn)
+    assert sum(token in special for token in tokens) == sum(token in special for token in plain_tokens)
 
 
 def with_template(tokenizer, template):
     return ChatTemplate(replace(tokenizer, templates=TemplateSources(template, file=Path("chat.jinja"))))
-
-
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -235,15 +204,14 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
     [
         ("{% for %}", "chat template .*TemplateSyntaxError"),
         ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in chat template"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "SecurityError"),
+        (LOOP, "chat.jinja: the assistant's header, .* is ''"),
+        (LOOP + "{% if add_generation_prompt %}Assistant:{% endif %}", "begins with a special token"),
         (
-            LOOP,
-            "chat template chat.jinja: the assistant's header, which it adds for add_generation_prompt, is ''; legal",
+            LOOP.replace("{{ m.role }}\n", "") + "{% if add_generation_prompt %}<|im_start|>{% endif %}",
+            "same token and name, which no other turn begins with",
         ),
-        (
-            LOOP + "{% if add_generation_prompt %}Assistant:{% endif %}",
-            "is 'Assistant:'; legal: one that begins with a special token",
-        ),
-        ("<|im_start|>", "chat.jinja: it writes the two answers .* 0 times in all; legal: each answer once"),
+        ("<|im_start|>", "it writes the two answers .* 0 times in all"),
         (LOOP + LOOP, "4 times in all"),
     ],
 )
@@ -254,8 +222,7 @@ def test_a_template_that_tells_no_turns_apart_is_refused(ours, template, message
 
 def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
     """Before, the line ends of both sides were two tokens; the template's text has one."""
-    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer = replace(ours["qwen3"], templates=TemplateSources(template))
+    tokenizer = replace(ours["qwen3"], templates=TemplateSources(LOOP + PROMPT))
     written = [
         ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n", False),
         ("Hello.<|im_end|>", True),
@@ -267,26 +234,18 @@ def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer):
-    with pytest.raises(TokenizerError, match=r"has no chat template beside it; give tokenizer.chat_template"):
+    with pytest.raises(TokenizerError, match=r"no chat template beside it; give tokenizer.chat_template"):
         ChatTemplate(tokenizer)
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(ours):
-    reach = "{{ messages.__class__.__base__.__subclasses__() }}"
-    with pytest.raises(TokenizerError, match="SecurityError"):
-        with_template(ours["qwen3"], reach)
-
-
 def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(ours):
-    template = ChatTemplate(ours["llama3"])
-    messages = [question("x"), answer("", tool_calls=CALL * 2)]
+    messages = (question("x"), answer("", tool_calls=CALL * 2))
     with pytest.raises(DataError, match="error in chat template.*only supports single tool-calls"):
-        template(Conversation(tuple(messages)))
+        ChatTemplate(ours["llama3"])(Conversation(messages))
 
 
 def test_a_generation_tag_changes_nothing(ours):
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tagged = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + prompt
+    tagged = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + PROMPT
     conversation = Conversation(tuple(PLAIN))
-    plain = with_template(ours["qwen3"], LOOP + prompt)(conversation)
+    plain = with_template(ours["qwen3"], LOOP + PROMPT)(conversation)
     assert with_template(ours["qwen3"], tagged)(conversation) == plain

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
+from tests.support import conversations
 from tests.support.conversations import (
-    SAME_DAY,
+    TOOL,
     answer,
     learnt,
+    plain_text,
     question,
-    released,
     small_tokenizer,
     with_templates,
     written,
@@ -25,9 +26,7 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+LOOP = conversations.LOOP + conversations.PROMPT
 DIALOGUE = [question("one"), answer("two")]
 
 
@@ -64,9 +63,8 @@ TEMPLATE_LIST = [
 IN_FILES = {"chat_template.jinja": named("plain"), "additional_chat_templates/tool_use.jinja": named("tools")}
 
 
-@pytest.mark.parametrize("tools", [(), (TOOL,)])
 @pytest.mark.parametrize("place", ["list", "files", "file beside a list"])
-def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(folder, tmp_path, place, tools):
+def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(folder, tmp_path, place):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     if place != "files":
@@ -78,10 +76,11 @@ def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_trans
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = ChatTemplate(build_tokenizer(TokenizerTable(path=str(tmp_path))))
-    text = written(ours, DIALOGUE, tools).replace("⟦", "").replace("⟧", "")
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert text == theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
-    assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
+    for tools in ((), (TOOL,)):
+        expected = theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
+        assert plain_text(ours, DIALOGUE, tools) == expected
+        assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
 
 
 def test_a_template_that_is_given_writes_all_conversations(folder, tmp_path):
@@ -111,13 +110,11 @@ def test_another_template_for_tools_is_another_place_in_the_data():
 
 
 def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path):
-    gone = TokenizerTable(name="bytes", chat_template=str(tmp_path / "gone.jinja"))
-    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*there is no such file; legal"):
-        build_tokenizer(gone)
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    latin = TokenizerTable(name="bytes", chat_template=str(tmp_path / "latin.jinja"))
-    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*cannot be read"):
-        build_tokenizer(latin)
+    for name, message in (("gone", "there is no such file; legal"), ("latin", "cannot be read")):
+        table = TokenizerTable(name="bytes", chat_template=str(tmp_path / f"{name}.jinja"))
+        with pytest.raises(TokenizerError, match=rf"^tokenizer.chat_template: given .*{message}"):
+            build_tokenizer(table)
 
 
 # Templates that mark turns in other ways.
@@ -160,13 +157,6 @@ def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwe
     assert learnt(with_templates(qwen, ended), DIALOGUE) == ["two<|im_end|>"]
 
 
-def test_a_template_whose_header_also_begins_other_turns_is_refused(qwen):
-    same = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
-    prompt = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    with pytest.raises(TokenizerError, match="same token and name, which no other turn begins with"):
-        with_templates(qwen, same + prompt)
-
-
 # Variables for templates.
 
 THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
@@ -181,12 +171,11 @@ def test_variables_come_from_the_config_and_from_the_record(folder, tmp_path):
     assert "glad two" in written(template, DIALOGUE)
     reader = RecordReader(SourceTable(path="x", content="messages"), template)
     spans = reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": {"mood": "<|im_end|>"}})
-    assert isinstance(spans, tuple)
     assert [span.text for span in spans if span.learn] == ["<|im_end|> two", "<|im_end|>"]
     pairs = RecordReader(SourceTable(path="x", content="prompt_completion"), template)
     record = {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:], "chat_template_kwargs": '{"mood": "sad"}'}
     spans = pairs.read(Document("x"), record)
-    assert isinstance(spans, tuple) and "sad two" in [span.text for span in spans]
+    assert "sad two" in [span.text for span in spans]
     with pytest.raises(DataError, match="field 'chat_template_kwargs' is a list, not an object"):
         reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": [1]})
 
@@ -200,7 +189,7 @@ REFUSAL = (
 
 
 def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss):
-    template = with_templates(gpt_oss, REFUSAL + released("gpt_oss"))
+    template = with_templates(gpt_oss, REFUSAL + conversations.released("gpt_oss"))
     tagged = "<|channel|>final<|message|>two"
     with pytest.raises(DataError, match=r"You have passed a message containing <\|channel\|> tags"):
         template(Conversation((question("one"), answer(tagged))))
@@ -213,8 +202,3 @@ def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_reco
         DataError, match="looks like a special token, and the chat template does not write it unchanged"
     ):
         with_templates(qwen, cuts)(Conversation((question("one<|im_end|>three"), answer("two"))))
-
-
-def test_same_day_is_the_day_of_templates_here(gpt_oss):
-    text = written(with_templates(gpt_oss, released("gpt_oss")), DIALOGUE)
-    assert written(with_templates(gpt_oss, SAME_DAY + released("gpt_oss")), DIALOGUE) == text

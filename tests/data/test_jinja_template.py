@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.batch_contents import TEMPLATE, documents
-from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, build_loader, build_tokenizer
+from tests.support.batch_contents import TEMPLATE, documents, loader_of, write_lines
+from torchround.config import TokenizerTable
+from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
 from torchround.data.text.jinja_template import compile_template
 from torchround.untrusted.template_process import OUT_OF_MEMORY
@@ -69,7 +70,10 @@ def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source):
     assert compile_template(source, "t")({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+QUICK = ["a text", "a nested width", "doubling by ~", "loops", "macros", "groups", "a deep source"]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in HOSTILE])
 def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
@@ -128,17 +132,14 @@ def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_lea
     template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
     names = ["good"] * 40 + ["bomb"] + ["good"] * 20
     turns = [[{"role": "user", "content": n}, {"role": "assistant", "content": "a"}] for n in names]
-    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    write_lines(tmp_path / "x.jsonl", [{"messages": turn} for turn in turns])
     tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
-    data = DataTable(
-        sources=(SourceTable(path=str(tmp_path / "x.jsonl"), content="messages"),), epochs=1, shuffle=False
-    )
-    loader = build_loader(data, tokenizer, 64, 1, 0)
+    make = partial(loader_of, tmp_path / "x.jsonl", tokenizer, 64, 1, content="messages", epochs=1, shuffle=False)
+    loader = make()
     with pytest.raises(DataError, match="line 41: error in chat template .*template.jinja: .* memory"):
         list(loader)
     assert json.dumps(loader.state_dict())
-    skipping = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 1, 0)
-    assert len(documents(skipping, tokenizer)) == 60
+    assert len(documents(make(on_bad_record="skip"), tokenizer)) == 60
 
 
 # The process.

@@ -153,8 +153,8 @@ def test_more_bad_records_than_the_fraction_allows_stop_the_run(tmp_path, loader
     with pytest.raises(DataError, match=r"line 101: .*11 of 101 records were bad, .* data.max_bad_fraction = 0.01"):
         list(loader_of(path, on_bad_record="skip", shuffle=False, epochs=1))
     few = with_bad(tmp_path / "few.jsonl", {2, 3, 5, 7}, count=8)
-    for path, keys, bad in ((path, {"max_bad_fraction": 0.2, "epochs": 3}, 36), (few, {"epochs": 4}, 16)):
-        loader = loader_of(path, on_bad_record="skip", **keys)
+    for file, keys, bad in ((path, {"max_bad_fraction": 0.2, "epochs": 3}, 36), (few, {"epochs": 4}, 16)):
+        loader = loader_of(file, on_bad_record="skip", **keys)
         list(loader)
         assert loader.num_bad_records() == bad
 

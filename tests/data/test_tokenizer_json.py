@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
@@ -23,6 +23,9 @@ from torchround.data.text.special_tokens import encode_text
 Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
 
+NIGHTLY = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Map each family to our tokenizer, read from files, and to the reference that wrote them."""
@@ -34,59 +37,32 @@ def pairs(tmp_path_factory):
     return found
 
 
-def ids_of(reference, text):
-    """Return the ids of text in which no special token occurs."""
-    ids = reference.encode(text, add_special_tokens=False).ids
-    return ids
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_real_text_has_the_tokens_of_the_reference(pairs, name):
-    ours, reference = pairs[name]
-    for text in real_text():
-        assert ours.encode(text) == ids_of(reference, text)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_10000_random_strings_have_the_tokens_of_the_reference(pairs, name):
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=NIGHTLY)])
+def test_real_and_random_text_has_the_tokens_of_the_reference(pairs, name, count):
     ours, reference = pairs[name]
     generator = random.Random(name)
-    texts = [random_text(generator) for _ in range(10_000)]
+    texts = [*real_text(), *(random_text(generator) for _ in range(count))]
     expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
     assert [ours.encode(text) for text in texts] == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(pairs, name):
-    """The tokenizer sees special tokens apart from text, as in a rendered chat. 10,000 strings over all families."""
+    """The tokenizer sees special tokens apart from text, as in a rendered chat."""
     ours, reference = pairs[name]
     generator, special = random.Random(name), list(FAMILIES[name].special)
-    dialogues = [
-        [random_text(generator), generator.choice(special), random_text(generator), generator.choice(special)]
-        for _ in range(2_500)
-    ]
-    texts = ["".join(parts) for parts in dialogues]
-    expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
-    for parts, ids in zip(dialogues, expected, strict=True):
+    for _ in range(200):
+        parts = [random_text(generator), generator.choice(special), random_text(generator), generator.choice(special)]
         found = [[ours.special_id(part)] if index % 2 else ours.encode(part) for index, part in enumerate(parts)]
-        assert list(chain.from_iterable(found)) == ids
+        assert list(chain.from_iterable(found)) == reference.encode("".join(parts), add_special_tokens=False).ids
 
 
-def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(pairs, monkeypatch):
+def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(monkeypatch):
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **options: {})  # a download
     harmony = openai_public.o200k_harmony()
-    assert vocabularies.GPT_OSS == harmony["pat_str"] == pairs["gpt_oss"][0].encoding._pat_str
+    assert harmony["pat_str"] == vocabularies.GPT_OSS
     assert set(FAMILIES["gpt_oss"].special) <= harmony["special_tokens"].keys()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
-def test_any_text_has_the_tokens_of_the_reference(pairs, name, text):
-    # Hypothesis also tries strings of the source code, special tokens among them, which only the reference recognises.
-    assume(not any(special in text for special in FAMILIES[name].special))
-    ours, reference = pairs[name]
-    assert ours.encode(text) == ids_of(reference, text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -128,18 +104,18 @@ def ids_in_pieces(ours, text, folder, special=False):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("case", PIECES)
-def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path, name, case):
+def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path, name):
     """Before, GPT-2's pattern met two line ends in a row as one token at the end of a piece."""
-    special = case == "special names"
-    for shift in range(7):
-        text = "x" * shift + " " + PIECES[case] * (4000 // len(PIECES[case]))
-        whole = encode_text(pairs[name][0], text, special).tolist()
-        assert ids_in_pieces(pairs[name][0], text, tmp_path, special) == whole
+    ours = pairs[name][0]
+    for case, part in PIECES.items():
+        special = case == "special names"
+        for shift in (0, 2, 5):
+            text = "x" * shift + " " + part * (2500 // len(part))
+            assert ids_in_pieces(ours, text, tmp_path, special) == encode_text(ours, text, special).tolist(), case
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", [n if n in ("gpt2", "qwen3") else pytest.param(n, marks=NIGHTLY) for n in FAMILIES])
+@settings(max_examples=15, deadline=None)
 @given(parts=st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(GAPS)), min_size=40, max_size=400))
 def test_any_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path_factory, name, parts):
     text = "".join(word + gap for word, gap in parts) * 4
@@ -208,7 +184,7 @@ def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(tmp_path, p
 
 
 def test_a_vocabulary_without_a_token_that_ends_documents_is_refused(tmp_path):
-    reference = train("llama3", 300, text=["abc"])
+    reference = train("llama3", 300, text=("abc",))
     content = json.loads(reference.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if "end_of_text" not in token["content"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

@@ -11,9 +11,11 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TemplateSources
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+# The beginning of a template that gives transformers the day that templates always see here.
 SAME_DAY = "{%- macro strftime_now(form) -%}{{ '26 Jul 2024' if 'b' in form else '2024-07-26' }}{%- endmacro -%}"
-"""Beginning of a template that gives transformers the day that templates always see here."""
 
 
 def question(text, **more):
@@ -30,7 +32,7 @@ def call(name, **arguments):
 
 def small_tokenizer(folder, family):
     """Return a family's tokenizer with the smallest vocabulary, which is quick to train."""
-    write(folder, family, train(family, 300, ["abc"]))
+    write(folder, family, train(family, 300, ("abc",)))
     return build_tokenizer(TokenizerTable(path=str(folder)))
 
 
@@ -48,6 +50,10 @@ def written(template, messages, tools=(), **settings):
     spans = template(Conversation(tuple(messages), tuple(tools), settings))
     text = "".join(f"⟦{span.text}⟧" if span.learn else span.text for span in spans)
     return text.replace("⟧⟦", "")
+
+
+def plain_text(template, messages, tools=()):
+    return written(template, messages, tools).replace("⟦", "").replace("⟧", "")
 
 
 def learnt(template, messages, tools=()):

@@ -6,6 +6,7 @@ Each family's way to split text has one, with the special and added tokens that 
 import json
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tokenizers
@@ -112,6 +113,7 @@ def random_text(generator):
     return "".join(generator.choice(kinds)() for _ in range(generator.randrange(40)))
 
 
+@cache
 def train(name, vocab_size=3000, text=None):
     """Train the family's tokenizer on a vocabulary of its own."""
     family = FAMILIES[name]
