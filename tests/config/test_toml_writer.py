@@ -31,7 +31,7 @@ def same_types(left, right):
 
 
 @given(VALUES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_value_reads_back_as_it_was_written(value):
     assert same_types(tomllib.loads(f"value = {toml_value(value)}")["value"], value)
 
@@ -107,7 +107,7 @@ def raw_configs(draw):
 
 
 @given(raw_configs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_resolved_config_loads_again_as_an_equal_config(raw):
     config = Config.model_validate(raw)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,10 +24,15 @@ def chat_tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """Make blocks of records and groups of whole documents so small that a small source has several."""
-    monkeypatch.setattr("torchround.data.formats.sources.BLOCK_RECORDS", 6)
+def small_groups(monkeypatch):
+    """Make groups of whole documents so small that a small source has several."""
     monkeypatch.setattr("torchround.data.packing.best_fit.GROUP_SEQUENCES", 5)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch, small_groups):
+    """Make the blocks of records small, too."""
+    monkeypatch.setattr("torchround.data.formats.sources.BLOCK_RECORDS", 6)
 
 
 @pytest.fixture(scope="session")

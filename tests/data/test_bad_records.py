@@ -8,7 +8,7 @@ import pytest
 from tests.support.batch_contents import content, documents, loader_of, write_lines
 from torchround.data import DataError
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 def until_it_stops(loader, message):

@@ -29,11 +29,10 @@ def test_every_character_and_its_decomposition_is_normalised_like_the_reference(
                 assert nfc(text) == reference.normalize_str(text), f"{code:X}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from(MARKS) | st.characters(codec="utf-8") | st.sampled_from("aeou")))
 def test_random_text_with_many_marks_is_normalised_like_the_reference(text):
-    assert nfc(text) == normalizers.NFC().normalize_str(text)
-    assert nfc(nfc(text)) == nfc(text)
+    assert nfc(text) == nfc(nfc(text)) == normalizers.NFC().normalize_str(text)
 
 
 def test_marks_of_tables_newer_than_pythons_stay_where_the_reference_leaves_them():

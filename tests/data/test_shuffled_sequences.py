@@ -17,7 +17,7 @@ from torchround.data.packing.window_shuffle import SequenceShuffler, auto_window
 SEQ_LEN = 64
 WINDOW = 8
 # Groups are so small that a window has several, and some windows end inside a group.
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 @pytest.fixture(scope="module")
