@@ -28,14 +28,22 @@ STACKED = ("gate_up_proj", "down_proj")
 CASES = [
     ("llama3", ATTENTION + MLP),
     ("llama3 tied", ("k_proj",)),
-    ("qwen3", ATTENTION + MLP),
+    pytest.param("qwen3", ATTENTION + MLP, marks=pytest.mark.nightly),
     ("qwen3 moe", ATTENTION + MLP),
     ("gpt_oss", ATTENTION + STACKED),
-    ("gpt_oss", STACKED[1:]),
-    ("borrowed qwen2", ATTENTION + MLP),
+    pytest.param("gpt_oss", STACKED[1:], marks=pytest.mark.nightly),
+    pytest.param("borrowed qwen2", ATTENTION + MLP, marks=pytest.mark.nightly),
     ("borrowed gemma2", ("v_proj", "up_proj")),
     ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
 ]
+EACH_CASE = pytest.mark.parametrize(("kind", "targets"), CASES)
+
+
+def opened(releases, kind):
+    """Return a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
+    release = releases(kind)
+    theirs = type(release.theirs).from_pretrained(release.folder, dtype=torch.float32).eval()
+    return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind})
 
 
 def adapted(release, targets, read=None):
@@ -89,20 +97,14 @@ def assert_same_logits(actual, expected):
     assert_close_in_sums(actual, expected, 1000)
 
 
-@pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
-def case(request, releases):
-    """Make a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
-    kind, targets = request.param
-    release = releases(kind)
-    theirs = type(release.theirs).from_pretrained(release.folder, dtype=torch.float32).eval()
-    return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind}), targets
-
-
-def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path, tools):
-    release, targets = case
+@EACH_CASE
+def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
+    releases, kind, targets, tmp_path, tools
+):
+    release = opened(releases, kind)
     ours = adapted(release, targets)
     model, batch = filled(ours, tools), tools.micro_batch([[21]], 61)
-    _, folder = exported(ours, release, targets, tmp_path)
+    checkpoint, folder = exported(ours, release, targets, tmp_path)
     theirs = PeftModel.from_pretrained(release.theirs, folder, is_trainable=True).eval()
     logits = theirs(batch.tokens).logits
     assert_same_logits(tools.all_logits(model, batch), logits)
@@ -117,6 +119,13 @@ def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path
         assert error < 1e-4, f"{name}: relative error {error}"
         compared.add(theirs_name)
     assert compared == expected.keys()
+    merged = tmp_path / "merged"
+    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
+    expected = theirs.merge_and_unload().state_dict()
+    loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close_in_sums(loaded[name], tensor, 16, name)  # a sum over the rank, and one addition
 
 
 def peft_gradient(name, tensors, gradients):
@@ -136,8 +145,9 @@ def peft_gradient(name, tensors, gradients):
     return key, stacked.chunk(2, dim=1)[part == "up"].chunk(2, dim=2)[part == "up"]
 
 
-def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
-    release, targets = case
+@EACH_CASE
+def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, tmp_path, tools):
+    release = opened(releases, kind)
     if release.kind == "qwen3 moe":
         targets = ATTENTION  # peft writes adapters on experts fused, see below
     stacked = [f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED]
@@ -158,15 +168,3 @@ def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
     with torch.no_grad():
         expected = theirs(batch.tokens).logits
         assert_same_logits(tools.all_logits(filled(ours, tools), batch), expected)
-
-
-def test_merged_export_has_pefts_merged_weights(case, tmp_path):
-    release, targets = case
-    checkpoint, folder = exported(adapted(release, targets), release, targets, tmp_path)
-    merged = tmp_path / "merged"
-    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
-    expected = PeftModel.from_pretrained(release.theirs, folder).merge_and_unload().state_dict()
-    loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_close_in_sums(loaded[name], tensor, 16, name)  # a sum over the rank, and one addition
