@@ -1,56 +1,40 @@
 """The bar of an import: shown on a terminal, and nothing at all in a log file."""
 
+import contextlib
 import os
 import pty
 import re
-import sys
 import threading
+
+import pytest
 
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 
 
-def read_release(release):
-    model = release.family.build(release.config)
-    names = release.family.hf_names(release.config)
+@pytest.mark.parametrize("files", [pty.openpty, os.pipe], ids=["terminal", "log file"])
+def test_a_terminal_shows_how_much_is_read_up_to_all_of_it_and_a_log_file_nothing(releases, monkeypatch, files):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    release, received = releases("qwen3 moe"), []
+    model, names = release.family.build(release.config), release.family.hf_names(release.config)
     weights = PretrainedWeights(release.folder, names, model.stored_shapes())
-    HostStore(model).initialize(model, 0, weights.load)
-    return weights
-
-
-def shown_on(files, run, monkeypatch):
-    """Return what `run` writes to standard error. The program writes to the second end of the given pair."""
-    ours, theirs = files
-    received = []
+    ours, theirs = files()
 
     def receive():
-        try:
+        with contextlib.suppress(OSError):  # how a terminal ends
             while piece := os.read(ours, 4096):
                 received.append(piece)
-        except OSError:  # how a terminal ends
-            pass
 
     reader = threading.Thread(target=receive)
     reader.start()
-    with monkeypatch.context() as patch, open(theirs, "w") as stderr:
-        patch.setattr(sys, "stderr", stderr)
-        run()
+    with open(theirs, "w") as stderr, contextlib.redirect_stderr(stderr):
+        HostStore(model).initialize(model, 0, weights.load)
     reader.join()
     os.close(ours)
-    return b"".join(received).decode()
-
-
-def test_a_terminal_shows_how_much_is_read_up_to_all_of_it(releases, monkeypatch):
-    release = releases("qwen3 moe")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    weights = []
-    shown = shown_on(pty.openpty(), lambda: weights.append(read_release(release)), monkeypatch)
-    assert f"reading {release.folder}" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
-    size = f"{weights[0].bytes_of(weights[0].names) / 1024:.1f}"
-    assert f"{size}/{size} KiB" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
-
-
-def test_a_log_file_gets_nothing_of_it(releases, monkeypatch):
-    release = releases("qwen3 moe")
-    assert shown_on(os.pipe(), lambda: read_release(release), monkeypatch) == ""
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", b"".join(received).decode())
+    size = f"{weights.bytes_of(weights.names) / 1024:.1f}"
+    if files is os.pipe:
+        assert shown == ""
+    else:
+        assert f"reading {release.folder}" in shown and f"{size}/{size} KiB" in shown
