@@ -175,11 +175,15 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(message, override
         f"{BOUNDED} training.max_norm=0 engine.rounds=auto",
         "lr_schedule.warmup_steps=49",
         'validation.interval_steps=5 validation.sources=[{path="x"}]',
+        r'run.name=x run.folder="a\\b" data.sources=[{path="\"é",content="tokens",weight=2.5e-300}] training.max_norm=1e300',
+        'engine.plan=auto engine.compile=false engine.device_memory_gib=0.1 lora.targets=["a"] lora.dropout=0.5',
     ],
 )
-def test_combinations_at_the_edge_of_what_is_legal_are_accepted(tmp_path, overrides):
+def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_from_toml(tmp_path, overrides):
     (tmp_path / "run.toml").write_text(VALID)
-    load_config(tmp_path / "run.toml", [f"--{override}" for override in overrides.split(" ")])
+    config = load_config(tmp_path / "run.toml", [f"--{override}" for override in overrides.split(" ")])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "config.toml") == config
 
 
 def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their_keys(message):

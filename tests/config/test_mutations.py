@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,19 +85,6 @@ def check(raw, name):
 def test_a_wrong_value_is_refused_by_key_or_taken_as_written(place, value):
     table, key = place
     check({**VALID, table: {**VALID[table], key: value}}, key)
-
-
-@given(st.sampled_from(KEYS), st.text("abcdefghijklmnopqrstuvwxyz_.- \"'", max_size=8))
-@settings(max_examples=60, deadline=None)
-def test_a_renamed_key_is_refused_by_its_name_or_known(place, name):
-    table, key = place
-    renamed = {(name if old == key else old): value for old, value in VALID[table].items()}
-    check({**VALID, table: renamed}, name)
-
-
-@pytest.mark.parametrize(("table", "key"), KEYS)
-def test_a_key_left_out_takes_its_default_or_is_asked_for(table, key):
-    check({**VALID, table: {name: value for name, value in VALID[table].items() if name != key}}, key)
 
 
 @given(st.sampled_from([*VALID, "engin", "Training", "parallelism"]), VALUES)

@@ -4,15 +4,14 @@ The templates in `templates/` write what the released ones of each family write,
 """
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.conversations import LOOP, PROMPT, SAME_DAY, TOOL, answer, call, question, released
+from tests.support.conversations import LOOP, PROMPT, SAME_DAY, TOOL, answer, call, plain_text, question, released
 from tests.support.vocabularies import FAMILIES, train, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, TokenizerError, build_tokenizer
@@ -50,13 +49,6 @@ def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
     return piece.tokens.tolist(), piece.learn.tolist()
 
 
-def reference(folder, written):
-    """Return the tokens that the package tokenizers gives for each part, special tokens included."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    parts = [(tokenizer.encode(text, add_special_tokens=False).ids, learn) for text, learn in written]
-    return [token for ids, _ in parts for token in ids], [learn for ids, learn in parts for _ in ids]
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = [call("weather", city="Köln")]
 PLAIN = [SYSTEM, question("What is 2 + 2?"), answer("It is 4."), question("And 3 + 3?"), answer("6.")]
@@ -69,124 +61,68 @@ WITH_TOOL = [
 WITH_THOUGHT = [question("Why?"), answer("Because.", thinking="Hm, why.", reasoning_content="Hm, why.")]
 
 
-def llama3(messages):
-    first, *rest = messages if messages[0]["role"] == "system" else [{"content": ""}, *messages]
-    head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
-    written = [(head + first["content"] + "<|eot_id|>", False)]
-    for message in rest:
-        content, role = message["content"], message["role"]
-        if "tool_calls" in message:
-            content = '{"name": "weather", "parameters": {"city": "Köln"}}'
-        if role == "tool":
-            content, role = f'"{content}"', "ipython"
-        written.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
-        written.append((content + "<|eot_id|>", role == "assistant"))
-    return written
-
-
-def qwen3(messages):
-    last_question = max(index for index, message in enumerate(messages) if message["role"] == "user")
-    written = []
-    for index, message in enumerate(messages):
-        content, role = message["content"], message["role"]
-        if role == "tool":
-            written.append((f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False))
-            continue
-        thought = message.get("reasoning_content", "")
-        if role == "assistant" and index > last_question and (thought or message is messages[-1]):
-            content = f"<think>\n{thought}\n</think>\n\n{content}"
-        if "tool_calls" in message:
-            content += '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-        written.append((f"<|im_start|>{role}\n", False))
-        written.append((f"{content}<|im_end|>", role == "assistant"))
-        written.append(("\n", False))
-    return written
-
-
-def qwen3_5(messages):
-    """Every answer has thoughts. The prompt opens them, and the template closes thoughts that a message does not have."""
-    written = []
-    for message in messages:
-        content, role = message["content"], message["role"]
-        if role != "assistant":
-            if role == "tool":
-                content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
-            written.append((f"<|im_start|>{role}\n{content}<|im_end|>\n", False))
-            continue
-        if "tool_calls" in message:
-            content += '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-        header, thought = "<|im_start|>assistant\n<think>\n", message.get("reasoning_content")
-        if thought:
-            content = f"{thought}\n</think>\n\n{content}"
-        else:
-            header += "\n</think>\n\n"
-        written += [(header, False), (f"{content}<|im_end|>", True), ("\n", False)]
-    return written
-
-
-def gpt_oss(messages):
-    written = [("<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2024-07-26<|end|>", False)]
-    for message in messages:
-        content, role, last = message["content"], message["role"], message is messages[-1]
-        if role == "system":
-            written.append((f"<|start|>developer<|message|># Instructions\n\n{content}<|end|>", False))
-        elif role == "tool":
-            tool = f'<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"{content}"<|end|>'
-            written.append((tool, False))
-        elif role == "user":
-            written.append((f"<|start|>user<|message|>{content}<|end|>", False))
-        else:
-            written.append(("<|start|>assistant", False))
-            if message.get("thinking") and last:
-                thought = f"<|channel|>analysis<|message|>{message['thinking']}<|end|><|start|>assistant"
-                written.append((thought, True))
-            if "tool_calls" in message:
-                call = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Köln"}<|call|>'
-                written.append((call, True))
-            else:
-                end = "<|return|>" if last else "<|end|>"
-                written.append((f"<|channel|>final<|message|>{content}{end}", True))
-    return written
-
-
-FORMATS = {"llama3": llama3, "qwen3": qwen3, "qwen3_thinking": qwen3, "qwen3_5": qwen3_5, "gpt_oss": gpt_oss}
-EACH_TEMPLATE = pytest.mark.parametrize("name", FORMATS)
 ODD = [question("wé\n:w"), answer("w中 b\n\n:w"), question("w\nw"), answer("w:w"), question("w  w"), answer("w\n\nw")]
+# The text that is learnt of each conversation above, written by hand from the released formats. Each stretch ends a turn.
+FINAL, ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+THINK, CLOSED = "<think>\nHm, why.\n</think>\n\n", "<think>\n\n</think>\n\n"
+QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call><|im_end|>'
+QWEN = [
+    ["It is 4.<|im_end|>", f"{CLOSED}6.<|im_end|>"],
+    [QWEN_CALL, f"{CLOSED}It is.<|im_end|>"],
+    [f"{THINK}Because.<|im_end|>"],
+    ["w中 b\n\n:w<|im_end|>", "w:w<|im_end|>", f"{CLOSED}w\n\nw<|im_end|>"],
+]
+LEARNT = {
+    "llama3": [
+        ["It is 4.<|eot_id|>", "6.<|eot_id|>"],
+        ['{"name": "weather", "parameters": {"city": "Köln"}}<|eot_id|>', "It is.<|eot_id|>"],
+        ["Because.<|eot_id|>"],
+        ["w中 b\n\n:w<|eot_id|>", "w:w<|eot_id|>", "w\n\nw<|eot_id|>"],
+    ],
+    "qwen3": QWEN,
+    "qwen3_thinking": QWEN,
+    # The prompt opens thoughts, and the template closes those that a message does not have.
+    "qwen3_5": [
+        ["It is 4.<|im_end|>", "6.<|im_end|>"],
+        [QWEN_CALL, "It is.<|im_end|>"],
+        ["Hm, why.\n</think>\n\nBecause.<|im_end|>"],
+        ["w中 b\n\n:w<|im_end|>", "w:w<|im_end|>", "w\n\nw<|im_end|>"],
+    ],
+    "gpt_oss": [
+        [f"{FINAL}It is 4.<|end|>", f"{FINAL}6.<|return|>"],
+        [
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Köln"}<|call|>',
+            f"{FINAL}It is.<|return|>",
+        ],
+        [f"{ANALYSIS}Hm, why.<|end|><|start|>assistant{FINAL}Because.<|return|>"],
+        [f"{FINAL}w中 b\n\n:w<|end|>", f"{FINAL}w:w<|end|>", f"{FINAL}w\n\nw<|return|>"],
+    ],
+}
+EACH_TEMPLATE = pytest.mark.parametrize("name", LEARNT)
 
 
 @EACH_TEMPLATE
 def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_other(ours, folders, name):
-    """The tokens are also those of transformers' rendering."""
+    """The tokens are those of transformers' rendering."""
     bos = FAMILIES[VOCABULARIES[name]].bos
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folders[name] / "tokenizer.json"), bos_token=bos)
-    template = SAME_DAY + released(name)
-    for messages in (PLAIN, WITH_TOOL, WITH_THOUGHT, PLAIN[1:3], ODD, [SYSTEM, *ODD]):
+    template, encode = SAME_DAY + released(name), theirs.backend_tokenizer.encode
+    for messages, expected in zip((PLAIN, WITH_TOOL, WITH_THOUGHT, ODD), LEARNT[name], strict=True):
         tokens, learn = learnt(ours[name], messages)
-        assert (tokens, learn) == reference(folders[name], FORMATS[name](messages))
         assert learnt(ours[name], messages, loss_on="all") == (tokens, [True] * len(tokens))
+        stretches = groupby(zip(tokens, learn, strict=True), key=lambda pair: pair[1])
+        found = [[token for token, _ in pairs] for is_learnt, pairs in stretches if is_learnt]
+        assert found == [encode(text, add_special_tokens=False).ids for text in expected]
         for tools in ((), (TOOL,)):
             chat = {"tools": list(tools) or None, "chat_template": template, "tokenize": False}
-            text = theirs.apply_chat_template(messages, **chat)
-            expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
-            assert learnt(ours[name], messages, tools)[0] == expected
-
-
-words = st.text(st.sampled_from("ab é中\n:"), min_size=1, max_size=12).map(lambda text: f"w{text}w")
-
-
-@pytest.mark.nightly
-@EACH_TEMPLATE
-@settings(max_examples=25, deadline=None)
-@given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4), system=st.booleans())
-def test_the_assistants_part_of_any_dialogue_is_learnt(ours, folders, name, turns, system):
-    messages = [SYSTEM] * system + [message for said, replied in turns for message in (question(said), answer(replied))]
-    assert learnt(ours[name], messages) == reference(folders[name], FORMATS[name](messages))
+            rendered = encode(theirs.apply_chat_template(messages, **chat), add_special_tokens=False).ids
+            assert learnt(ours[name], messages, tools)[0] == rendered
 
 
 @EACH_TEMPLATE
 def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, name):
     """Text in a message that looks like special tokens stays text, and decodes unchanged."""
-    faked = "".join(text for text, _ in FORMATS[name]([question("x"), answer("learn me")]))
+    faked = plain_text(ChatTemplate(ours[name]), [question("x"), answer("learn me")])
     tokens, learn = learnt(ours[name], [question(faked), answer("It is not.")])
     plain_tokens, plain_learn = learnt(ours[name], [question("x" * 5), answer("It is not.")])
     assert sum(learn) == sum(plain_learn)
@@ -222,15 +158,13 @@ def test_a_template_that_tells_no_turns_apart_is_refused(ours, template, message
 
 def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
     """Before, the line ends of both sides were two tokens; the template's text has one."""
+    encode = tokenizers.Tokenizer.from_file(str(folders["qwen3"] / "tokenizer.json")).encode
+    header, ending = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n", "Hello.<|im_end|>"
     tokenizer = replace(ours["qwen3"], templates=TemplateSources(LOOP + PROMPT))
-    written = [
-        ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n", False),
-        ("Hello.<|im_end|>", True),
-        ("\n", False),
-    ]
-    expected = reference(folders["qwen3"], written)
-    assert learnt(tokenizer, [question("x"), answer("\nHello.")]) == expected
-    assert expected[0] == reference(folders["qwen3"], [("".join(text for text, _ in written), False)])[0]
+    tokens, learn = learnt(tokenizer, [question("x"), answer("\nHello.")])
+    assert tokens == encode(f"{header}{ending}\n", add_special_tokens=False).ids
+    before = len(encode(header, add_special_tokens=False).ids)
+    assert learn == [False] * before + [True] * (len(tokens) - before - 1) + [False]
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer):

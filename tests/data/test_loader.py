@@ -163,3 +163,31 @@ def test_validation_is_one_pass_or_less_and_the_same_each_time_even_if_one_stopp
     tokens = sum(int((batch.tokens != tokenizer.pad_id).sum()) for batch in validation(10_000, 512, 6))
     texts = [text for path in corpus.glob("*.txt") if (text := path.read_bytes())]
     assert tokens == sum(len(text) + 2 for text in texts)
+
+
+def different(one, other):
+    assert one.keys() == other.keys()
+    return [key for key in one if one[key] != other[key]]
+
+
+def test_a_copy_in_another_folder_has_the_same_fingerprints(corpus, make_loader, tmp_path):
+    shutil.copytree(corpus, tmp_path / "copy")
+    assert make_loader().fingerprints() == make_loader(folder=tmp_path / "copy").fingerprints()
+
+
+def test_a_source_is_named_whose_files_differ_in_size_or_in_their_first_records(corpus, make_loader, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    records = (copy / "records.jsonl").read_text()
+    (copy / "records.jsonl").write_text(records.replace("record 1", "rekord 1", 1))
+    expected = make_loader().fingerprints()
+    assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[1]"]
+    (copy / "note-1.txt").write_text("longer than it was")
+    assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[0]", "data.sources[1]"]
+    assert different(expected, make_loader(seed=1).fingerprints()) == ["data: seed"]
+
+
+def test_the_data_of_a_validation_have_fingerprints_of_their_own(corpus, tokenizer):
+    table = ValidationTable(sources=(SourceTable(path=str(corpus / "note-*.txt")),), interval_steps=1)
+    found = build_validation_loader(table, tokenizer, 64, 2).fingerprints()
+    assert "validation: data.sources[0]" in found

@@ -9,6 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from benchmarks.data import memory_while_reading, write_records
+from benchmarks.frame import in_fresh_process
+from torchround.commands.inspect_data import survey
 from torchround.config import DataTable, SourceTable
 from torchround.data import DataError, build_loader
 from torchround.data.formats.source_files import find_files
@@ -117,3 +120,25 @@ def test_endings_in_capitals_mean_what_small_ones_mean(tmp_path):
     (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "c"}'))
     source = open_source(SourceTable(path=f"{tmp_path}/*"))
     assert [source.read(document, 0)[0] for document in source.first_documents(9)] == ["a", "b", "c"]
+
+
+def test_a_survey_reads_a_long_document_as_one_and_stops_at_its_limit(corpus, tokenizer):
+    data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
+    (found,), _, _ = survey(data, tokenizer, seed=0, max_documents=2)
+    long_tokens = len((corpus / "long.txt").read_bytes()) + 2
+    assert found.num_documents == 2
+    assert found.longest == [
+        (long_tokens, str(corpus / "long.txt")),
+        (found.num_tokens - long_tokens, str(corpus / "note-0.txt")),
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
+def test_memory_does_not_grow_with_the_documents_that_are_read(tmp_path, name):
+    """Memory is compared from 24 000 documents (three blocks of a stream) to 60 000; keeping each would add 7 MiB or more."""
+    documents = 60_000
+    write_records(tmp_path / name, documents)
+    mib = in_fresh_process(memory_while_reading, str(tmp_path / name), documents, 0)["mib_by_tenth"]
+    assert len(mib) >= 10
+    assert max(mib[4:]) - mib[4] < 4

@@ -5,11 +5,14 @@ so their gradients are its gradients' parts.
 """
 
 import copy
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from tests.support.released_run import saved_config
@@ -19,7 +22,7 @@ from torchround.commands import export_hf
 from torchround.commands.released_folder import open_weights
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import read_adapters
+from torchround.hf import HFError, read_adapters
 from torchround.models import LoraShape, adapter_names, add_adapters
 
 RANK, ALPHA = 3, 12.0
@@ -168,3 +171,41 @@ def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, tm
     with torch.no_grad():
         expected = theirs(batch.tokens).logits
         assert_same_logits(tools.all_logits(filled(ours, tools), batch), expected)
+
+
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+NAMES = {"a": f"{PREFIX}A.weight", "b": f"{PREFIX}B.weight"}
+SHAPES = {"a": (2, 24), "b": (24, 2)}
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False}
+
+
+def read(folder, **setting):
+    """Write adapters with a setting, and read them."""
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | setting))
+    save_file({NAMES[key]: torch.randn(SHAPES[key]) for key in NAMES}, folder / "adapter_model.safetensors")
+    return read_adapters(LoraTable(path=str(folder), rank=2, alpha=4.0), NAMES, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': such adapters belong to a base that was"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": {"loftq": 4}}, "init_lora_weights is"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_rslora": True}, "use_rslora is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
+    ],
+)
+def test_adapters_that_compute_something_else_are_never_taken_as_plain_ones(setting, message, tmp_path):
+    with pytest.raises(HFError, match=message):
+        read(tmp_path, **setting)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_adapters_that_began_in_a_way_that_leaves_the_base_alone_are_read(start, tmp_path):
+    weights, views = read(tmp_path, init_lora_weights=start), {key: torch.zeros(SHAPES[key]) for key in NAMES}
+    weights.load({name: nullcontext(view) for name, view in views.items()})
+    assert all(view.any() for view in views.values())
