@@ -1,7 +1,6 @@
 """Copies of a document from different epochs: not in one batch if an epoch has enough others, said otherwise."""
 
 import gzip
-import json
 import logging
 import random
 from collections import Counter
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.batch_contents import write_lines
 from torchround.config import DataTable, SourceTable
 from torchround.data import Loader, build_loader
 from torchround.data.order_rules import OrderRules
@@ -23,11 +23,8 @@ BASE = 100
 
 def write_documents(path, lengths, first=0):
     """Write documents of token ids, numbered from `first`; each can be told by its first two."""
-    documents = [
-        {"tokens": [number // BASE, number % BASE, *[BASE] * (length - 2)]}
-        for number, length in enumerate(lengths, first)
-    ]
-    path.write_text("\n".join(map(json.dumps, documents)))
+    numbered = enumerate(lengths, first)
+    write_lines(path, [{"tokens": [n // BASE, n % BASE, *[BASE] * (length - 2)]} for n, length in numbered])
     return SourceTable(path=str(path), content="tokens")
 
 
@@ -62,9 +59,7 @@ def whole(source, **keys):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "batch", "earlier", "full"),
-    [(2048 // 8, 32, 0.25, 0.97), (4096 // 8, 16, 0.6, 0.94)],
-    ids=["2048", "4096"],
+    ("seq_len", "batch", "earlier", "full"), [(2048 // 8, 32, 0.25, 0.97), (4096 // 8, 16, 0.6, 0.94)]
 )
 def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len, batch, earlier, full):
     """An epoch fills about two steps. Under the rules of earlier runs, a quarter to two thirds of the chats met copies.
@@ -96,40 +91,30 @@ def test_four_steps_per_epoch_are_enough_to_keep_copies_apart(
     assert share_of_copies(loader) == 0
 
 
-def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_too_few_documents_for_a_step_are_said_once(tmp_path, tokenizer, caplog):
-    source = write_documents(tmp_path / "eight.jsonl", [8] * 8)
-    loader = build_loader(whole(source), tokenizer, 32, 4, 0)
+@pytest.mark.parametrize(
+    ("documents", "keys", "batch", "words"),
+    [
+        (8, {}, 4, ["x.jsonl", "training.global_batch_size"]),
+        (8, {"streams": 2}, 4, ["x.jsonl", "data.streams"]),
+        (4 * 64, {"streams": 4, "epochs": 6}, 8, None),  # an epoch fills eight batches
+        (None, {"epochs": 1}, 4, None),
+    ],
+    ids=["too few", "too few for streams", "enough for streams", "equal documents of one epoch are no copies"],
+)
+def test_too_few_documents_for_a_step_are_said_once(tmp_path, tokenizer, caplog, documents, keys, batch, words):
+    path = tmp_path / "x.jsonl"
+    if documents:
+        source = write_documents(path, [8] * documents)
+    else:
+        source = SourceTable(path=str(write_lines(path, [{"tokens": [1] * 8}] * 400)), content="tokens")
+    loader = build_loader(whole(source, **keys), tokenizer, 32, batch, 0)
     beginning = loader.state_dict()
-    list(islice(loader, 10))
+    copies = share_of_copies(islice(loader, 200 if words is None else 20)) if documents else 0
     loader.load_state_dict(beginning)
-    list(islice(loader, 10))
-    (warning,) = warnings_of(caplog)
-    assert "eight.jsonl" in warning and "training.global_batch_size" in warning
-
-
-def test_copies_in_several_streams_are_said_once_and_kept_apart_if_an_epoch_fills_eight_batches(
-    tmp_path, tokenizer, caplog
-):
-    enough = write_documents(tmp_path / "enough.jsonl", [8] * 4 * 64)  # 64 sequences
-    loader = build_loader(whole(enough, streams=4, epochs=6), tokenizer, 32, 8, 0)
-    assert share_of_copies(loader) == 0
-    assert not warnings_of(caplog)
-    few = write_documents(tmp_path / "few.jsonl", [8] * 8)
-    list(islice(build_loader(whole(few, streams=2), tokenizer, 32, 4, 0), 20))
-    (warning,) = warnings_of(caplog)
-    assert "few.jsonl" in warning and "data.streams" in warning
-
-
-def test_equal_documents_of_one_epoch_are_no_copies(tmp_path, tokenizer, caplog):
-    """Data may hold a document twice: that is not for the batch size to mend."""
-    (tmp_path / "x.jsonl").write_text("\n".join([json.dumps({"tokens": [1] * 8})] * 400))
-    source = SourceTable(path=str(tmp_path / "x.jsonl"), content="tokens")
-    list(build_loader(whole(source, epochs=1), tokenizer, 32, 4, 0))
-    assert not warnings_of(caplog)
+    list(islice(loader, 20))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == bool(words) == (copies > 0)
+    assert all(word in warnings[0] for word in words or ())
 
 
 def test_a_small_source_in_a_mix_keeps_its_copies_apart_too(tmp_path, tokenizer):
