@@ -188,6 +188,17 @@ def test_models_import_only_torch_the_layer_protocol_the_defence_and_what_is_sha
     assert offences(sources("torchround/models"), rule) == []
 
 
+def test_an_installation_holds_every_package_of_the_models_and_none_called_models() -> None:
+    """setuptools finds them through the link `torchround/models`."""
+    setuptools = pytest.importorskip("setuptools")
+    assert 'include = ["torchround*"]' in (ROOT / "pyproject.toml").read_text()
+    found = setuptools.find_packages(str(ROOT), include=["torchround*"])
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "models").rglob("__init__.py")]
+    assert len(folders) > 5
+    assert {f"torchround.{'.'.join(folder.parts)}" for folder in folders} <= {*found}
+    assert {name.split(".")[0] for name in found} == {"torchround"}
+
+
 def test_the_planner_has_no_torch_no_threads_and_no_files() -> None:
     def rule(source: Source) -> Iterator[str]:
         yield from IMPURE & {module.split(".")[0] for module in imported_modules(source)}
