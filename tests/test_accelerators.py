@@ -165,7 +165,4 @@ def test_threads_that_wait_for_an_event_of_a_cuda_device_sleep(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **flags: made.append(flags))
     for timed in (False, True):
         accelerators.CudaKind().event(torch.device("cuda", 0), timed)
-    assert made == [
-        {"enable_timing": False, "blocking": True},
-        {"enable_timing": True, "blocking": False},
-    ]
+    assert made == [{"enable_timing": False, "blocking": True}, {"enable_timing": True, "blocking": False}]

@@ -44,9 +44,7 @@ class Block:
 def blocks(language: str) -> list[Block]:
     found = []
     for page in PAGES:
-        for match in re.finditer(
-            r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        ):
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
             if match[1] == language:
                 found.append(Block(page.name, match[1], match[2]))
     return found
@@ -126,9 +124,7 @@ def test_readme_starts_with_the_two_commands_that_continuous_integration_runs() 
     first, second = [block.text.splitlines() for block in blocks("sh") if block.page == "README.md"][:2]
     assert len(first) == len(second) == 1
     in_readme = [
-        line
-        for line in PAGES[0].read_text(encoding="utf-8").splitlines()
-        if line.startswith("python3 -m venv ")
+        line for line in PAGES[0].read_text(encoding="utf-8").splitlines() if line.startswith("python3 -m venv ")
     ]
     assert in_readme == [first[0], second[0]]
     assert "train.py --config debug.toml" in first[0] and "pytest" in second[0]
@@ -153,9 +149,7 @@ def test_an_example_in_toml_loads(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda path: path.name)
-def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_from_the_defaults(
-    path: Path,
-) -> None:
+def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_from_the_defaults(path: Path) -> None:
     load_config(path)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")

@@ -23,16 +23,7 @@ TOP_LEVEL = {
 
 # What each room may import besides itself; `commands`, which is not named here, may import every room.
 BELOW_ENGINE = {"config", "layer", "pipeline", "untrusted"}
-BELOW_RUN = BELOW_ENGINE | {
-    "accelerators",
-    "optim",
-    "data",
-    "checkpoint",
-    "hf",
-    "observe",
-    "engine",
-    "machines",
-}
+BELOW_RUN = BELOW_ENGINE | {"accelerators", "optim", "data", "checkpoint", "hf", "observe", "engine", "machines"}
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
@@ -70,9 +61,7 @@ IMPURE = {
 def test_the_top_level_is_exact() -> None:
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
     found = [path.name for path in ROOT.iterdir() if not path.name.startswith(".")]
-    assert {
-        entry for entry in found if not any(fnmatch.fnmatch(entry, skip) for skip in ignored)
-    } == TOP_LEVEL
+    assert {entry for entry in found if not any(fnmatch.fnmatch(entry, skip) for skip in ignored)} == TOP_LEVEL
 
 
 def test_tests_mirror_the_tree_and_are_no_packages() -> None:
@@ -131,9 +120,7 @@ def import_graph(checked: list[Source]) -> dict[str, set[str]]:
     modules = {source.module for source in checked}
     graph = {}
     for source in checked:
-        outer = ast.Module(
-            [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)], []
-        )
+        outer = ast.Module([node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         text = ast.unparse(outer)
         graph[source.module] = set(imported_modules(Source(source.name, text))) & modules - {source.module}
     return graph
@@ -157,9 +144,7 @@ def test_a_planted_circle_is_found() -> None:
 
 def test_the_library_knows_neither_the_models_nor_the_programs() -> None:
     def rule(source: Source) -> Iterator[str]:
-        yield from {"train", "scripts", "tests"} & {
-            module.split(".")[0] for module in imported_modules(source)
-        }
+        yield from {"train", "scripts", "tests"} & {module.split(".")[0] for module in imported_modules(source)}
         if source.room not in ("models", *KNOW_MODELS):
             yield from (module for module in imported_modules(source) if module == "torchround.models")
 
@@ -252,9 +237,7 @@ def test_nothing_happens_at_import(tmp_path: Path) -> None:
 
 def run_python(code: str, folder: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

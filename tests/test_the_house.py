@@ -53,8 +53,7 @@ def swallows_no_error(source: Source) -> Iterator[str]:
 # Tests on an accelerator need a card, or a compiler to build the simulated one. Tests of a page need a browser, tests of a
 # network the right to make one.
 MAY_SKIP = {
-    (f"tests/{place}.py", "pytest.skip")
-    for place in ("accelerator/conftest", "support/browser", "support/namespaces")
+    (f"tests/{place}.py", "pytest.skip") for place in ("accelerator/conftest", "support/browser", "support/namespaces")
 }
 
 
@@ -87,17 +86,7 @@ def cites_only_files_that_are_there(source: Source) -> Iterator[str]:
                 yield f"line {line}: there is no {path}"
 
 
-FOLDERS = (
-    "torchround",
-    "torchround/models",
-    "models",
-    "tests",
-    "scripts",
-    "benchmarks",
-    "docs",
-    "configs",
-    ".ci",
-)
+FOLDERS = ("torchround", "torchround/models", "models", "tests", "scripts", "benchmarks", "docs", "configs", ".ci")
 
 
 def _endings() -> frozenset[str]:
@@ -168,9 +157,7 @@ def test_no_file_is_cited_that_is_not_in_the_repository() -> None:
 def test_no_page_cites_a_document_that_is_not_in_the_repository() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = [
-        f"{page.name}: {match[0]}"
-        for page in pages
-        for match in FOREIGN_DOCUMENTS.finditer(page.read_text("utf-8"))
+        f"{page.name}: {match[0]}" for page in pages for match in FOREIGN_DOCUMENTS.finditer(page.read_text("utf-8"))
     ]
     assert found == []
 

@@ -85,7 +85,7 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     assert errors == "SIGINT: finishing the steps under way and saving; another signal stops at once\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninterrupted_one(
     small_runs: SmallRuns,
 ) -> None:
@@ -103,7 +103,7 @@ def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninte
     small_runs.assert_same("run", "whole", step=40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,10 +120,7 @@ def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     printed, errors = process.communicate()
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
-    assert (
-        "SIGTERM: finishing the steps under way and saving" in errors
-        and "reporting to wandb failed" not in errors
-    )
+    assert "SIGTERM: finishing the steps under way and saving" in errors and "reporting to wandb failed" not in errors
     assert "run the same command to continue" in printed.splitlines()[-1]
     assert process.returncode == 1 and "resuming after step" not in printed  # stopped, not restarted
 

@@ -43,9 +43,7 @@ def test_an_unknown_lora_target_is_refused(small_runs, capsys):
     assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
 
 
-def test_adapters_on_random_weights_are_a_warning(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_adapters_on_random_weights_are_a_warning(small_runs: SmallRuns, caplog: pytest.LogCaptureFixture) -> None:
     assert small_runs("full") == 0 and "random" not in caplog.text
     assert small_runs("adapters", *LORA) == 0
     (warning,) = [text for text in caplog.messages if "random" in text]

@@ -96,7 +96,7 @@ def test_any_schedule_gives_the_bits_of_a_plain_loop(simulator, seed):
     assert_exact(simulator, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(SEEDS, ALL_SEEDS), ids="seed-{}".format)
 def test_any_other_schedule_gives_the_bits_of_a_plain_loop_too(simulator, seed):
     assert_exact(simulator, seed)

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from tests.support.device_toy import DeviceLoop, device_engine
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    fp32_state,
-    toy_batches,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, fp32_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.models import FAMILIES
@@ -64,9 +56,7 @@ def test_sync_training_is_bitwise_that_of_a_plain_loop_on_the_device(kind, worke
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_async_training_is_bitwise_a_plain_loop_that_applies_gradients_one_step_late(
-    kind, workers, dtype, tied
-):
+def test_async_training_is_bitwise_a_plain_loop_that_applies_gradients_one_step_late(kind, workers, dtype, tied):
     model, batches = toy_model(tied), toy_batches(STEPS, micro_batches=4)
     store = toy_store(model, DTYPES[dtype], policy=ASYNC, pinned=True)
     loop = device_loop(model, store, tied, kind, DTYPES[dtype])
@@ -147,9 +137,7 @@ def test_an_evaluation_between_two_steps_has_the_loss_of_a_plain_loop(kind, work
 def tokens(size, length, generator):
     drawn = torch.randint(37, (size, length + 1), generator=generator)
     positions = torch.arange(length).expand(size, length).contiguous()
-    return MicroBatch(
-        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
-    )
+    return MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
 def packed(sizes, seed):
@@ -161,9 +149,7 @@ def packed(sizes, seed):
     documents = torch.stack(
         [torch.cat([torch.full((size,), index) for index, size in enumerate(row)]) for row in sizes]
     )
-    return MicroBatch(
-        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, documents, max_documents=2
-    )
+    return MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, documents, max_documents=2)
 
 
 @pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (True, "float32")])
@@ -171,13 +157,8 @@ def packed(sizes, seed):
 def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, family, flavor, tied, dtype):
     """Each family takes the branches of an accelerator: attention by offsets, grouped products, fused kernels."""
     config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
-    batches = [
-        [packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)] for step in range(2)
-    ]
-    for workers, partition in (
-        (1, Partition((), 4, ())),
-        (3, Partition((1, 2), 1, (2, 1))),
-    ):
+    batches = [[packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)] for step in range(2)]
+    for workers, partition in ((1, Partition((), 4, ())), (3, Partition((1, 2), 1, (2, 1)))):
         model = FAMILIES[family].build(config)
         store = toy_store(model, DTYPES[dtype], pinned=True)
         loop = device_loop(model, store, tied, kind, DTYPES[dtype])
@@ -195,9 +176,7 @@ def test_adapters_with_dropout_get_the_bits_of_a_plain_loop_however_it_is_cut(ki
     config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2)
     targets = ("q_proj", "v_proj", "down_proj")
     batches = [
-        with_dropout_seeds(
-            [packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)], 0, step
-        )
+        with_dropout_seeds([packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)], 0, step)
         for step in range(3)
     ]
     for workers, partition in ((1, Partition((), 4, ())), (3, Partition((1, 2), 1, (2, 1)))):

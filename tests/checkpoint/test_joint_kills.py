@@ -19,7 +19,7 @@ def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint
     assert joint_kills.kill_everywhere(tmp_path, shared) >= 24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("folders", ["shared", "own"])
 def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkpoint_for_all(
     tmp_path: Path, folders: str

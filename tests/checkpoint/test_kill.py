@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "killed_saves.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scenario", "at_least_kills"), [("new step", 15), ("same step", 15), ("writes", 8), ("random times", 10)]
 )

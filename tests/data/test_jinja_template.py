@@ -26,9 +26,7 @@ HARMLESS = [
     "{% for x in messages|selectattr('a') recursive %}{{ x.a }}{% endfor %}{{ tools }}",
 ]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}TEXT{% endfor %}{% endfor %}"
-GROWTH = (
-    "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n.t OPERATOR n.t %}{% endfor %}"
-)
+GROWTH = "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n.t OPERATOR n.t %}{% endfor %}"
 HOSTILE = {
     "a text": "{{ 'a' * 10**10 }}",
     "a list": "{{ [1] * 10**9 }}",
@@ -92,7 +90,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_template_takes_500_mb() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MEASURED],
@@ -127,9 +125,7 @@ def test_a_conversation_that_is_too_large_is_an_error_of_its_own() -> None:
     assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
-def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
     names = ["good"] * 40 + ["bomb"] + ["good"] * 20

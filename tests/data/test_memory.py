@@ -8,7 +8,7 @@ from benchmarks.data import memory_while_reading, write_records
 from benchmarks.frame import in_fresh_process
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
 def test_memory_does_not_grow_with_the_documents_that_are_read(tmp_path: Path, name: str) -> None:
     """Memory is compared from 24 000 documents (three blocks of a stream) to 60 000; keeping each would add 7 MiB or more."""

@@ -58,7 +58,7 @@ def test_texts_equal_those_of_transformers_with_a_cache_and_without(made, kind):
         assert engine.generate(texts(6), max_tokens=MAX_TOKENS) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):

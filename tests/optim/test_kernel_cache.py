@@ -18,12 +18,7 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
-from torchround.optim import (
-    UpdateBuffers,
-    UpdateKernel,
-    kernel,
-    kernel_kind,
-)
+from torchround.optim import UpdateBuffers, UpdateKernel, kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
 from torchround.optim.kernel_check import example_buffers
 from torchround.optim.kernel_kind import KernelKind
@@ -52,9 +47,7 @@ def test_a_second_run_finds_the_library_without_a_compiler(
 def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = [kind.library() for kind in KINDS]
     assert len(set(libraries)) == len(KINDS)
-    assert (
-        kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()
-    )  # numbers are arguments
+    assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
 
@@ -87,8 +80,7 @@ print(get_kernels([kind], lambda: None))
 
 
 @pytest.mark.parametrize(
-    ("compiler", "words"),
-    [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")],
+    ("compiler", "words"), [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")]
 )
 def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     tmp_path: Path, compiler: str, words: str
@@ -105,9 +97,7 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert finished.stdout == "{}\n"
     [line] = finished.stderr.splitlines()
-    assert words in line and line.endswith(
-        "the optimizer uses its uncompiled update, which is several times slower"
-    )
+    assert words in line and line.endswith("the optimizer uses its uncompiled update, which is several times slower")
 
 
 def test_a_library_that_cannot_be_loaded_is_one_warning(
@@ -202,9 +192,7 @@ class RunStopped(Exception):
 
 
 def test_a_kernel_with_other_bits_is_not_used(
-    kernels: dict[KernelKind, UpdateKernel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    kernels: dict[KernelKind, UpdateKernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = CompiledUpdate.__call__
 
@@ -227,9 +215,7 @@ wait
 """
 
 
-def test_a_run_that_stops_meanwhile_takes_its_compilers_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that compilers start end too: a pipe that these write to has no writer left."""
     cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
     os.mkfifo(pipe)

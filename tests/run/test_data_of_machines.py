@@ -94,7 +94,7 @@ def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_sourc
     assert "on machine 0 (node0); " in text and text.count("first documents") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_two_machines_and_streams_is_that_of_one_and_continues_on_one(tmp_path: Path) -> None:
     runs = SmallRuns(tmp_path)
 

@@ -10,14 +10,14 @@ from scripts.compare_checkouts import RUNS, differences, joined, main
 from tests.support.source_files import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkout_equals_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT), str(ROOT)]) == 0
     verdicts = capsys.readouterr().out.splitlines()
     assert len(verdicts) == len(RUNS) and all(line.endswith("values, equal") for line in verdicts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "torchround", tmp_path / "torchround")
     shutil.copy(ROOT / "train.py", tmp_path)

@@ -53,9 +53,9 @@ def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
 
 def judge_words(case: Case, code: int, text: str) -> None:
     """Require the exit code, and a message in plain text."""
-    assert not re.search(
-        rf"Traceback|{TOUCHED}|KeyError|(?<!template.jinja: )(?<!chat template: )TypeError", text
-    ), text
+    assert not re.search(rf"Traceback|{TOUCHED}|KeyError|(?<!template.jinja: )(?<!chat template: )TypeError", text), (
+        text
+    )
     assert code == case.code, f"exit code {code}\n{text}"
     assert re.search(case.says, text), text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), f"a terminal would obey {text!r}"

@@ -28,7 +28,7 @@ from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger
 
 CHECKPOINT_EVENTS = {
-    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
 }
 
 
@@ -62,9 +62,7 @@ def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
 
     def hook(name: str, details: tuple[object, ...]) -> None:
         nonlocal seen
-        if name in CHECKPOINT_EVENTS and (
-            name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])
-        ):
+        if name in CHECKPOINT_EVENTS and (name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])):
             seen += 1
             if seen == event:
                 kill_after(delay_s)

@@ -75,9 +75,7 @@ Rule = Callable[[Source], Iterator[str]]
 def sources(*parts: str) -> list[Source]:
     """Read the Python files in folders, or single files, named from the root. Read once per process."""
     paths = {path for part in parts for path in [ROOT / part, *(ROOT / part).rglob("*.py")] if path.is_file()}
-    return [
-        Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(paths)
-    ]
+    return [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(paths)]
 
 
 def library() -> list[Source]:

@@ -19,7 +19,7 @@ def is_of_this_version() -> bool:
     return f"`transformers` {transformers.__version__} " in TEXT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", causal_types())
 def test_a_type_is_equal_to_transformers_or_refused_as_the_page_says(model_type):
     listed = look_at(model_type)

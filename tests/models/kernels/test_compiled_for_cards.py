@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiles
 CARDS = [
     "cuda-80",
     "cuda-90",
-    *(pytest.param(card, marks=pytest.mark.slow) for card in ("cuda-89", "cuda-120", "hip-gfx942")),
+    *(pytest.param(card, marks=pytest.mark.nightly) for card in ("cuda-89", "cuda-120", "hip-gfx942")),
 ]
 
 
