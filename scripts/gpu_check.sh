@@ -27,7 +27,7 @@ code=0
 start=$SECONDS
 "$python" -c 'import torch' || exit 1 # its message says what is missing
 if "$python" -c 'import sys; from torchround.accelerators import present_kind; sys.exit(present_kind() is None)'; then
-    timeout 240 "$python" -m pytest -q -m 'accelerator and not slow' -p no:cacheprovider \
+    timeout 240 "$python" -m pytest -q -m 'accelerator and not nightly' -p no:cacheprovider \
         --junitxml "$work/tests.xml" tests/accelerator
     tests=$?
     if [ $tests -ne 0 ]; then

@@ -4,8 +4,10 @@ docs/testing.md says which command runs which tier.
 """
 
 import importlib.util
+import itertools
 import os
 import signal
+from collections import defaultdict
 
 import pytest
 
@@ -46,7 +48,7 @@ THOROUGH_PLACES = (
     *("tests/test_how_tests_run.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])
-OTHER_TIERS = ("thorough", "compiles", "documented", "slow", "accelerator")
+OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
 # A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
 ACCELERATOR_PLACE = "tests/accelerator/"
 
@@ -65,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their tier."""
+    for item in left_to_the_night(items):
+        item.add_marker("nightly")
     for item in items:
         if item.nodeid.startswith(ACCELERATOR_PLACE):
             item.add_marker("accelerator")
@@ -72,6 +76,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
             item.add_marker("fast")
+
+
+def left_to_the_night(items: list[pytest.Item]) -> list[pytest.Item]:
+    """List the cases of tests with several parameters that add no pair of values to the cases before them.
+
+    Nearly all defects need at most two values to meet, so by default a test runs a pairwise cover of its parameters.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        values = sorted(item.callspec.indices.items()) if hasattr(item, "callspec") else []
+        if len(values) > 2:
+            cases[item.nodeid.partition("[")[0]].append((item, frozenset(itertools.combinations(values, 2))))
+    left = []
+    for found in cases.values():
+        missing = frozenset().union(*(pairs for _, pairs in found))
+        while missing:
+            best = max(found, key=lambda case: len(case[1] & missing))  # the first of the best
+            found.remove(best)
+            missing -= best[1]
+        left += [item for item, _ in found]
+    return left
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

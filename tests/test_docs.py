@@ -175,52 +175,6 @@ def test_every_key_and_table_that_is_named_exists() -> None:
     assert checked > 20
 
 
-def test_every_path_that_is_named_exists() -> None:
-    """Check paths below a folder of the repository, and bare names of code, configs and pages."""
-    folders = ("torchround", "models", "configs", "scripts", "benchmarks", "tests", "docs")
-    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | {
-        "train.py",
-        "README.md",
-        "pyproject.toml",
-    }
-    checked = 0
-    for page, code in inline_code():
-        if re.fullmatch(rf"({'|'.join(folders)})/[\w./-]*", code):
-            assert (ROOT / code).exists(), f"{page}: {code}"
-            checked += 1
-        elif re.fullmatch(r"\w+\.(py|toml|md)", code):
-            assert code in names | NOT_OURS, f"{page}: {code}"
-            checked += 1
-    assert checked > 20
-
-
-def test_every_link_leads_to_a_file() -> None:
-    links = [
-        (page, target)
-        for page in PAGES
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
-        if "://" not in target
-    ]
-    assert links
-    for page, target in links:
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_every_link_to_a_section_leads_to_its_heading() -> None:
-    def anchors(page: Path) -> set[str]:
-        headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-    links = [
-        (page, file, anchor)
-        for page in PAGES
-        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
-    ]
-    assert links
-    for page, file, anchor in links:
-        assert anchor in anchors(page.parent / file if file else page), f"{page.name}: {file}#{anchor}"
-
-
 def test_every_dependency_is_pinned_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

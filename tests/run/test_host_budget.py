@@ -86,7 +86,8 @@ def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
     needed = budget_of(model(), numbers).state_bytes
     scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
     with pytest.raises(
-        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
+        InfeasiblePlanError,
+        match=r"1\.00 MiB are missing for these alone\. What would help: a smaller model \(model\.flavor",
     ):
         plan_for(run_question(model(), numbers, scarce))
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.check_tree import ROOT
 from tests.support.rounding import BF16, FP16, FP32
-from tests.support.source_files import ROOT
 
 UNITS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 

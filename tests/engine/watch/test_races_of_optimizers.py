@@ -17,7 +17,7 @@ from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Region, find_races
 from torchround.optim import make_optimizer
 
-# Both have all kinds of buffers between them; the other two are in the slow tier.
+# Both have all kinds of buffers between them; the other two are in the nightly tier.
 QUICK = ("adamw compact", "muon")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in OPTIMIZERS]
 MODES = [(name, policy) for name in OPTIMIZERS for policy in POLICIES[name]]
