@@ -1,7 +1,6 @@
 """A resolved config as TOML: read by Python's own reader, and loaded again."""
 
 import sys
-from datetime import date
 
 import pytest
 from hypothesis import given, settings
@@ -37,10 +36,6 @@ def test_any_value_reads_back_as_it_was_written(value):
 def test_a_value_that_toml_cannot_write_is_refused():
     with pytest.raises(TypeError, match="no form in TOML"):
         toml_value({"a": None})
-
-
-def test_dates_are_written_without_quotes():
-    assert toml_value(date(2024, 1, 2)) == "2024-01-02"
 
 
 def plain(value):

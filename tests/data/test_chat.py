@@ -72,6 +72,13 @@ QWEN = [
     [f"{THINK}Because.<|im_end|>"],
     ["w中 b\n\n:w<|im_end|>", "w:w<|im_end|>", f"{CLOSED}w\n\nw<|im_end|>"],
 ]
+# The prompt opens thoughts, and the template closes those that a message does not have.
+OPENED = [
+    ["It is 4.<|im_end|>", "6.<|im_end|>"],
+    [QWEN_CALL, "It is.<|im_end|>"],
+    ["Hm, why.\n</think>\n\nBecause.<|im_end|>"],
+    ["w中 b\n\n:w<|im_end|>", "w:w<|im_end|>", "w\n\nw<|im_end|>"],
+]
 LEARNT = {
     "llama3": [
         ["It is 4.<|eot_id|>", "6.<|eot_id|>"],
@@ -80,14 +87,7 @@ LEARNT = {
         ["w中 b\n\n:w<|eot_id|>", "w:w<|eot_id|>", "w\n\nw<|eot_id|>"],
     ],
     "qwen3": QWEN,
-    "qwen3_thinking": QWEN,
-    # The prompt opens thoughts, and the template closes those that a message does not have.
-    "qwen3_5": [
-        ["It is 4.<|im_end|>", "6.<|im_end|>"],
-        [QWEN_CALL, "It is.<|im_end|>"],
-        ["Hm, why.\n</think>\n\nBecause.<|im_end|>"],
-        ["w中 b\n\n:w<|im_end|>", "w:w<|im_end|>", "w\n\nw<|im_end|>"],
-    ],
+    **dict.fromkeys(("qwen3_thinking", "qwen3_5", "qwen3_8"), OPENED),
     "gpt_oss": [
         [f"{FINAL}It is 4.<|end|>", f"{FINAL}6.<|return|>"],
         [

@@ -3,13 +3,10 @@
 import json
 import random
 import unicodedata
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import pytest
 import regex
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
@@ -18,14 +15,11 @@ from tokenizers import normalizers
 from tests.support import vocabularies
 from tests.support.vocabularies import FAMILIES, random_text, real_text, train, write
 from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import Tokenizer, TokenizerError, build_tokenizer
+from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.formats import source_files
 from torchround.data.opening import open_sources
 from torchround.data.text.special_tokens import encode_text
 from torchround.data.text.tokenizer import NEWER, nfc
-
-Pair = tuple[Tokenizer, tokenizers.Tokenizer]
-
 
 NIGHTLY = pytest.mark.nightly
 
@@ -148,9 +142,6 @@ def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(pair
     ours, reference = pairs[name]
     assert ours.bos_id == (bos and reference.token_to_id(bos))
     assert (ours.eos_id, ours.pad_id) == (reference.token_to_id(eos), reference.token_to_id(pad))
-
-
-Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.mark.parametrize(

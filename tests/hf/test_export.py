@@ -166,6 +166,14 @@ def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_ca
     capsys.readouterr()
     assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
     assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
+    (snapshot / "merges.txt").unlink()
+    # Weights under a name that the look for links leaves out.
+    (snapshot / "weights").symlink_to(tmp_path / "precious")
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "weights"}}))
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert "is not the name of a safetensors file" in capsys.readouterr().err and not output.exists()
 
 
 def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
@@ -219,4 +227,12 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
 def test_a_residual_that_fits_no_weight_is_refused(tmp_path, forged):
     checkpoint = Checkpointer(tmp_path).save(1, forged, {})
     with pytest.raises(HFError, match="residual/a fits no weight"):
+        checkpoint_weights(checkpoint)
+
+
+def test_a_weight_of_a_type_that_is_not_read_is_refused(tmp_path):
+    checkpoint = Checkpointer(tmp_path).save(1, {"weights/a": torch.zeros(2, 3)}, {})
+    (path,) = checkpoint.glob("tensors-*.safetensors")
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"O"  ', 1))
+    with pytest.raises(HFError, match="a is of a type that is not read: O"):
         checkpoint_weights(checkpoint)

@@ -202,7 +202,7 @@ def test_a_missing_shard_and_a_folder_without_weights_are_named(hf, tmp_path):
     with pytest.raises(HFError, match="no such folder"):
         read(release, tmp_path / "nowhere")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": f"../{SINGLE}"}}))
-    with pytest.raises(HFError, match="is not the name of a file beside it"):
+    with pytest.raises(HFError, match="is not the name of a safetensors file beside it"):
         read(release)
     for path in (tmp_path / INDEX, *sorted(tmp_path.glob("model-*"))[1:]):
         path.unlink()
