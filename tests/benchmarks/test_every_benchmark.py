@@ -24,7 +24,7 @@ COMPILES = {"compiled-layers", "optimizer-speed"}
         for name in BENCHMARKS
     ],
 )
-def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name, tmp_path):
     """Start each in a process of its own, as users do: several change threads or the environment for good."""
     command = [sys.executable, "-m", "benchmarks", name, *shlex.split(find(name).tiny)]
     out = tmp_path / "report.json"
@@ -36,7 +36,7 @@ def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_
     assert row.count(" | ") == 4 and report["command"] in row
 
 
-def result_rows() -> list[list[str]]:
+def result_rows():
     """Return the cells of each row that names a command: measured, figure, rival, command, machine, date."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [
@@ -46,7 +46,7 @@ def result_rows() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", result_rows(), ids=lambda row: row[0][:60])
-def test_a_result_names_its_command_machine_and_date(row: list[str]) -> None:
+def test_a_result_names_its_command_machine_and_date(row):
     measured, figure, rival, command, machine, date = row
     module, name, *arguments = shlex.split(command.strip("`"))[2:]
     assert module == "benchmarks" and measured and figure and rival
@@ -56,28 +56,28 @@ def test_a_result_names_its_command_machine_and_date(row: list[str]) -> None:
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
 
 
-def test_every_benchmark_that_needs_no_gpu_has_a_result_and_every_machine_is_described() -> None:
+def test_every_benchmark_that_needs_no_gpu_has_a_result_and_every_machine_is_described():
     rows = result_rows()
     assert {row[3].strip("`").split()[3] for row in rows} == {*BENCHMARKS} - {"gpu"}
     page = PAGE.read_text(encoding="utf-8")
     assert all(f"\n| {row[4].split(',')[0]} | " in page for row in rows if not row[4].startswith("any: "))
 
 
-def test_the_list_names_every_benchmark_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_benchmark_with_its_purpose(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(re.search(rf"^  {name} +\S.*", printed, re.MULTILINE) for name in BENCHMARKS)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
     assert main(["no-such"]) == 2
     assert "plain-loop" in capsys.readouterr().err
 
 
-def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out() -> None:
-    calls: list[str] = []
+def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out():
+    calls = []
 
-    def work(name: str) -> int:
+    def work(name):
         calls.append(name)
         return len(calls)
 
@@ -86,5 +86,5 @@ def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out() -> None
     assert found == {"a": [4, 5], "b": [3, 6]}
 
 
-def test_a_disturbance_of_both_sides_leaves_the_median_ratio_alone() -> None:
+def test_a_disturbance_of_both_sides_leaves_the_median_ratio_alone():
     assert median_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0

@@ -39,13 +39,13 @@ JUNIT = """<testsuites><testsuite><testcase name="one"/><testcase name="two"><fa
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "figures.json"
     assert GPU.run("gpu", [*SMALL, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
-def test_every_run_is_measured_and_predicted(report: dict) -> None:
+def test_every_run_is_measured_and_predicted(report):
     runs = report["runs"]
     assert [(run["update"], run["workers"], run["compile"]) for run in runs] == [
         ("sync", 1, "auto"),
@@ -65,7 +65,7 @@ def test_every_run_is_measured_and_predicted(report: dict) -> None:
         assert times["busy_s"] > 0 and times["uploaded_bytes"] > 0
 
 
-def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(report: dict) -> None:
+def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(report):
     """The first loss comes before any update. The later ones may differ by the noise of bf16."""
     assert report["resident"]["losses"][0] == pytest.approx(report["first_loss"], rel=1e-3)
     assert report["resident"]["losses"][1] == pytest.approx(report["runs"][3]["losses"][1], rel=1e-2)
@@ -74,14 +74,12 @@ def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(repor
 @pytest.mark.parametrize(
     ("options", "settings"), [([], ["auto", "auto", False]), (["--compile", "true"], [True, True])]
 )
-def test_runs_are_compiled_as_users_runs_are_and_one_beside_the_first_is_not(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], settings: list[bool | str]
-) -> None:
+def test_runs_are_compiled_as_users_runs_are_and_one_beside_the_first_is_not(monkeypatch, options, settings):
     """A benchmark of eager layers and of the uncompiled update would measure what no user runs."""
     asked = []
 
-    def build(*parts: object) -> None:
-        asked.append(parts[4].engine.compile)  # type: ignore[attr-defined]
+    def build(*parts):
+        asked.append(parts[4].engine.compile)
         raise KeyboardInterrupt  # the settings are known
 
     monkeypatch.setattr(gpu, "build_engine", build)
@@ -97,15 +95,13 @@ def test_runs_are_compiled_as_users_runs_are_and_one_beside_the_first_is_not(
     assert asked == settings
 
 
-def test_a_rate_is_measured_each_way(report: dict) -> None:
+def test_a_rate_is_measured_each_way(report):
     copies = report["copies"]
     assert copies["upload_gb_per_s"][0] > 0 and copies["download_gb_per_s"][0] > 0
     assert len(copies["both_ways_gb_per_s"][0]) == 2
 
 
-def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_command(tmp_path, capsys):
     (tmp_path / "tests.xml").write_text(JUNIT)
     out = tmp_path / "figures.json"
     code = GPU.run(
@@ -120,7 +116,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> dict[str, str]:
+def bare(tmp_path):
     """Return an environment that hides the packages which docs/gpu_results.md does not name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = itertools.chain(*project["optional-dependencies"].values())
@@ -134,7 +130,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def test_the_accelerators_tests_are_found_on_a_bare_machine(bare: dict[str, str]) -> None:
+def test_the_accelerators_tests_are_found_on_a_bare_machine(bare):
     command = ["-m", "pytest", "--collect-only", "-q", "-m", "accelerator", "tests/accelerator"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
@@ -142,7 +138,7 @@ def test_the_accelerators_tests_are_found_on_a_bare_machine(bare: dict[str, str]
     assert "test_gpu_benchmark.py::" in done.stdout and "test_training.py::" in done.stdout
 
 
-def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path, bare: dict[str, str]) -> None:
+def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path, bare):
     """The command must not take tests on the simulated accelerator for tests that passed on a GPU."""
     environment = {
         **bare,

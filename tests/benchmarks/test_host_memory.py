@@ -2,7 +2,6 @@
 
 import gc
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.host_memory import CASES, FAMILY, LOADING, ONE_SHORT_SEQUENCE, TRAINING, MemoryCase, training_misses
+from benchmarks.host_memory import CASES, FAMILY, LOADING, ONE_SHORT_SEQUENCE, TRAINING, training_misses
 from benchmarks.plain_loops import random_step
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
@@ -35,11 +34,11 @@ CONFIG = replace(
 )
 
 
-def tensors() -> Iterator[Tensor]:
+def tensors():
     return (found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter))
 
 
-def storages() -> dict[int, int]:
+def storages():
     """Return the bytes of every tensor's memory in this process by address."""
     gc.collect()
     # Other tests may have left sparse ones, which have no storage.
@@ -48,7 +47,7 @@ def storages() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-def bytes_on_the_page(case: MemoryCase) -> tuple[float, float]:
+def bytes_on_the_page(case):
     """Return the bytes of a parameter that AdamW updates and of a matrix of the case's optimizer."""
     column = 1 + ["sync", "async", "bounded", "predict"].index(
         case.correction if case.correction != "none" else case.update
@@ -59,7 +58,7 @@ def bytes_on_the_page(case: MemoryCase) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case: MemoryCase) -> None:
+def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case):
     model = FAMILY.build(CONFIG)
     shapes = model.stored_shapes()
     matrices = sum(shape.numel() for name, shape in shapes.items() if name.startswith("block.") and len(shape) == 2)
@@ -85,7 +84,7 @@ def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case: MemoryCa
     assert planned == pytest.approx(store.nbytes(), rel=0.002)
 
 
-def test_a_process_takes_what_is_planned_and_the_program() -> None:
+def test_a_process_takes_what_is_planned_and_the_program():
     figures = TRAINING.measure(TRAINING.parse("training-memory", ["--blocks", "1"]))
     [found] = figures["cases"].values()
     # Without one of the model's 16-bit buffers, or with one twice, it would be 2 bytes away. The rest is of libraries.
@@ -94,8 +93,8 @@ def test_a_process_takes_what_is_planned_and_the_program() -> None:
     assert PROGRAM_BYTES / 2 < 1e6 * found["program_mb"] < 2 * PROGRAM_BYTES
 
 
-def test_a_case_above_its_bound_or_away_from_its_plan_is_named() -> None:
-    def figures(resident: float, store: float, planned: float) -> dict[str, object]:
+def test_a_case_above_its_bound_or_away_from_its_plan_is_named():
+    def figures(resident, store, planned):
         kinds = {"resident": resident, "store": store, "planned": planned}
         found = {f"{kind}_bytes_per_parameter": value for kind, value in kinds.items()}
         return {"cases": {"adamw exact, sync": found}}
@@ -109,7 +108,7 @@ def test_a_case_above_its_bound_or_away_from_its_plan_is_named() -> None:
     assert "14.30 resident" in missed and "planned 14.00" in missed
 
 
-def test_reading_weights_takes_no_second_copy_of_the_model() -> None:
+def test_reading_weights_takes_no_second_copy_of_the_model():
     figures = LOADING.measure(LOADING.parse("loading-memory", ["--parameters", "120e6"]))
     # Less than the store would mean that its pages were not resident, and that a second copy could hide there.
     assert 1 <= figures["peak_over_store"] < 1.15

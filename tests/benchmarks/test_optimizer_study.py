@@ -43,18 +43,18 @@ SMALL = OptimizerStudySize(
 )
 
 
-def finished(size: OptimizerStudySize, path: Path) -> ResultFile:
+def finished(size, path):
     file = ResultFile(path, describe(size))
     complete(file, partial(wanted_cells, size), partial(run_cell, size), 0)
     return file
 
 
 @pytest.fixture(scope="module")
-def small_study(tmp_path_factory: pytest.TempPathFactory) -> ResultFile:
+def small_study(tmp_path_factory):
     return finished(SMALL, tmp_path_factory.mktemp("study") / "cells.jsonl")
 
 
-def test_a_small_study_tunes_each_optimizer_and_runs_every_mode_with_every_seed(small_study: ResultFile) -> None:
+def test_a_small_study_tunes_each_optimizer_and_runs_every_mode_with_every_seed(small_study):
     tuned = {(cell.mode, cell.lr) for cell in small_study.results if cell.seed == 0}
     assert tuned == {(mode, lr) for mode, rates in RATES.items() for lr in rates}
     assert {cell.mode for cell in small_study.results if cell.seed == 1} == set(MODES)
@@ -65,20 +65,20 @@ def test_a_small_study_tunes_each_optimizer_and_runs_every_mode_with_every_seed(
     assert len(learnt) == len(MODES), "two modes gave the same losses"
 
 
-def test_an_interrupted_study_ends_with_the_same_bits(small_study: ResultFile, tmp_path: Path) -> None:
+def test_an_interrupted_study_ends_with_the_same_bits(small_study, tmp_path):
     lines = small_study.path.read_text(encoding="utf-8").splitlines(keepends=True)
     path = tmp_path / "cells.jsonl"
     path.write_text("".join(lines[:-2]) + lines[-2][:20], encoding="utf-8")  # killed while it wrote a line
     assert finished(SMALL, path).path.read_text(encoding="utf-8").splitlines(keepends=True) == lines
 
 
-def test_the_first_evaluation_at_the_goal_is_what_counts() -> None:
+def test_the_first_evaluation_at_the_goal_is_what_counts():
     cell = Cell(TASK, EXACT, 1e-3, 1)
     results = {cell: CellResult(cell, (25, 50, 75), (3.0, 2.0, 2.5))}
     assert [steps_to_reach(results, cell, goal) for goal in (3.5, 2.4, 2.0, 1.9)] == [25, 50, 50, None]
 
 
-def test_the_page_shows_the_tables_of_the_committed_results() -> None:
+def test_the_page_shows_the_tables_of_the_committed_results():
     size, file = read_results(RESULTS)
     assert wanted_cells(size, file.results) == [], "the committed study is not complete"
     assert size == OptimizerStudySize()
@@ -87,7 +87,7 @@ def test_the_page_shows_the_tables_of_the_committed_results() -> None:
     assert with_tables(page, tables(size, file.results)) == page
 
 
-def test_compact_state_ends_within_the_spread_of_seeds_of_exact_state() -> None:
+def test_compact_state_ends_within_the_spread_of_seeds_of_exact_state():
     size, file = read_results(RESULTS)
     losses = final_losses(size, file.results)
     exact, compact = losses[EXACT], losses[COMPACT]
@@ -96,7 +96,7 @@ def test_compact_state_ends_within_the_spread_of_seeds_of_exact_state() -> None:
     assert abs(statistics.mean(compact.values()) - statistics.mean(exact.values())) < spread
 
 
-def test_muon_reaches_the_final_loss_of_adamw_in_fewer_steps_with_every_seed() -> None:
+def test_muon_reaches_the_final_loss_of_adamw_in_fewer_steps_with_every_seed():
     size, file = read_results(RESULTS)
     goal = final_losses(size, file.results)[EXACT]
     steps = [steps_to_reach(file.results, cell, goal[cell.seed]) for cell in final_cells(size, file.results, MUON)]

@@ -8,18 +8,18 @@ from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.planner import make_plan
 
 
-def figures(async_bubble: float, sync_points: float) -> dict[str, object]:
+def figures(async_bubble, sync_points):
     return {"async": {"measured": {"bubble": async_bubble}}, "sync": {"difference_points": sync_points}}
 
 
-def test_bounds_hold_for_long_layers_only() -> None:
+def test_bounds_hold_for_long_layers_only():
     assert missed_bounds({"scales": {"5": figures(0.02, 1.5), "1": figures(0.5, 9.0)}}) == []
     [bubble, points] = missed_bounds({"scales": {"5": figures(0.0201, 1.51)}})
     assert "async bubble 2.01 %" in bubble and "1.51 points" in points
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_what_is_simulated_is_what_was_planned_and_a_slow_device_costs_more(update: str) -> None:
+def test_what_is_simulated_is_what_was_planned_and_a_slow_device_costs_more(update):
     costs = with_updates(sleep_costs(16, scale=1.0), [1e-4] * 17)
     limits = MemoryLimits(device_bytes=3 * BLOCK_BYTES)
     plan = make_plan(costs, 4, 8, update, limits=limits)

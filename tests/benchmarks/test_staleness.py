@@ -20,7 +20,6 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 from torchround.run.engine_parts import update_policy
@@ -58,7 +57,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def batches() -> list[list[MicroBatch]]:
+def batches():
     text, generator = documentation_of("jinja2").train, torch.Generator().manual_seed(0)
     return [
         [draw_batch(text, torch.randint(10_000, (2,), generator=generator), MODEL) for _ in range(2)]
@@ -66,7 +65,7 @@ def batches() -> list[list[MicroBatch]]:
     ]
 
 
-def new_store(**options) -> tuple:
+def new_store(**options):
     model = FAMILIES["llama3"].build(model_config(MODEL))
     store = HostStore(model, **options)
     store.initialize(model, seed=0)
@@ -87,7 +86,7 @@ def new_store(**options) -> tuple:
     ],
     ids=lambda rule: f"{rule.update}-{rule.stale_layers}-{rule.correction}-{rule.clip}",
 )
-def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partition: Partition) -> None:
+def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule, partition):
     model, store = new_store(policy=ASYNC_PREDICT if rule.correction == "predict" else POLICIES[rule.update])
     settings = EngineSettings(max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0)
     devices = [CpuDevice(0), CpuDevice(1)]
@@ -105,7 +104,7 @@ def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partit
     assert all(torch.equal(view, views[name]) for name, view in own_store.named_views().items())
 
 
-def test_bounded_with_no_stale_layer_is_sync_with_a_norm_for_each_layer() -> None:
+def test_bounded_with_no_stale_layer_is_sync_with_a_norm_for_each_layer():
     states = []
     for rule in (DelayRule("bounded", 0, clip="layer"), DelayRule("sync", clip="layer"), DelayRule("sync")):
         model, store = new_store()
@@ -114,18 +113,18 @@ def test_bounded_with_no_stale_layer_is_sync_with_a_norm_for_each_layer() -> Non
     assert states[0] == states[1] != states[2]
 
 
-def finished(size: StudySize, path: Path) -> ResultFile:
+def finished(size, path):
     file = ResultFile(path, describe(size))
     complete(file, partial(wanted_cells, size), partial(run_cell, size, path.parent), 0)
     return file
 
 
 @pytest.fixture(scope="module")
-def small_study(tmp_path_factory: pytest.TempPathFactory) -> ResultFile:
+def small_study(tmp_path_factory):
     return finished(SMALL, tmp_path_factory.mktemp("study") / "cells.jsonl")
 
 
-def test_a_small_study_runs_every_mode_of_both_tasks_with_every_seed(small_study: ResultFile) -> None:
+def test_a_small_study_runs_every_mode_of_both_tasks_with_every_seed(small_study):
     found = {(cell.task, cell.mode, cell.seed) for cell in small_study.results}
     assert found == {(task, mode, seed) for task in FIRST_RATES for mode in SMALL.rules() for seed in (0, 1)}
     assert all(math.isfinite(result.final_loss) for result in small_study.results.values())
@@ -136,14 +135,14 @@ def test_a_small_study_runs_every_mode_of_both_tasks_with_every_seed(small_study
     assert len({str(losses) for losses in by_mode.values()}) == len(by_mode), "two modes gave the same losses"
 
 
-def test_an_interrupted_study_ends_with_the_same_bits(small_study: ResultFile, tmp_path: Path) -> None:
+def test_an_interrupted_study_ends_with_the_same_bits(small_study, tmp_path):
     lines = small_study.path.read_text(encoding="utf-8").splitlines(keepends=True)
     path = tmp_path / "cells.jsonl"
     path.write_text("".join(lines[:-3]) + lines[-3][:20], encoding="utf-8")  # killed while it wrote a line
     assert sorted(finished(SMALL, path).path.read_text(encoding="utf-8").splitlines(keepends=True)) == sorted(lines)
 
 
-def test_the_page_shows_the_tables_of_the_committed_results() -> None:
+def test_the_page_shows_the_tables_of_the_committed_results():
     size, file = read_results(RESULTS)
     assert wanted_cells(size, file.results) == [], "the committed study is not complete"
     assert size == StudySize()
@@ -151,7 +150,7 @@ def test_the_page_shows_the_tables_of_the_committed_results() -> None:
     assert with_tables(page, tables(size, file.results)) == page
 
 
-def test_the_default_correction_of_async_is_the_better_one_in_both_tasks() -> None:
+def test_the_default_correction_of_async_is_the_better_one_in_both_tasks():
     size, file = read_results(RESULTS)
     for task in FIRST_RATES:
         plain, predicted = (final_losses(size, file.results, task, mode) for mode in ("async", "async predict"))
@@ -162,12 +161,12 @@ def test_the_default_correction_of_async_is_the_better_one_in_both_tasks() -> No
     assert update_policy(EngineTable(update="bounded")) is POLICIES["bounded"]
 
 
-def test_results_of_another_study_are_refused(small_study: ResultFile) -> None:
+def test_results_of_another_study_are_refused(small_study):
     with pytest.raises(AnotherStudyError, match="another study"):
         ResultFile(small_study.path, describe(replace(SMALL, seeds=(1, 2))))
 
 
-def test_tuning_looks_beyond_the_better_end_until_the_best_rate_is_inside() -> None:
+def test_tuning_looks_beyond_the_better_end_until_the_best_rate_is_inside():
     size, results = StudySize(), {}
     tried = []
     while True:

@@ -27,11 +27,11 @@ BATCHES = toy_batches(4, micro_batches=4)
 class StuckDevice(CpuDevice):
     """A device whose kernel never ends: waiting for it takes as long as the test does."""
 
-    def __init__(self, index: int, over: threading.Event) -> None:
+    def __init__(self, index, over):
         super().__init__(index)
         self._over = over
 
-    def finish(self) -> None:
+    def finish(self):
         self._over.wait()
 
 

@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 
-from tests.support.recorded_memory import RecordedBuffers, record_buffers
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.recorded_memory import record_buffers
+from tests.support.small_run import small_runs
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, ToyHead, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice
@@ -26,7 +26,7 @@ DEVICES = {"cpu:0", "cpu:1"}
 
 
 @pytest.fixture
-def buffers(monkeypatch: pytest.MonkeyPatch):
+def buffers(monkeypatch):
     recorded = record_buffers(monkeypatch)
     gc.collect()
     gc.disable()
@@ -40,7 +40,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch):
     [{}, {"rounds": 2}, {"layerwise_recompute": True}, {"accumulate_dtype": torch.bfloat16}, {"kept": KEPT["mixed"]}],
     ids=str,
 )
-def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str, settings: dict) -> None:
+def test_close_gives_every_buffer_back(buffers, partition, settings):
     model = toy_model(tied=True)
     engine = toy_engine(model, toy_store(model, policy=ASYNC), PARTITIONS[partition], 2, **settings)
     kept = [engine.evaluate(BATCHES[0])]
@@ -54,7 +54,7 @@ def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str,
     assert all(result.update().grad_norm > 0 for result in kept[1:])
 
 
-def test_compiled_layers_keep_no_buffer(buffers: RecordedBuffers) -> None:
+def test_compiled_layers_keep_no_buffer(buffers):
     model = toy_model()
     compiler = LayerCompiler(model, backend="aot_eager")
     with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2, compiler=compiler) as engine:
@@ -62,7 +62,7 @@ def test_compiled_layers_keep_no_buffer(buffers: RecordedBuffers) -> None:
     assert any(kind.shapes for kind in compiler.kinds) and not buffers.alive()
 
 
-def fail_in_forward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_in_forward(monkeypatch, buffers):
     def forward(self, hidden, micro_batch):
         activation = buffers.allocate("an activation", 64)
         raise ValueError(f"planted with {activation.numel()}")
@@ -70,7 +70,7 @@ def fail_in_forward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -
     monkeypatch.setattr(ToyBlock, "forward", forward)
 
 
-def fail_in_backward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_in_backward(monkeypatch, buffers):
     plain = ToyHead.forward
 
     class Failing(torch.autograd.Function):
@@ -86,21 +86,21 @@ def fail_in_backward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) 
     monkeypatch.setattr(ToyHead, "forward", lambda *arguments: Failing.apply(plain(*arguments)))
 
 
-def fail_in_a_copy(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_in_a_copy(monkeypatch, buffers):
     def copy(self, stream, destination, source):
         raise ValueError("planted")
 
     monkeypatch.setattr(CpuDevice, "_copy", copy)
 
 
-def fail_in_the_optimizer(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_in_the_optimizer(monkeypatch, buffers):
     def landed(self, *arguments):
         raise ValueError("planted")
 
     monkeypatch.setattr(Ordering, "before_gradient_read", landed)
 
 
-def fail_after_a_record(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_after_a_record(monkeypatch, buffers):
     """A layer's parts are recorded, and then it fails before they are sent."""
     recorded = KeptTransfers.recorded
 
@@ -114,7 +114,7 @@ def fail_after_a_record(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffer
     monkeypatch.setattr(KeptTransfers, "recorded", recording)
 
 
-def fail_in_a_replay(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_in_a_replay(monkeypatch, buffers):
     """A kept tensor is missing, so that the recomputation cannot take it."""
     upload = KeptTransfers._upload
 
@@ -127,7 +127,7 @@ def fail_in_a_replay(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) 
     monkeypatch.setattr(KeptTransfers, "_upload", losing)
 
 
-def fail_between_record_and_send(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+def fail_between_record_and_send(monkeypatch, buffers):
     def send(self, *arguments):
         raise ValueError("planted")
 
@@ -147,7 +147,7 @@ def fail_between_record_and_send(monkeypatch: pytest.MonkeyPatch, buffers: Recor
     ],
     ids=lambda f: f.__name__,
 )
-def test_a_fault_gives_every_buffer_back(buffers: RecordedBuffers, monkeypatch: pytest.MonkeyPatch, plant) -> None:
+def test_a_fault_gives_every_buffer_back(buffers, monkeypatch, plant):
     model = toy_model()
     engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2, kept=KEPT["all"])
     train(engine, BATCHES[:1])
@@ -162,7 +162,7 @@ def test_a_fault_gives_every_buffer_back(buffers: RecordedBuffers, monkeypatch: 
     assert not buffers.alive()
 
 
-def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers: RecordedBuffers) -> None:
+def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers):
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 1) as engine:
         needed = engine.devices[0].peak_bytes()  # before the first pass: the slots for weights and gradients
@@ -174,12 +174,10 @@ def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers: RecordedBu
     assert error.value is not None and buffers.owners() >= DEVICES and not buffers.alive()
 
 
-def test_the_engine_after_the_one_that_measures_begins_with_empty_devices(
-    buffers: RecordedBuffers, small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_after_the_one_that_measures_begins_with_empty_devices(buffers, small_runs, monkeypatch):
     allocate, alive = DeviceWorker.allocate, []
 
-    def seen(self: DeviceWorker) -> None:
+    def seen(self):
         if self._device.name == "cpu:0":  # the first device of each engine
             alive.append(buffers.alive())
         allocate(self)

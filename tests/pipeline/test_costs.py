@@ -47,11 +47,11 @@ class Work:
 
 @settings(max_examples=50, deadline=None)
 @given(costs())
-def test_costs_survive_json(costs: Costs) -> None:
+def test_costs_survive_json(costs):
     assert Costs.from_json(costs.to_json()) == costs
 
 
-def test_bytes_and_names_may_be_left_out_of_a_file() -> None:
+def test_bytes_and_names_may_be_left_out_of_a_file():
     text = '{"hop_s": 0.5, "layers": [{"forward_s": 1, "backward_s": 2}, {"name": "head", "forward_s": 1, "backward_s": 2}]}'
     read = Costs.from_json(text)
     assert read == Costs((LayerCost("layer.0", 1, 2), LayerCost("head", 1, 2)), 0.5)
@@ -68,18 +68,18 @@ def test_bytes_and_names_may_be_left_out_of_a_file() -> None:
         (3, "not an object"),
     ],
 )
-def test_a_wrong_layer_is_named_with_what_is_wrong(layer: object, message: str) -> None:
+def test_a_wrong_layer_is_named_with_what_is_wrong(layer, message):
     with pytest.raises(CostsError, match=message):
         Costs.from_json(json.dumps({"layers": [layer]}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'])
-def test_a_file_that_holds_no_costs_is_refused(text: str) -> None:
+def test_a_file_that_holds_no_costs_is_refused(text):
     with pytest.raises(CostsError):
         Costs.from_json(text)
 
 
-def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
+def test_a_stage_costs_its_layers_and_recomputes_where_it_must():
     costs = Costs((LayerCost("a", 1.0, 2.0), LayerCost("b", 3.0, 5.0), LayerCost("c", 7.0, 11.0)))
     assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 4.0)
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 3 + 7 + 5 + 11)
@@ -89,7 +89,7 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3), "layer") == (0.0, 26.0 + 3.0)
 
 
-def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update() -> None:
+def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update():
     flops = COMPUTE_EFFICIENCY * 1e12
     works = [Work(flops, backward_flops=2 * flops), Work(flops, backward_flops=flops), Work(0.0)]
     sizes = [ParameterCounts(100), ParameterCounts(0, 100), ParameterCounts(0)]
@@ -104,7 +104,7 @@ def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_n
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_hop_takes_what_was_measured(model: str) -> None:
+def test_a_hop_takes_what_was_measured(model):
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
     measured_s = PUBLISHED[model][1] / 1e3
@@ -112,7 +112,7 @@ def test_a_hop_takes_what_was_measured(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) -> None:
+def test_a_block_counted_from_flops_agrees_with_what_was_measured(model):
     """The published runs accumulated in fp16. Large dense blocks reached 0.64 of that peak, small ones and experts less."""
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
@@ -126,7 +126,7 @@ def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) ->
 
 
 @pytest.mark.parametrize("model", LARGE_AND_DENSE)
-def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(model: str) -> None:
+def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(model):
     """So their times may not calibrate the counted costs of runs that accumulate in fp32."""
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
@@ -134,7 +134,7 @@ def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32
     assert card.flops_per_s("float16") < reached < card.flops_per_s("float16", fp16_accumulation=True)
 
 
-def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone() -> None:
+def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
     for device in DEVICES:
         ratio = device.flops_per_s("float16", fp16_accumulation=True) / device.flops_per_s("float16")
         consumer = device.name.startswith("rtx") and device.name not in ("rtxa6000", "rtx6000ada")
@@ -142,11 +142,11 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone() 
         assert device.known_flops_per_s("bfloat16", True) == device.known_flops_per_s("bfloat16")
 
 
-def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on() -> None:
+def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on():
     card = find_device("rtx4090")
     assert card is not None
 
-    def block_s(dtype: str, fp16_accumulation: bool) -> float:
+    def block_s(dtype, fp16_accumulation):
         work, sizes = [Work(1e12)], [ParameterCounts(1)]
         counted = costs_from_work(["block"], work, sizes, card, dtype, fp16_accumulation=fp16_accumulation)
         return counted.layers[0].forward_s
@@ -174,7 +174,7 @@ def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on() -> 
         ("NVIDIA L40S", "l40s"),
     ],
 )
-def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported: str, name: str) -> None:
+def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported, name):
     device = find_device(reported)
     assert device is not None and device.name == name
 
@@ -182,12 +182,12 @@ def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported: str, na
 @pytest.mark.parametrize(
     "unknown", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"]
 )
-def test_a_card_that_is_not_certain_is_not_found(unknown: str) -> None:
+def test_a_card_that_is_not_certain_is_not_found(unknown):
     """A wrong peak would give a wrong MFU."""
     assert find_device(unknown) is None
 
 
-def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
+def test_every_listed_card_is_found_and_has_plausible_figures():
     assert len(set(device_names())) == len(DEVICES)
     for device in DEVICES:
         assert find_device(device.name) == device
@@ -200,7 +200,7 @@ def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
 KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
 
 
-def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -> None:
+def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does():
     costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping([("down",), ("attention", "down"), ()])
     assert [layer.kept_bytes for layer in costs.layers] == [20, 30, 0]
     assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 8.0)
@@ -211,7 +211,7 @@ def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -
     assert stage_seconds(costs, Stage(StageKind.FUSED, 0, 3), "layer") == (0.0, 13 + 27 + 8.0)
 
 
-def test_measured_seconds_scale_the_parts_of_a_layer() -> None:
+def test_measured_seconds_scale_the_parts_of_a_layer():
     timed = KEEPING.timed(6.0, 9.0)
     assert (timed.forward_s, timed.backward_s) == (6.0, 9.0)
     assert [(part.nbytes, part.seconds) for part in timed.keepable] == [(10, 1.5), (20, 3.0)]
@@ -225,7 +225,7 @@ def test_measured_seconds_scale_the_parts_of_a_layer() -> None:
         ([(), ("down",)], "head cannot keep"),
     ],
 )
-def test_kept_names_that_a_layer_lacks_are_refused(kept: list[tuple[str, ...]], message: str) -> None:
+def test_kept_names_that_a_layer_lacks_are_refused(kept, message):
     with pytest.raises(CostsError, match=message):
         Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
 
@@ -239,12 +239,12 @@ def test_kept_names_that_a_layer_lacks_are_refused(kept: list[tuple[str, ...]], 
         ({"kept": "down"}, "kept = 'down' must be a list"),
     ],
 )
-def test_wrong_parts_in_a_file_are_named(keys: dict[str, object], message: str) -> None:
+def test_wrong_parts_in_a_file_are_named(keys, message):
     with pytest.raises(CostsError, match=message):
         Costs.from_json(json.dumps({"layers": [{"forward_s": 1, "backward_s": 2, **keys}]}))
 
 
-def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way() -> None:
+def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way():
     """Five steps on a 2 x 3 matrix and on a stack of four 5 x 2 ones, by hand: m^2 n and m^3 of the shorter side m."""
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * (4 * 4 * 3 + 2 * 8)
     assert newton_schulz_flops((4, 5, 2), 5) == 4 * 5 * (4 * 4 * 5 + 2 * 8)

@@ -13,7 +13,7 @@ CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keeping(config: str) -> None:
+def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keeping(config):
     path = str(ROOT / "configs" / f"{config}.toml")
     options = parse_command_line(["--config", path, "--engine.compile", "false"])
     machine = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "745"]

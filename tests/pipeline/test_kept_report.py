@@ -18,7 +18,7 @@ MIB = 2**20
 PARTS = (KeptCost("attention", MIB, 0.1), KeptCost("down", 2 * MIB, 0.4))
 
 
-def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+def costs_for(tokens, sequences, accumulate_bytes):
     """Build four blocks of 1 s and 2 s for each sequence, and a head."""
     block = LayerCost("block", 1.0, 2.0, MIB, 2 * MIB, MIB, 4096, keepable=PARTS)
     blocks = [replace(block, name=f"block.{index}") for index in range(4)]
@@ -40,7 +40,7 @@ QUESTION = RunQuestion(
 )
 
 
-def test_the_report_counts_bytes_load_and_seconds() -> None:
+def test_the_report_counts_bytes_load_and_seconds():
     plan = plan_for(QUESTION)
     report = report_kept(QUESTION, plan, QUESTION.costs())
     assert report is not None
@@ -60,7 +60,7 @@ def test_the_report_counts_bytes_load_and_seconds() -> None:
     assert "down of 4 layers, attention of 1 layers" in plan.text()
 
 
-def test_the_load_of_the_links_counts_what_is_kept_in_both_directions() -> None:
+def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():
     bare = replace(QUESTION, given_kept=())
     plans = plan_for(QUESTION), plan_for(bare)
     moved = [plan_transfers(plan, QUESTION.costs(), 1.0, "stage", 0.5) for plan in plans]
@@ -74,14 +74,14 @@ def test_the_load_of_the_links_counts_what_is_kept_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize(("setting", "is_kept"), [("auto", False), ("all", True)])
-def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting: str, is_kept: bool) -> None:
+def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting, is_kept):
     """Their copies take the time of the processors that compute."""
     question = replace(QUESTION, given=None, given_kept=None, keep_activations=setting, rounds=1)
     narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
     assert bool(plan_for(narrow).kept) is is_kept
 
 
-def test_k_is_the_round_trip_of_all_parts_over_the_layers_computation() -> None:
+def test_k_is_the_round_trip_of_all_parts_over_the_layers_computation():
     """3 MiB go down and come up at 0.66 of 1000 MiB/s; longer times give a smaller k."""
     costs = QUESTION.costs()
     slow = replace(costs, layers=tuple(layer.timed(0.003, 0.003) for layer in costs.layers))

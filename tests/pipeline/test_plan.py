@@ -28,12 +28,12 @@ UPDATES = st.sampled_from(["sync", "async"])
 fastest_plan = partial(make_plan, as_fast=0.0)
 
 
-def published(model: str) -> Costs:
+def published(model):
     """Read the layer times that RoundPipe's authors measured on RTX 4090s (docs/schedules.md says how)."""
     return Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text(encoding="utf-8"))
 
 
-def brute_force_s(costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits) -> float | None:
+def brute_force_s(costs, devices, micro_batches, update, limits):
     """Find the shortest step of all partitions in all rounds that fit, one by one. Updates must take no time."""
     best = None
     for partition, rounds in itertools.product(all_partitions(costs.num_layers), range(1, micro_batches + 1)):
@@ -73,9 +73,7 @@ def brute_force_s(costs: Costs, devices: int, micro_batches: int, update: str, l
     update="sync",
     limits=MemoryLimits(device_bytes=10),
 )
-def test_no_partition_of_a_small_model_is_faster(
-    costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits
-) -> None:
+def test_no_partition_of_a_small_model_is_faster(costs, devices, micro_batches, update, limits):
     expected = brute_force_s(costs, devices, micro_batches, update, limits)
     try:
         plan = fastest_plan(costs, devices, micro_batches, update, limits=limits)
@@ -88,7 +86,7 @@ def test_no_partition_of_a_small_model_is_faster(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, update: str) -> None:
+def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed, update):
     """Compare at the largest size for brute force: 5462 partitions, here in 2 numbers of rounds."""
     layers = [
         LayerCost(f"layer.{i}", 1 + ((seed + 3 * i) % 5) / 4, 2 + ((seed + 2 * i) % 7) / 3, 100, 100, 100, 10)
@@ -107,7 +105,7 @@ def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, updat
 
 
 @pytest.mark.parametrize(("num_layers", "update"), [(9, "sync"), (9, "async"), (10, "sync")])
-def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_layers: int, update: str) -> None:
+def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_layers, update):
     """The models are just too large to try everything; one round, as by default."""
     layers = [LayerCost(f"layer.{i}", 1 + (i * 7 % 5) / 10, 2 + (i * 3 % 4) / 10) for i in range(num_layers)]
     model = Costs((*layers[:-1], LayerCost("head", 2.5, 5.0)), 0.1)
@@ -126,9 +124,7 @@ def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_
     ],
 )
 @pytest.mark.parametrize("rounds", [1, "auto"])
-def test_bubbles_without_a_memory_limit_on_the_published_layer_times(
-    model: str, update: str, most: float, rounds: int | str
-) -> None:
+def test_bubbles_without_a_memory_limit_on_the_published_layer_times(model, update, most, rounds):
     plan = fastest_plan(published(model), 8, 16, update, rounds)
     assert 100 * plan.bubble <= most
     assert plan.lower_bound_s <= plan.step_s * (1 + 1e-9)
@@ -138,7 +134,7 @@ def test_bubbles_without_a_memory_limit_on_the_published_layer_times(
     ("model", "sync", "asynchronous"),
     list(zip(MODELS, (12.8, 8.0, 14.5, 5.3, 2.4), (0.2, 0.9, 0.2, 0.1, 0.1), strict=True)),
 )
-def test_bubbles_within_the_memory_of_the_papers_card(model: str, sync: float, asynchronous: float) -> None:
+def test_bubbles_within_the_memory_of_the_papers_card(model, sync, asynchronous):
     """The plans without a limit need up to 293 GiB per card in async mode, so these are the figures that count."""
     limit = MemoryLimits(device_bytes=24 * GIB)
     for update, most in (("sync", sync), ("async", asynchronous)):
@@ -156,9 +152,7 @@ def test_bubbles_within_the_memory_of_the_papers_card(model: str, sync: float, a
         ("qwen3_235b_lora", 4, 64, "async"),
     ],
 )
-def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(
-    model: str, devices: int, micro_batches: int, update: str
-) -> None:
+def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(model, devices, micro_batches, update):
     costs, limit = published(model), MemoryLimits(device_bytes=24 * GIB)
     chosen = fastest_plan(costs, devices, micro_batches, update, "auto", limit)
     for rounds in (1, 2, 3, 4, devices, 2 * devices, micro_batches):
@@ -178,7 +172,7 @@ PUBLISHED_PARTITIONS = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_steps_are_no_longer_than_with_the_published_partitions(model: str, update: str) -> None:
+def test_steps_are_no_longer_than_with_the_published_partitions(model, update):
     """Compare with the faster of two rounds, as the paper ran, and one round, within the memory of its card."""
     costs, limit = published(model), MemoryLimits(device_bytes=24 * GIB)
     forward, backward = PUBLISHED_PARTITIONS[model]
@@ -188,7 +182,7 @@ def test_steps_are_no_longer_than_with_the_published_partitions(model: str, upda
     assert fastest_plan(costs, 8, 16, update, "auto", limit).step_s <= theirs * (1 + 1e-9)
 
 
-def test_the_bubble_counts_all_that_the_plan_executes() -> None:
+def test_the_bubble_counts_all_that_the_plan_executes():
     """RoundPipe-sync of the 1.7B model takes 2286.0 ms, 19.07 % of it bubble (RoundPipe, figure 15 and its artifact)."""
     forward, backward = PUBLISHED_PARTITIONS["qwen3_1.7b"]
     plan = evaluate_plan(Partition(forward, 1, backward), 2, published("qwen3_1.7b"), 8, 16)
@@ -215,8 +209,8 @@ def test_the_bubble_counts_all_that_the_plan_executes() -> None:
     limits=MemoryLimits(device_bytes=300, host_bytes=240),
 )
 def test_a_valid_question_gives_a_plan_within_its_limits_or_says_what_is_short(
-    costs: Costs, devices: int, micro_batches: int, update: str, one_round: bool, limits: MemoryLimits
-) -> None:
+    costs, devices, micro_batches, update, one_round, limits
+):
     try:
         plan = make_plan(costs, devices, micro_batches, update, 1 if one_round else "auto", limits)
     except InfeasiblePlanError as error:
@@ -234,13 +228,13 @@ def test_a_valid_question_gives_a_plan_within_its_limits_or_says_what_is_short(
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_the_same_question_gets_the_same_plan(update: str) -> None:
+def test_the_same_question_gets_the_same_plan(update):
     first, second = (make_plan(published("qwen3_1.7b"), 8, 16, update, 1) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("devices", [1, 2, 5])
-def test_one_device_with_room_runs_all_layers_as_one_stage(devices: int) -> None:
+def test_one_device_with_room_runs_all_layers_as_one_stage(devices):
     """This has no recomputation and no hop; several devices share the rounds if there are several."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, 100, 100, 100, 10) for i in range(12))
     plan = make_plan(Costs(layers, 0.1), devices, 10, "sync", "auto")
@@ -249,17 +243,17 @@ def test_one_device_with_room_runs_all_layers_as_one_stage(devices: int) -> None
     assert plan.bubble == pytest.approx(0.0, abs=1e-12)
 
 
-def test_more_rounds_must_be_added_up_on_the_host() -> None:
+def test_more_rounds_must_be_added_up_on_the_host():
     """Eight rounds keep eight devices busy without recomputation, and win only if adding them up costs nothing."""
 
-    def blocks(optimizer_s: float) -> Costs:
+    def blocks(optimizer_s):
         return Costs(tuple(LayerCost(f"block.{i}", 1.0, 2.0, optimizer_s=optimizer_s) for i in range(12)))
 
     assert make_plan(blocks(0.0), 8, 8).rounds == 8
     assert make_plan(blocks(3.0), 8, 8).rounds < 8
 
 
-def test_the_error_names_what_is_missing_on_a_device_with_figures() -> None:
+def test_the_error_names_what_is_missing_on_a_device_with_figures():
     layers = (
         LayerCost("embedding", 0.0, 0.0, 1 * GIB, 2 * GIB),
         LayerCost("block.0", 1.0, 2.0, 1 * GIB, 2 * GIB, activation_bytes=2 * GIB),
@@ -274,7 +268,7 @@ def test_the_error_names_what_is_missing_on_a_device_with_figures() -> None:
     assert make_plan(Costs(layers), 2, 4, limits=MemoryLimits(device_bytes=14 * GIB)).device_bytes == 14 * GIB
 
 
-def test_the_error_names_what_is_missing_on_the_host_with_figures() -> None:
+def test_the_error_names_what_is_missing_on_the_host_with_figures():
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=GIB, boundary_bytes=GIB) for i in range(4))
     # A device holds six staging buffers and two layers, so there are three boundaries between stages.
     limit = MemoryLimits(device_bytes=8 * GIB, host_bytes=5 * GIB // 2)
@@ -294,13 +288,13 @@ def test_the_error_names_what_is_missing_on_the_host_with_figures() -> None:
         ({"rounds": True}, "1 to 4"),
     ],
 )
-def test_arguments_that_no_plan_can_be_made_for_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_arguments_that_no_plan_can_be_made_for_are_refused(arguments, message):
     model = Costs((LayerCost("only", 1.0, 2.0),))
     with pytest.raises(PlanError, match=message):
-        make_plan(model, **{"num_devices": 1, "num_micro_batches": 4, **arguments})  # type: ignore[arg-type]
+        make_plan(model, **{"num_devices": 1, "num_micro_batches": 4, **arguments})
 
 
-def test_a_plan_goes_into_a_config_as_it_was_written() -> None:
+def test_a_plan_goes_into_a_config_as_it_was_written():
     plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
     table = json.loads(plan.to_json())
     assert read_partition(table) == (plan.partition, plan.rounds)
@@ -320,7 +314,7 @@ def test_a_plan_goes_into_a_config_as_it_was_written() -> None:
         {"forward": [2], "fused": True, "backward": [2]},
     ],
 )
-def test_a_table_that_is_not_a_plan_is_refused(table: object) -> None:
+def test_a_table_that_is_not_a_plan_is_refused(table):
     with pytest.raises(PlanError):
         read_partition(table)
     with pytest.raises(PlanError):
@@ -329,7 +323,7 @@ def test_a_table_that_is_not_a_plan_is_refused(table: object) -> None:
 
 @pytest.mark.parametrize("value", ["x", math.nan, math.inf, -1, 2**62, True, None, [1]])
 @pytest.mark.parametrize("name", ["seconds", "num_layers", "weight_bytes", "step_s", "bubble", "device_bytes"])
-def test_a_plan_with_figures_that_are_not_numbers_is_refused(name: str, value: object) -> None:
+def test_a_plan_with_figures_that_are_not_numbers_is_refused(name, value):
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     (table if name in table else table["stages"][-1])[name] = value
     with pytest.raises(PlanError, match=f"{name} = .* must be a number"):
@@ -337,13 +331,13 @@ def test_a_plan_with_figures_that_are_not_numbers_is_refused(name: str, value: o
 
 
 @pytest.mark.parametrize("stages", [1, "x", {"kind": "fused"}, [1], [{}], [{"kind": "fused"}]])
-def test_a_plan_with_invalid_stages_is_refused(stages: object) -> None:
+def test_a_plan_with_invalid_stages_is_refused(stages):
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     with pytest.raises(PlanError, match="stages must be a list|lacks"):
         Plan.from_json(json.dumps(table | {"stages": stages}))
 
 
-def test_a_plan_of_an_older_version_keeps_nothing_and_has_no_stale_layers() -> None:
+def test_a_plan_of_an_older_version_keeps_nothing_and_has_no_stale_layers():
     plan = evaluate_plan(Partition((2, 1), 1, (1, 2)), 1, Costs((LayerCost("layer", 1.0, 2.0),) * 4), 2, 4)
     table = json.loads(plan.to_json())
     del table["kept"], table["stale_layers"]
@@ -351,13 +345,13 @@ def test_a_plan_of_an_older_version_keeps_nothing_and_has_no_stale_layers() -> N
 
 
 @pytest.mark.parametrize("kept", [1, "down", ["down"], [[1]], [["down"]], {"a": 1}])
-def test_a_plan_that_keeps_what_is_no_list_of_names_for_each_layer_is_refused(kept: object) -> None:
+def test_a_plan_that_keeps_what_is_no_list_of_names_for_each_layer_is_refused(kept):
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     with pytest.raises(PlanError, match="the plan's kept"):
         Plan.from_json(json.dumps(table | {"kept": kept}))
 
 
-def test_the_table_shows_every_stage_and_the_figures() -> None:
+def test_the_table_shows_every_stage_and_the_figures():
     plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
     text = str(plan)
     runs = plan.runs()
@@ -367,7 +361,7 @@ def test_the_table_shows_every_stage_and_the_figures() -> None:
     assert f"{100 * plan.bubble:.2f} %" in text and f"step {plan.step_s:.4g} s" in text
 
 
-def test_a_table_of_costs_in_proportion_shows_no_seconds() -> None:
+def test_a_table_of_costs_in_proportion_shows_no_seconds():
     plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
     lines = plan.text(timed=False).splitlines()
     assert len(lines) == len(str(plan).splitlines())

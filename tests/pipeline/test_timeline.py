@@ -10,7 +10,7 @@ from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import trace_events
 
 
-def test_a_trace_has_each_task_on_its_device_at_its_time() -> None:
+def test_a_trace_has_each_task_on_its_device_at_its_time():
     costs = Costs(tuple(LayerCost(f"{i}", 0.001, 0.002, optimizer_s=0.0005) for i in range(3)), hop_s=0.0001)
     tasks = dispatch_tasks(Partition((2,), 1, (1, 1)), costs, 2, 3, 1, update="async", steps=2)
     line = simulate(tasks, 2)
@@ -32,10 +32,10 @@ def test_a_trace_has_each_task_on_its_device_at_its_time() -> None:
     assert {"F 0-1", "FB 2", "R 1", "B 1", "B 0", "update 2"} <= labels
 
 
-def test_spans_of_one_row_do_not_overlap() -> None:
+def test_spans_of_one_row_do_not_overlap():
     costs = Costs(tuple(LayerCost(f"{i}", 0.25, 0.5) for i in range(6)))
     line = simulate(dispatch_tasks(Partition((3, 2), 1, (2, 2, 1)), costs, 3, 6, 2), 3)
-    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    rows = {}
     for event in trace_events([("one", line)])["traceEvents"]:
         if event["ph"] == "X":
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))

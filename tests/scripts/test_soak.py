@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import xxhash
@@ -14,7 +13,7 @@ from tests.support.small_run import SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 
-def alter_a_weight(run: Path) -> None:
+def alter_a_weight(run):
     """Flip the last bit of the last checkpoint and make its checksum fit, so that only the comparison can tell."""
     path = run / "checkpoints" / "step-12"
     tensors = path / "tensors-00000.safetensors"
@@ -29,20 +28,18 @@ def alter_a_weight(run: Path) -> None:
     assert verify_checkpoint(path) == 12
 
 
-def remove_the_metrics(run: Path) -> None:
+def remove_the_metrics(run):
     (run / "metrics.jsonl").unlink()
 
 
-def cut_the_metrics(run: Path) -> None:
+def cut_the_metrics(run):
     """Remove half of the last line."""
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
 
 
 @pytest.mark.nightly
-def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_with_its_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_with_its_command(tmp_path, capfd):
     """One is left as it is, one bit of another is altered, the metrics of two are broken and missing."""
     tampering = iter([lambda run: None, alter_a_weight, cut_the_metrics, remove_the_metrics])
     arguments = ["--minutes=10", "--iterations=4", "--seed=1", f"--folder={tmp_path}"]
@@ -57,9 +54,7 @@ def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_
     assert newest(kept["iteration-1"] / "outputs" / "run" / "checkpoints", set()) == 12
 
 
-def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(tmp_path, monkeypatch):
     monkeypatch.setattr(scripts.soak, "HUNG_AFTER_S", 0.5)
     SmallRuns(tmp_path)
     (tmp_path / "fork_server").mkdir()

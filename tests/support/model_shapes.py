@@ -23,50 +23,50 @@ class ModelShape:
     num_experts: int = 1
     active_experts: int = 1
 
-    def attention_parameters(self) -> int:
+    def attention_parameters(self):
         """Count the parameters of the four projections."""
         return 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
 
-    def block_parameters(self) -> int:
+    def block_parameters(self):
         """Count the parameters of the projections and all experts: a stage uploads these for one block."""
         router = self.width * self.num_experts if self.num_experts > 1 else 0
         return self.attention_parameters() + 3 * self.width * self.ffn_size * self.num_experts + router
 
-    def block_forward_flops(self, batch: int, tokens: int) -> float:
+    def block_forward_flops(self, batch, tokens):
         """Count FLOPs by equation 2: matrix products only, all T x T pairs of the attention."""
         linear = self.attention_parameters() + 3 * self.width * self.ffn_size * self.active_experts
         attention = 4 * tokens * self.num_heads * self.head_dim
         return float(batch * tokens * (2 * linear + attention))
 
-    def block_activation_bytes(self, batch: int, tokens: int) -> int:
+    def block_activation_bytes(self, batch, tokens):
         """Count bytes by equation 1, with heads that need not add up to the width."""
         heads = 4 * self.num_heads * self.head_dim + 4 * self.num_kv_heads * self.head_dim
         per_token = 8 * self.width + heads + 6 * self.ffn_size * self.active_experts
         return batch * tokens * per_token
 
-    def boundary_bytes(self, batch: int, tokens: int) -> int:
+    def boundary_bytes(self, batch, tokens):
         """Return the size of one activation between two blocks."""
         return 2 * batch * tokens * self.width
 
-    def operational_intensity(self, batch: int, tokens: int) -> float:
+    def operational_intensity(self, batch, tokens):
         """Return the FLOPs of a block's forward per byte uploaded for it (equations 4 and 5)."""
         uploaded = 2 * self.block_parameters() + self.boundary_bytes(batch, tokens)
         return self.block_forward_flops(batch, tokens) / uploaded
 
 
-def model_shape(family: str, flavor: str) -> ModelShape | None:
+def model_shape(family, flavor):
     """Return the shape of a released model, or None."""
     numbers = _SHAPES.get(f"{family}/{flavor}")
     return None if numbers is None else ModelShape(*numbers)
 
 
-def shape_names() -> tuple[str, ...]:
+def shape_names():
     """Return `family/flavor` of all shapes."""
     return tuple(_SHAPES)
 
 
 # layers, width, heads, kv heads, head dim, ffn, vocabulary, experts, active experts
-_SHAPES: dict[str, tuple[int, ...]] = {
+_SHAPES = {
     "qwen3/0.6B": (28, 1024, 16, 8, 128, 3072, 151936),
     "qwen3/1.7B": (28, 2048, 16, 8, 128, 6144, 151936),
     "qwen3/4B": (36, 2560, 32, 8, 128, 9728, 151936),

@@ -15,7 +15,7 @@ BYTES = st.integers(0, 100)
 
 
 @st.composite
-def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool = False) -> Costs:
+def costs(draw, max_layers=8, updates=True, jobs=False):
     """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates.
 
     Half of them keep parts of some layers. With `jobs`, half have jobs of the update on devices; their copies take
@@ -37,19 +37,19 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool
     return drawn.keeping([draw(kept_of(layer)) for layer in drawn.layers])
 
 
-def _with_job(draw: st.DrawFn, layer: LayerCost, link_s: float) -> LayerCost:
+def _with_job(draw, layer, link_s):
     job_s = draw(st.floats(0.2, 3.0))
     return replace(layer, job_s=job_s, job_link_s=link_s, job_slot_bytes=draw(BYTES), job_scratch_bytes=draw(BYTES))
 
 
-def kept_of(layer: LayerCost) -> st.SearchStrategy[tuple[str, ...]]:
+def kept_of(layer):
     """Draw names of parts that the layer can keep."""
     names = [part.name for part in layer.keepable]
     return st.sets(st.sampled_from(names)).map(lambda kept: tuple(sorted(kept))) if names else st.just(())
 
 
 @st.composite
-def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
+def _layer(draw, updates):
     return LayerCost(
         name="layer",
         forward_s=draw(SECONDS),
@@ -67,12 +67,12 @@ def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
     )
 
 
-def _named(layer: LayerCost, index: int) -> LayerCost:
+def _named(layer, index):
     return LayerCost(**{**vars(layer), "name": f"layer.{index}"})
 
 
 @st.composite
-def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
+def partitions(draw, num_layers):
     """Draw any partition of the layers."""
     fused = draw(st.integers(1, num_layers))
     left, right = (draw(compositions(num_layers - fused)) for _ in range(2))
@@ -80,7 +80,7 @@ def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
 
 
 @st.composite
-def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
+def compositions(draw, total):
     """Draw positive integers with the given sum."""
     cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
     ends = [0, *cuts, total]
@@ -93,7 +93,7 @@ LINKS = st.one_of(
 """Links on which a stage's bytes take between nothing and many times its seconds."""
 
 
-def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[MemoryLimits]:
+def limits(tightest=200, loosest=2500):
     """Draw limits: often none, often so tight that some or all partitions do not fit."""
     bounds = st.one_of(st.none(), st.integers(tightest, loosest))
     return st.builds(
@@ -105,7 +105,7 @@ def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[Memory
     )
 
 
-def all_partitions(num_layers: int) -> list[Partition]:
+def all_partitions(num_layers):
     """Yield every partition, by plain recursion."""
     found = []
     for fused in range(1, num_layers + 1):
@@ -114,7 +114,7 @@ def all_partitions(num_layers: int) -> list[Partition]:
     return found
 
 
-def _ways(total: int) -> list[tuple[int, ...]]:
+def _ways(total):
     if total == 0:
         return [()]
     return [(first, *rest) for first in range(1, total + 1) for rest in _ways(total - first)]

@@ -70,7 +70,7 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
     return toy_engine(model, store, partition, num_devices, observer=log, wrap=locking, **settings)
 
 
-def resident_bytes(path: Path) -> int:
+def resident_bytes(path):
     """Count the bytes of a mapped file that this process has touched through the map."""
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]

@@ -32,7 +32,7 @@ from torchround.run.numbers import RunNumbers, run_question
 SIZES = [192, 64, 128, 128, 64, 192, 1]  # elements; any two neighbours have at most 256 together
 
 
-def test_consecutive_slots_lie_side_by_side_in_a_buffer_for_the_two_largest() -> None:
+def test_consecutive_slots_lie_side_by_side_in_a_buffer_for_the_two_largest():
     device = CpuDevice(0)
     slots = TwoSlots(device, torch.float32)
     slots.allocate(256 * 4)
@@ -50,7 +50,7 @@ def test_consecutive_slots_lie_side_by_side_in_a_buffer_for_the_two_largest() ->
     assert any(one[0] < other[1] and other[0] < one[1] for one, other in zip(ranges, ranges[3:], strict=False))
 
 
-def test_a_slot_inherits_the_release_of_the_one_before_the_newest() -> None:
+def test_a_slot_inherits_the_release_of_the_one_before_the_newest():
     slots = TwoSlots(CpuDevice(0), torch.float32)
     slots.allocate(256 * 4)
     first, second = slots.next(64), slots.next(64)
@@ -60,7 +60,7 @@ def test_a_slot_inherits_the_release_of_the_one_before_the_newest() -> None:
 
 
 @pytest.mark.parametrize("release", [True, False])
-def test_a_slot_that_would_share_bytes_with_the_newest_is_refused(release: bool) -> None:
+def test_a_slot_that_would_share_bytes_with_the_newest_is_refused(release):
     slots = TwoSlots(CpuDevice(0), torch.float32)
     slots.allocate(256 * 4)
     first, _ = slots.next(64), slots.next(64)
@@ -69,7 +69,7 @@ def test_a_slot_that_would_share_bytes_with_the_newest_is_refused(release: bool)
         slots.next(193 if release else 64)
 
 
-def numel_of(partition: Partition) -> tuple[list[int], list[int]]:
+def numel_of(partition):
     """Return the elements of each stage's weights, and of its gradients, without the alignment of parameters."""
     block = WIDTH + 3 * WIDTH * WIDTH + 3 * WIDTH + 3 * WIDTH * WIDTH
     layers = [VOCABULARY * WIDTH, *[block] * BLOCKS, WIDTH + VOCABULARY * WIDTH]
@@ -78,7 +78,7 @@ def numel_of(partition: Partition) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("partition", [name for name in PARTITIONS if name != "one stage"])
-def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partition: str) -> None:
+def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partition):
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITIONS[partition], 1) as engine:
         # Nothing but the slots: the rest is allocated when the first pass is known.
@@ -97,7 +97,7 @@ def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partiti
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices: int, dtype: str) -> None:
+def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices, dtype):
     family = FAMILIES["qwen3"]
     model = family.build(family.config_from_flavor("debug"))
     training = TrainingTable(seq_len=64, global_batch_size=4, micro_batch_size=1, dtype=dtype)

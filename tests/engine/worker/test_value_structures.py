@@ -25,11 +25,11 @@ def travelled(value):
     return unflatten(packing.views(buffer.clone()), packing.structure)
 
 
-def is_size(part) -> bool:
+def is_size(part):
     return isinstance(part, torch.Size)
 
 
-def leaves() -> st.SearchStrategy:
+def leaves():
     numbers = torch.arange(24.0)
     tensors = [
         numbers.view(4, 6),
@@ -48,7 +48,7 @@ def leaves() -> st.SearchStrategy:
     return st.sampled_from([*tensors, None, 3, 0.5, "text", torch.float32, tensors[0].shape, b"x", True])
 
 
-def trees() -> st.SearchStrategy:
+def trees():
     return st.recursive(
         leaves(),
         lambda inner: st.one_of(

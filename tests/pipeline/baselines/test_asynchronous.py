@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.timeline import TaskKind, Timeline
+from torchround.pipeline.timeline import TaskKind
 
 # PACI Table 2: stages, then per number of micro-batches the samples per GPU and second of 1F1B-flush and PACI.
 TABLE_2 = {
@@ -17,16 +17,14 @@ TABLE_2 = {
 }
 
 
-def run(
-    name: str, layers: list[tuple[float, float]], micro_batches: int, accumulate: int | None = None
-) -> ScheduleReport:
+def run(name, layers, micro_batches, accumulate=None):
     costs = Costs(tuple(LayerCost(f"{i}", f, b, activation_bytes=1) for i, (f, b) in enumerate(layers)))
     stages = (1,) * len(layers)
     setup = SimulationSetup(costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate)
     return measure_schedule(SCHEDULES[name](setup))
 
 
-def most_unresolved(timeline: Timeline, device: int) -> int:
+def most_unresolved(timeline, device):
     """Count the most forwards whose backward has not ended, read off one device's tasks."""
     unresolved = highest = 0
     for index in timeline.of_device(device):
@@ -37,25 +35,25 @@ def most_unresolved(timeline: Timeline, device: int) -> int:
 
 @pytest.mark.parametrize("name", ["async_1f1b", "paci"])
 @pytest.mark.parametrize("devices", [1, 4, 8])
-def test_equal_stages_have_no_bubble_in_the_steady_state(name: str, devices: int) -> None:
+def test_equal_stages_have_no_bubble_in_the_steady_state(name, devices):
     report = run(name, [(1.0, 2.0)] * devices, micro_batches=8)
     assert report.makespan_s == pytest.approx(8 * 3)
     assert report.bubble == pytest.approx(0, abs=1e-9)
 
 
-def test_an_uneven_pipeline_runs_at_the_speed_of_its_slowest_stage() -> None:
+def test_an_uneven_pipeline_runs_at_the_speed_of_its_slowest_stage():
     report = run("paci", [(1.0, 2.0), (2.0, 3.0), (1.0, 1.0), (1.0, 2.0)], micro_batches=8)
     assert report.makespan_s == pytest.approx(8 * 5)
     assert report.bubble == pytest.approx(1 - 13 / 20)
 
 
 @pytest.mark.parametrize(("devices", "accumulate", "drift"), [(8, 1, 7), (8, 4, 2), (8, 8, 1), (4, 2, 2)])
-def test_drift_of_equal_stages_reaches_pacis_bound(devices: int, accumulate: int, drift: int) -> None:
+def test_drift_of_equal_stages_reaches_pacis_bound(devices, accumulate, drift):
     assert drift == -(-(devices - 1) // accumulate)
     assert run("paci", [(1.0, 2.0)] * devices, 8, accumulate).drift == drift
 
 
-def test_without_accumulation_the_drift_is_the_number_of_micro_batches_in_flight() -> None:
+def test_without_accumulation_the_drift_is_the_number_of_micro_batches_in_flight():
     report = run("async_1f1b", [(1.0, 2.0)] * 4, 8)
     assert report.drift == 3
     # A fast first stage runs ahead of slow ones; without PACI's rule it is held only by the N in the pipeline.
@@ -67,7 +65,7 @@ def test_without_accumulation_the_drift_is_the_number_of_micro_batches_in_flight
     st.lists(st.tuples(st.sampled_from([0.5, 1.0, 1.7]), st.sampled_from([1.0, 2.0, 3.1])), min_size=1, max_size=6),
     st.integers(1, 5),
 )
-def test_pacis_bounds_hold_for_any_stage_times(layers: list[tuple[float, float]], accumulate: int) -> None:
+def test_pacis_bounds_hold_for_any_stage_times(layers, accumulate):
     stages = len(layers)
     report = run("paci", layers, 6, accumulate)
     for device in range(stages):
@@ -80,7 +78,7 @@ def test_pacis_bounds_hold_for_any_stage_times(layers: list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("model", TABLE_2)
-def test_table_2_follows_from_its_1f1b_rows(model: str) -> None:
+def test_table_2_follows_from_its_1f1b_rows(model):
     devices, rows = TABLE_2[model]
     layers = [(1.0, 2.0)] * devices
     for micro_batches, (flush, asynchronous) in rows.items():
@@ -90,6 +88,6 @@ def test_table_2_follows_from_its_1f1b_rows(model: str) -> None:
         assert predicted == pytest.approx(asynchronous, rel=0.01)
 
 
-def _setting(layers: list[tuple[float, float]], micro_batches: int) -> SimulationSetup:
+def _setting(layers, micro_batches):
     costs = Costs(tuple(LayerCost(f"{i}", f, b) for i, (f, b) in enumerate(layers)))
     return SimulationSetup(costs, len(layers), micro_batches, recompute=False, stages=(1,) * len(layers))

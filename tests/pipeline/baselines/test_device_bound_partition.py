@@ -12,7 +12,7 @@ BYTES = st.integers(0, 20)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[float], list[int], list[int], int, int | None]:
+def problems(draw):
     layers = draw(st.integers(1, 8))
     seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=layers, max_size=layers))
     static, flying = (draw(st.lists(BYTES, min_size=layers, max_size=layers)) for _ in range(2))
@@ -23,12 +23,10 @@ def problems(draw: st.DrawFn) -> tuple[list[float], list[int], list[int], int, i
 @given(problems())
 # The best overshoot of the first two stages must be given up for the best of all three.
 @example(([0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0] * 6, [0, 0, 0, 1, 1, 4], 3, 0))
-def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_same_overshoot(
-    problem: tuple[list[float], list[int], list[int], int, int | None],
-) -> None:
+def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_same_overshoot(problem):
     seconds, static, flying, stages, limit = problem
 
-    def score(counts: tuple[int, ...]) -> tuple[int, float]:
+    def score(counts):
         start, overshoot, slowest = 0, 0, 0.0
         for stage, count in enumerate(counts):
             part = slice(start, start + count)
@@ -48,6 +46,6 @@ def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_s
 
 
 @pytest.mark.parametrize(("seconds", "memory", "stages"), [([1.0], [1], 2), ([1.0, 1.0], [1], 2), ([1.0], [1], 0)])
-def test_stages_that_cannot_be_bound_are_an_error(seconds: list[float], memory: list[int], stages: int) -> None:
+def test_stages_that_cannot_be_bound_are_an_error(seconds, memory, stages):
     with pytest.raises(ScheduleError):
         bind_stages(seconds, memory, stages, None)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
@@ -34,14 +34,14 @@ PUBLISHED_BUBBLE = {
 }
 
 
-def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> ScheduleReport:
+def uniform(name, devices, micro_batches, chunks=1):
     """Simulate equal stages: forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
     costs = Costs(tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks)))
     setup = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
     return measure_schedule(SCHEDULES[name](setup))
 
 
-def published(model: str, schedule: str) -> ScheduleReport:
+def published(model, schedule):
     stages = list((LOOPED if schedule in ("interleaved_1f1b", "looped_bfs") else ONE_STAGE_PER_DEVICE)[model])
     stages[-1] += 1
     costs = Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text())
@@ -50,24 +50,20 @@ def published(model: str, schedule: str) -> ScheduleReport:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("devices", "micro_batches"), [(4, 4), (4, 8), (8, 16)])
-def test_gpipe_and_1f1b_take_three_times_micro_batches_plus_fill(
-    schedule: str, devices: int, micro_batches: int
-) -> None:
+def test_gpipe_and_1f1b_take_three_times_micro_batches_plus_fill(schedule, devices, micro_batches):
     report = uniform(schedule, devices, micro_batches)
     assert report.makespan_s == pytest.approx(3 * (micro_batches + devices - 1))
     assert report.bubble == pytest.approx((devices - 1) / (micro_batches + devices - 1))
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [(4, 4), (4, 8), (8, 16)])
-def test_1f1b_keeps_fewer_micro_batches_the_later_the_stage_and_gpipe_keeps_all(
-    devices: int, micro_batches: int
-) -> None:
+def test_1f1b_keeps_fewer_micro_batches_the_later_the_stage_and_gpipe_keeps_all(devices, micro_batches):
     assert uniform("1f1b", devices, micro_batches).peak_activation_bytes == tuple(range(devices, 0, -1))
     assert uniform("gpipe", devices, micro_batches).peak_activation_bytes == (micro_batches,) * devices
 
 
 @pytest.mark.parametrize(("devices", "micro_batches", "chunks"), [(4, 8, 2), (8, 16, 3), (4, 12, 4)])
-def test_interleaving_divides_the_bubble_by_the_chunks(devices: int, micro_batches: int, chunks: int) -> None:
+def test_interleaving_divides_the_bubble_by_the_chunks(devices, micro_batches, chunks):
     for schedule in ("interleaved_1f1b", "looped_bfs"):
         report = uniform(schedule, devices, micro_batches, chunks)
         assert report.makespan_s == pytest.approx(3 * (micro_batches * chunks + devices - 1))
@@ -79,7 +75,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(devices: int, micro_batch
 
 
 @pytest.mark.parametrize("model", PUBLISHED_BUBBLE)
-def test_bound_schedules_reproduce_their_published_bubbles(model: str) -> None:
+def test_bound_schedules_reproduce_their_published_bubbles(model):
     for schedule, bubble in PUBLISHED_BUBBLE[model].items():
         assert published(model, schedule).bubble * 100 == pytest.approx(bubble, abs=0.006)
 
@@ -93,15 +89,13 @@ def test_bound_schedules_reproduce_their_published_bubbles(model: str) -> None:
         ("qwen3_235b_lora", "looped_bfs", 0.5773, 1.8106, 1.9683, 0.0376),
     ],
 )
-def test_idle_time_splits_by_kind_as_published(
-    model: str, schedule: str, fill: float, switch: float, drain: float, imbalance: float
-) -> None:
+def test_idle_time_splits_by_kind_as_published(model, schedule, fill, switch, drain, imbalance):
     shares = {kind: 100 * share for kind, share in published(model, schedule).bubble_by_kind.items()}
     expected = {"fill": fill, "drain": drain, "switch": switch, "imbalance": imbalance}
     assert shares == pytest.approx(expected, abs=1e-4)
 
 
-def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage() -> None:
+def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage():
     costs = Costs(
         tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=10, boundary_bytes=1) for i in range(8)), hop_s=0.1
     )
@@ -111,7 +105,7 @@ def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage() -> Non
     assert max(mobius.peak_activation_bytes) <= 11 < max(looped.peak_activation_bytes)
 
 
-def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
+def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time():
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, weight_bytes=100, gradient_bytes=40) for i in range(4))
     setup = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
     # Device 1: two uploads of 10 s each before its second chunk's forward; chunk 3 runs forward and backward
@@ -124,7 +118,7 @@ def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
     assert line.makespan_s > 20 + 10
 
 
-def test_mobius_uploads_the_next_chunk_while_one_computes_and_no_further() -> None:
+def test_mobius_uploads_the_next_chunk_while_one_computes_and_no_further():
     layers = tuple(LayerCost(f"{i}", 5.0, 2.0, weight_bytes=10) for i in range(4))
     line = measure_schedule(SCHEDULES["mobius"](SimulationSetup(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))).timeline
     uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "weights"]

@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleError, ScheduleReport, SimulationSetup, measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, ScheduleError, SimulationSetup, measure_schedule
 from torchround.pipeline.baselines.split_backward import uniform_grid
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind
 
 
-def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> ScheduleReport:
+def uniform(name, devices, chunks, micro_batches, **fields):
     """Simulate chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
     forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
     layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
     layers = (layer,) * (devices * chunks)
-    setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
+    setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
     return measure_schedule(SCHEDULES[name](setup))
 
 
-def forwards_before_first_backward(report: ScheduleReport, device: int) -> int:
+def forwards_before_first_backward(report, device):
     kinds = [report.timeline.tasks[index].kind for index in report.timeline.of_device(device)]
     return kinds.index(TaskKind.BACKWARD)
 
 
 @pytest.mark.parametrize(("devices", "chunks"), [(4, 2), (8, 4), (4, 3), (5, 3), (8, 1)])
-def test_gis_warms_up_with_fewer_forwards_and_keeps_at_most_all_chunks(devices: int, chunks: int) -> None:
+def test_gis_warms_up_with_fewer_forwards_and_keeps_at_most_all_chunks(devices, chunks):
     report = uniform("gis", devices, chunks, 3 * devices)
     expected = [devices * (chunks - 1) + devices - rank for rank in range(devices)]
     assert [forwards_before_first_backward(report, rank) for rank in range(devices)] == expected
@@ -36,7 +36,7 @@ def test_gis_warms_up_with_fewer_forwards_and_keeps_at_most_all_chunks(devices: 
 
 
 @pytest.mark.parametrize(("devices", "chunks"), [(4, 2), (8, 3), (5, 4)])
-def test_a_smaller_group_trades_memory_for_bubble(devices: int, chunks: int) -> None:
+def test_a_smaller_group_trades_memory_for_bubble(devices, chunks):
     for group in range(-(-devices // 2), devices + 1):
         micro_batches = 3 * group
         report = uniform("gis", devices, chunks, micro_batches, group=group)
@@ -47,11 +47,11 @@ def test_a_smaller_group_trades_memory_for_bubble(devices: int, chunks: int) -> 
 
 @pytest.mark.parametrize("backward_s", [2.0, 2.5, 3.0])
 @pytest.mark.parametrize(("devices", "chunks"), [(4, 2), (8, 4)])
-def test_bubbles_of_table_1(devices: int, chunks: int, backward_s: float) -> None:
+def test_bubbles_of_table_1(devices, chunks, backward_s):
     micro_batches, t_f, t_b, t_w = 3 * devices, 1.0, backward_s / 2, backward_s / 2
     work_s = micro_batches * chunks * (t_f + t_b + t_w)
 
-    def bubble_s(name: str) -> float:
+    def bubble_s(name):
         return uniform(name, devices, chunks, micro_batches, backward_s=backward_s).makespan_s - work_s
 
     # 1F1B binds one stage, as large as all of a device's chunks.
@@ -65,10 +65,10 @@ def test_bubbles_of_table_1(devices: int, chunks: int, backward_s: float) -> Non
 
 
 @pytest.mark.parametrize(("devices", "chunks"), [(4, 2), (8, 2), (8, 4), (8, 8)])
-def test_activation_memory_of_table_1(devices: int, chunks: int) -> None:
+def test_activation_memory_of_table_1(devices, chunks):
     micro_batches, model = 4 * devices, devices * chunks
 
-    def peak(name: str) -> int:
+    def peak(name):
         return max(uniform(name, devices, chunks, micro_batches).peak_activation_bytes)
 
     assert peak("1f1b") == model
@@ -81,35 +81,35 @@ def test_activation_memory_of_table_1(devices: int, chunks: int) -> None:
     assert peak("po_f") <= 4
 
 
-def test_full_offload_keeps_a_constant_number_of_chunks_for_any_model() -> None:
+def test_full_offload_keeps_a_constant_number_of_chunks_for_any_model():
     peaks = {max(uniform("po_f", 4, chunks, 12).peak_activation_bytes) for chunks in (1, 2, 4, 8, 16)}
     assert peaks <= {2, 3, 4}
 
 
-def test_forwards_that_are_shorter_than_planned_do_not_pile_up_before_their_offload() -> None:
+def test_forwards_that_are_shorter_than_planned_do_not_pile_up_before_their_offload():
     report = uniform("po_f", 8, 4, 16, forward_s=0.2, backward_s=2.8)
     assert max(report.peak_activation_bytes) <= 4
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
-def test_offload_within_its_budget_costs_no_time_in_the_steady_state(ratio: float) -> None:
+def test_offload_within_its_budget_costs_no_time_in_the_steady_state(ratio):
     few, many = (uniform("po_f", 4, 2, count, offload_ratio=ratio).makespan_s for count in (16, 32))
     assert many - few == pytest.approx(16 * 2 * 3)
 
 
-def test_a_stream_that_cannot_keep_up_is_refused_with_its_ratio() -> None:
+def test_a_stream_that_cannot_keep_up_is_refused_with_its_ratio():
     with pytest.raises(ScheduleError, match=r"1\.50 x its compute .*2 of 2 chunks"):
         uniform("po_f", 4, 2, 8, offload_ratio=1.5)
     uniform("po_h", 4, 2, 8, offload_ratio=1.5)  # half of the chunks leave it time
 
 
-def test_transfer_time_comes_from_bytes_where_a_rate_is_known() -> None:
+def test_transfer_time_comes_from_bytes_where_a_rate_is_known():
     timeline = uniform("po_f", 4, 2, 8, pcie_bytes_per_s=4.0).timeline
     durations = {task.duration_s for task in timeline.tasks if task.stream == "offload"}
     assert durations == {0.25}
 
 
-def test_offload_and_reload_of_a_device_never_overlap_and_enclose_the_time_on_the_host() -> None:
+def test_offload_and_reload_of_a_device_never_overlap_and_enclose_the_time_on_the_host():
     timeline = uniform("po_f", 4, 3, 12).timeline
     for device in range(4):
         order = timeline.of_device(device, "offload")
@@ -126,7 +126,7 @@ def test_offload_and_reload_of_a_device_never_overlap_and_enclose_the_time_on_th
         assert when[kind, layers, micro_batch][1] <= when[TaskKind.BACKWARD, layers, micro_batch][0]
 
 
-def test_groups_outside_their_range_are_refused() -> None:
+def test_groups_outside_their_range_are_refused():
     for group in (1, 5):
         with pytest.raises(ScheduleError, match=f"group of {group} .* between 2 and 4"):
             uniform("gis", 4, 2, 8, group=group)
@@ -134,9 +134,7 @@ def test_groups_outside_their_range_are_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 10), st.integers(1, 6), st.integers(1, 9))
-def test_the_uniform_grid_has_one_task_per_unit_and_respects_every_dependency(
-    devices: int, micro_batches: int, chunks: int
-) -> None:
+def test_the_uniform_grid_has_one_task_per_unit_and_respects_every_dependency(devices, micro_batches, chunks):
     grid = uniform_grid(devices, micro_batches, chunks)
     start = {item.action: item.start for planned in grid for item in planned}
     assert len(start) == 3 * devices * micro_batches * chunks

@@ -31,8 +31,8 @@ layer_costs = st.builds(
 @settings(max_examples=8, deadline=None)
 @given(st.lists(layer_costs, min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 9), st.booleans())
 def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
-    name: str, layers: list[LayerCost], devices: int, micro_batches: int, recompute: bool
-) -> None:
+    name, layers, devices, micro_batches, recompute
+):
     setup = SimulationSetup(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
     result = simulate_schedule(name, setup)
     line = result.timeline
@@ -51,7 +51,7 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
     assert result.makespan_s >= micro_batches * slowest_layer_s * (1 - 1e-9)
 
 
-def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
+def test_reports_have_exactly_the_agreed_keys_and_are_json():
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(4))
     setup = SimulationSetup(Costs(layers), 2, 4)
     for name in ("gpipe", "paci"):
@@ -63,7 +63,7 @@ def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
         assert len(data["peak_activation_bytes"]) == 2
 
 
-def test_roundpipe_sync_with_the_published_partition_reports_the_published_figures() -> None:
+def test_roundpipe_sync_with_the_published_partition_reports_the_published_figures():
     costs = Costs.from_json((COSTS / "rtx4090_qwen3_1.7b.json").read_text())
     partition = Partition.from_lists([7] * 4, 1, [3] * 8 + [2, 2])
     result = measure_schedule(SCHEDULES["roundpipe_sync"](SimulationSetup(costs, 8, 16, partition=partition)))
@@ -77,7 +77,7 @@ def test_roundpipe_sync_with_the_published_partition_reports_the_published_figur
     assert result.partition == {"forward": [7] * 4, "fused": 1, "backward": [3] * 8 + [2, 2], "rounds": 2}
 
 
-def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for() -> None:
+def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for():
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, optimizer_s=0.5) for i in range(4))
     partition = Partition((3,), 1, (1, 1, 1))
     free = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0) for i in range(4)))
@@ -89,7 +89,7 @@ def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for() -> None
     assert sum(slow.bubble_by_kind.values()) == pytest.approx(slow.bubble)
 
 
-def test_roundpipe_async_never_reads_weights_before_their_update_or_older_than_agreed() -> None:
+def test_roundpipe_async_never_reads_weights_before_their_update_or_older_than_agreed():
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, optimizer_s=0.7) for i in range(5))
     partition = Partition((2, 2), 1, (2, 2))
     tasks = dispatch_tasks(partition, Costs(layers), 3, 6, 1, update="async", steps=6)

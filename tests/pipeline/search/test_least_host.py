@@ -21,7 +21,7 @@ COSTS = Path(__file__).parents[3] / "docs" / "costs"
     ("model", "update", "share"),
     [("qwen3_32b", "sync", 0.6), ("qwen3_235b_lora", "sync", 0.5), ("qwen3_32b", "async", 0.75)],
 )
-def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model: str, update: str, share: float) -> None:
+def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model, update, share):
     layer_times = Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text(encoding="utf-8"))
     limit = MemoryLimits(device_bytes=24 * GIB)
     fastest = make_plan(layer_times, 8, 128, update, 1, limit, as_fast=0.0)
@@ -40,8 +40,8 @@ def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model: str, 
     rounds=st.sampled_from([1, "auto"]),
 )
 def test_the_plan_is_about_as_fast_as_the_fastest_and_needs_no_more_of_the_host(
-    costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits, rounds: int | str
-) -> None:
+    costs, devices, micro_batches, update, limits, rounds
+):
     arguments = (costs, devices, micro_batches, update, rounds, limits)
     try:
         fastest = make_plan(*arguments, as_fast=0.0)
@@ -57,7 +57,7 @@ def test_the_plan_is_about_as_fast_as_the_fastest_and_needs_no_more_of_the_host(
     assert ranks[1] <= ranks[0] * (1 + AS_FAST + slack) + 1e-12
 
 
-def test_equal_layers_are_joined_until_a_step_would_take_too_long() -> None:
+def test_equal_layers_are_joined_until_a_step_would_take_too_long():
     """No plan of two devices that is within 1 % needs fewer boundaries, by trying all of them."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, boundary_bytes=1) for i in range(7))
     layer_times = Costs(layers, 0.01)
