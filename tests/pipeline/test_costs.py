@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork
+from torchround.models import FAMILIES
 from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
@@ -32,7 +32,6 @@ PUBLISHED = {
     "qwen3/32B": (40.5611, 4.0),
     "qwen3/235B-A22B": (43.016, 3.2),
 }
-LARGE_AND_DENSE = ("llama3/3.1-8B", "qwen3/32B")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Work:
     keepable: tuple[KeptWork, ...] = ()
 
 
-@settings(max_examples=50, deadline=None)
 @given(costs())
 def test_costs_survive_json(costs):
     assert Costs.from_json(costs.to_json()) == costs
@@ -64,7 +62,11 @@ def test_bytes_and_names_may_be_left_out_of_a_file():
         ({"forward_s": -1, "backward_s": 2}, "forward_s = -1"),
         ({"forward_s": "1", "backward_s": 2}, "'1' is not a number"),
         ({"forward_s": float("nan"), "backward_s": 2}, "finite"),
-        ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "unknown keys.*backwards_s"),
+        ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "backwards_s"),
+        ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down"}]}, "keepable"),
+        ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "nbytes = -1"),
+        ({"forward_s": 1, "backward_s": 2, "kept": ["down"]}, "cannot keep"),
+        ({"forward_s": 1, "backward_s": 2, "kept": "down"}, "kept = 'down'"),
         (3, "not an object"),
     ],
 )
@@ -73,10 +75,10 @@ def test_a_wrong_layer_is_named_with_what_is_wrong(layer, message):
         Costs.from_json(json.dumps({"layers": [layer]}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'])
-def test_a_file_that_holds_no_costs_is_refused(text):
-    with pytest.raises(CostsError):
-        Costs.from_json(text)
+def test_a_file_that_holds_no_costs_is_refused():
+    for text in ("", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'):
+        with pytest.raises(CostsError):
+            Costs.from_json(text)
 
 
 def test_a_stage_costs_its_layers_and_recomputes_where_it_must():
@@ -104,34 +106,21 @@ def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_n
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_hop_takes_what_was_measured(model):
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    measured_s = PUBLISHED[model][1] / 1e3
-    assert hop_seconds(shape.boundary_bytes(4, 2048), card) == pytest.approx(measured_s, rel=0.02)
-
-
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_a_block_counted_from_flops_agrees_with_what_was_measured(model):
+def test_a_hop_and_a_block_take_what_was_measured(model):
     """The published runs accumulated in fp16. Large dense blocks reached 0.64 of that peak, small ones and experts less."""
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    work = Work(shape.block_forward_flops(4, 2048))
-    counted = costs_from_work(["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True)
-    share = counted.layers[0].forward_s * 1e3 / PUBLISHED[model][0]
-    if model in LARGE_AND_DENSE:
-        assert share == pytest.approx(1.0, rel=0.1)
+    (name, flavor), card = model.split("/"), find_device("rtx4090")
+    family = FAMILIES[name]
+    work = family.build(family.config_from_flavor(flavor)).layers[1].work(4, 2048, 2)
+    measured_ms, hop_ms = PUBLISHED[model]
+    assert hop_seconds(work.boundary_bytes, card) == pytest.approx(hop_ms / 1e3, rel=0.02)
+    [block] = costs_from_work(["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True).layers
+    if model in ("llama3/3.1-8B", "qwen3/32B"):
+        assert 1e3 * block.forward_s == pytest.approx(measured_ms, rel=0.1)
+        # So these times may not calibrate the counted costs of runs that accumulate in fp32: no card is so fast.
+        reached = work.forward_flops / (measured_ms / 1e3)
+        assert card.flops_per_s("float16") < reached < card.flops_per_s("float16", fp16_accumulation=True)
     else:
-        assert 1 / 2.1 < share < 1.0
-
-
-@pytest.mark.parametrize("model", LARGE_AND_DENSE)
-def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(model):
-    """So their times may not calibrate the counted costs of runs that accumulate in fp32."""
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    reached = shape.block_forward_flops(4, 2048) / (PUBLISHED[model][0] / 1e3)
-    assert card.flops_per_s("float16") < reached < card.flops_per_s("float16", fp16_accumulation=True)
+        assert 1 / 2.1 < 1e3 * block.forward_s / measured_ms < 1.0
 
 
 def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
@@ -143,48 +132,36 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
 
 
 def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on():
-    card = find_device("rtx4090")
-    assert card is not None
-
-    def block_s(dtype, fp16_accumulation):
-        work, sizes = [Work(1e12)], [ParameterCounts(1)]
-        counted = costs_from_work(["block"], work, sizes, card, dtype, fp16_accumulation=fp16_accumulation)
-        return counted.layers[0].forward_s
-
-    assert block_s("float16", True) == pytest.approx(block_s("float16", False) / 2)
-    assert block_s("bfloat16", True) == block_s("bfloat16", False) == block_s("float16", False)
+    card, blocks = find_device("rtx4090"), {}
+    for dtype in ("float16", "bfloat16"):
+        for on in (True, False):
+            counted = costs_from_work(["b"], [Work(1e12)], [ParameterCounts(1)], card, dtype, fp16_accumulation=on)
+            blocks[dtype, on] = counted.layers[0].forward_s
+    assert blocks["float16", True] == pytest.approx(blocks["float16", False] / 2)
+    assert blocks["bfloat16", True] == blocks["bfloat16", False] == blocks["float16", False]
 
 
 @pytest.mark.parametrize(
     ("reported", "name"),
     [
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("rtx4090", "rtx4090"),
         ("RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
-        ("NVIDIA RTX A6000", "rtxa6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A800-SXM4-80GB", "a800"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100pcie"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA L40S", "l40s"),
+        # A wrong peak would give a wrong MFU, so a card that is not certain is not found.
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("H100 NVL", None),
+        ("", None),
     ],
 )
 def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported, name):
     device = find_device(reported)
-    assert device is not None and device.name == name
-
-
-@pytest.mark.parametrize(
-    "unknown", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"]
-)
-def test_a_card_that_is_not_certain_is_not_found(unknown):
-    """A wrong peak would give a wrong MFU."""
-    assert find_device(unknown) is None
+    assert name == (device and device.name)
 
 
 def test_every_listed_card_is_found_and_has_plausible_figures():
@@ -217,31 +194,10 @@ def test_measured_seconds_scale_the_parts_of_a_layer():
     assert [(part.nbytes, part.seconds) for part in timed.keepable] == [(10, 1.5), (20, 3.0)]
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ([("down",)], "1 layers, there are 2"),
-        ([("qkv",), ()], "block cannot keep \\['qkv'\\].*attention"),
-        ([(), ("down",)], "head cannot keep"),
-    ],
-)
-def test_kept_names_that_a_layer_lacks_are_refused(kept, message):
-    with pytest.raises(CostsError, match=message):
-        Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"keepable": [{"name": "down"}]}, "keepable needs a list of objects"),
-        ({"keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "part down: nbytes = -1"),
-        ({"kept": ["down"]}, "cannot keep"),
-        ({"kept": "down"}, "kept = 'down' must be a list"),
-    ],
-)
-def test_wrong_parts_in_a_file_are_named(keys, message):
-    with pytest.raises(CostsError, match=message):
-        Costs.from_json(json.dumps({"layers": [{"forward_s": 1, "backward_s": 2, **keys}]}))
+def test_kept_names_that_a_layer_lacks_are_refused():
+    for kept, message in (([("down",)], "1 layers"), ([("qkv",), ()], "qkv"), ([(), ("down",)], "head")):
+        with pytest.raises(CostsError, match=message):
+            Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
 
 
 def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way():

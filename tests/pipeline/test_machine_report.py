@@ -24,7 +24,7 @@ def asked(count, gbit_per_s=None, **changes):
     return replace(QUESTION, parameters=LAYERS, machines=PlannedMachines(count, rate), **changes)
 
 
-@pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (25, 5.7), (100, 1.4)])
+@pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (100, 1.4)])
 def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(gbit_per_s, seconds):
     bundles = tuple(ExchangedBundle(numel, (index,)) for index, numel in enumerate(LLAMA_8B))
     exchange = Exchange(bundles, 2, usable_bytes_per_s(gbit_per_s), 2, 2)
@@ -79,7 +79,7 @@ def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
     assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2) == 2 * 51 * MIB
 
 
-@pytest.mark.parametrize("count", [2, 4, 8, 16])
+@pytest.mark.parametrize("count", [2, 16])
 def test_many_equal_layers_need_at_most_4_3_bytes_per_parameter_and_12_over_n_more(count):
     counts = ParameterCounts(4096 * MIB, bundles=((64 * MIB, 1),) * 64)
     state = replace(asked(count), parameters=counts).state()

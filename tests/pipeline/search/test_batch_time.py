@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, all_partitions, costs, limits, partitions
@@ -14,7 +14,6 @@ from torchround.pipeline.search.planning_problem import PlanningProblem
 UPDATES = st.sampled_from(["sync", "async"])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     costs=costs(jobs=True),
@@ -50,7 +49,6 @@ def test_rows_hold_the_layers_of_each_stage():
         assert rows.partition(0) == partition
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     data=st.data(),
     costs=costs(jobs=True),

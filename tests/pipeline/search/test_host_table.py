@@ -1,7 +1,7 @@
 """The search decides about host memory by bounds of the count that the engine reserves by, never against that count."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import partitions
@@ -35,7 +35,6 @@ def batches(draw):
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     batch=batches(),
     chosen=st.lists(partitions(LAYERS), min_size=1, max_size=3),

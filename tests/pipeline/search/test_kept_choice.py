@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, costs, limits
@@ -27,7 +27,6 @@ def blocks(number, **fields):
     return Costs((*layers, LayerCost("head", 0.5, 1.0, 50, 100, 50)), hop_s=0.01)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     costs=costs(max_layers=10),
     devices=st.integers(1, 5),

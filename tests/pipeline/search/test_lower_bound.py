@@ -1,6 +1,6 @@
 """The lower bound is below the best of all plans, and not far below."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import costs, limits
@@ -11,7 +11,6 @@ from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.systematic_search import search_all
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     costs=costs(max_layers=5),
     devices=st.integers(1, 6),

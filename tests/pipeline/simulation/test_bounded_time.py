@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import costs, partitions
@@ -33,7 +33,6 @@ def simulated_s(partition, costs, stale_layers, devices, micro_batches, recomput
     return (ends[-1] - ends[settled - 1]) / counted
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), costs=costs(max_layers=6), recompute=st.sampled_from(["stage", "layer"]))
 def test_the_steady_state_is_the_mean_over_many_simulated_steps(data, costs, recompute):
     partition = data.draw(partitions(costs.num_layers))
@@ -47,7 +46,6 @@ def test_the_steady_state_is_the_mean_over_many_simulated_steps(data, costs, rec
     assert exact == pytest.approx(simulated, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), costs=costs(), devices=st.integers(1, 6), micro_batches=st.integers(1, 4))
 def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(data, costs, devices, micro_batches):
     partition = data.draw(partitions(costs.num_layers))
@@ -60,7 +58,6 @@ def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(data, costs
         assert bounded_step_seconds(*arguments) == pytest.approx(from_matrix, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), costs=costs(updates=False), devices=st.integers(1, 6), micro_batches=st.integers(1, 6))
 def test_more_stale_layers_never_make_a_step_longer(data, costs, devices, micro_batches):
     """No step beats `async`. Recomputations that wait for their inputs are left out: each stale layer takes its own."""

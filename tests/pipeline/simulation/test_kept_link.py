@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import costs, partitions
@@ -39,7 +39,6 @@ def test_a_stage_waits_for_what_its_computation_does_not_hide(costs, waits):
     assert LinkWaits(costs, KeptLink(10.0), "stage", 2).of(STAGES, 1) == pytest.approx(waits)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), costs=costs(), recompute=st.sampled_from(["stage", "layer"]))
 def test_a_stage_takes_the_longer_of_its_computation_and_its_kept_bytes_if_nothing_else_moves(data, costs, recompute):
     idle = {"weight_bytes": 0, "gradient_bytes": 0, "boundary_bytes": 0}

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, costs, partitions
@@ -17,28 +17,6 @@ from torchround.pipeline.simulation.step_time import LayerSums, StageTimes, stag
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 
 
-def uniform(num_stages):
-    return StageTimes([1.0] * num_stages, [1.0] * num_stages, [0.0] * num_stages, [-1] * num_stages, 0.0)
-
-
-# The closed form of docs/schedules.md for equal stages, in numbers: N, M_R, R, S -> T.
-@pytest.mark.parametrize(
-    ("devices", "size", "rounds", "stages", "makespan"),
-    [
-        *[(2, 2, 1, 3, 4), (4, 4, 1, 6, 9), (4, 4, 2, 6, 15), (4, 4, 2, 13, 29), (4, 5, 2, 6, 18)],
-        *[(8, 8, 2, 17, 41), (8, 8, 2, 34, 75), (8, 9, 1, 34, 46), (8, 16, 1, 34, 81)],
-    ],
-)
-def test_uniform_stages_take_the_makespan_of_the_closed_form(devices, size, rounds, stages, makespan):
-    times = uniform(stages)
-    assert step_seconds(times, devices, rounds * size, rounds, "sync") == makespan
-    # The steady state of `async` with equal stages takes M S / N (docs/schedules.md).
-    assert step_seconds(times, devices, rounds * size, rounds, "async") == pytest.approx(
-        rounds * size * stages / devices, rel=1e-12
-    )
-
-
-@settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),
     costs=costs(updates=False, jobs=True),
@@ -59,7 +37,6 @@ def test_a_single_step_takes_as_long_as_in_the_simulator(data, costs, recompute,
     assert step_seconds(times, *sizes, "sync") == pytest.approx(simulated, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data(), costs=costs(max_layers=5, jobs=True), update=st.sampled_from(["sync", "async"]))
 def test_the_steady_state_is_the_mean_over_many_simulated_steps(data, costs, update):
     partition = data.draw(partitions(costs.num_layers))
@@ -94,7 +71,6 @@ def test_no_step_is_shorter_than_the_update():
     assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(10.0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), costs=costs(), devices=st.integers(1, 6), micro_batches=st.integers(1, 4))
 def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(data, costs, devices, micro_batches):
     """Waiting until the state repeats, and Karp's theorem without waiting, give one steady state."""
@@ -108,7 +84,6 @@ def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(data, costs
 
 
 @given(data=st.data(), costs=costs(), recompute=st.sampled_from(["stage", "layer"]))
-@settings(max_examples=100, deadline=None)
 def test_running_sums_give_each_stage_the_seconds_of_its_layers(data, costs, recompute):
     partition = data.draw(partitions(costs.num_layers))
     times = stage_times(partition, costs, recompute)
