@@ -7,7 +7,7 @@ import pytest
 from tests.support.counted_rules import FULL
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.pipeline.kept_report import ratio_text, report_kept
+from torchround.pipeline.kept_report import report_kept
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import plan_transfers
@@ -75,14 +75,3 @@ def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(set
     question = replace(QUESTION, given=None, given_kept=None, keep_activations=setting, rounds=1)
     narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
     assert bool(plan_for(narrow).kept) is is_kept
-
-
-def test_k_is_the_round_trip_of_all_parts_over_the_layers_computation():
-    """3 MiB go down and come up at 0.66 of 1000 MiB/s; longer times give a smaller k."""
-    costs = QUESTION.costs()
-    slow = replace(costs, layers=tuple(layer.timed(0.003, 0.003) for layer in costs.layers))
-    assert ratio_text(QUESTION, slow).startswith(f"k = {2 * 3 / 660 / 0.006:.2f}:")
-    halved = replace(slow, layers=(slow.layers[0].timed(0.006, 0.006), *slow.layers[1:]))
-    assert ratio_text(QUESTION, halved).startswith("k = 0.76 to 1.52:") and "(4 layers)" in ratio_text(QUESTION, slow)
-    assert ratio_text(replace(QUESTION, device=None), costs) == ""
-    assert ratio_text(QUESTION, replace(costs, layers=costs.layers[-1:])) == ""

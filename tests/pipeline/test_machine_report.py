@@ -104,7 +104,4 @@ def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so():
     question = asked(2, host_bytes=400 * MIB)
     rows = machine_rows(question, plan_for(question))
     assert rows[0].problem == "does not fit" and rows[1].host_bytes <= 400 * MIB
-
-
-def test_the_staging_memory_is_that_of_the_links():
     assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.published_models import PARTITIONS, published_costs, published_partition
+from tests.support.published_models import PARTITIONS, by_night, published_costs, published_partition
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
@@ -75,13 +75,7 @@ def test_no_partition_of_a_small_model_is_faster(costs, devices, micro_batches, 
     assert plan.lower_bound_s == plan.step_s
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "update"),
-    [
-        (8, "async"),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((9, "sync"), (9, "async"), (10, "sync"))),
-    ],
-)
+@pytest.mark.parametrize(("num_layers", "update"), by_night([(8, "async"), (9, "sync"), (9, "async"), (10, "sync")]))
 def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_layers, update):
     """From nine layers on not everything is tried; one round, as by default."""
     layers = [LayerCost(f"layer.{i}", 1 + (i * 7 % 5) / 10, 2 + (i * 3 % 4) / 10) for i in range(num_layers)]
@@ -92,25 +86,19 @@ def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_
     assert plan.step_s <= 1.01 * best
 
 
-def by_night(cases):
-    """Leave all published models but the first one to the nightly tier."""
-    return [cases[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in cases[1:])]
-
-
-# Without a limit of memory, and within that of the paper's card: plans without one need up to 293 GiB per card in async.
+# Bubbles in % of sync without a limit of memory, and of sync and async within that of the paper's card: plans without
+# one need up to 293 GiB per card in async.
 # RoundPipe's figure 15 has 19.07, 14.28, 13.98, 6.67, 3.29 % (sync) and 4.05, 1.29, 3.30, 2.65, 0.98 % (async).
 @pytest.mark.parametrize(
     ("model", "sync", "within_sync", "within_async"),
     by_night(
-        list(
-            zip(
-                PARTITIONS,
-                (15.3, 9.0, 14.0, 5.4, 2.4),
-                (12.8, 8.0, 14.5, 5.3, 2.4),
-                (0.2, 0.9, 0.2, 0.1, 0.1),
-                strict=True,
-            )
-        )
+        [
+            ("qwen3_1.7b", 15.3, 12.8, 0.2),
+            ("llama3_8b", 9.0, 8.0, 0.9),
+            ("gpt_oss_20b", 14.0, 14.5, 0.2),
+            ("qwen3_32b", 5.4, 5.3, 0.1),
+            ("qwen3_235b_lora", 2.4, 2.4, 0.1),
+        ]
     ),
 )
 def test_bubbles_on_the_published_layer_times(model, sync, within_sync, within_async):
@@ -143,7 +131,7 @@ def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(model, 
         assert chosen.step_s <= given.step_s * (1 + 1e-9), f"{rounds} round(s) are faster"
 
 
-@pytest.mark.parametrize(("model", "update"), by_night(list(itertools.product(PARTITIONS, ["sync", "async"]))))
+@pytest.mark.parametrize(("model", "update"), by_night(itertools.product(PARTITIONS, ["sync", "async"])))
 def test_steps_are_no_longer_than_with_the_published_partitions(model, update):
     """Compare with the faster of two rounds, as the paper ran, and one round, within the memory of its card."""
     costs, limit = published_costs(model), MemoryLimits(device_bytes=24 * GIB)

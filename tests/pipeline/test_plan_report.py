@@ -56,13 +56,9 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step():
     # The integers of two steps, and a page for each of their losses.
     assert answer.host.integer_bytes == 2 * (16 * 2048 * 32 + 8 * 4096)
     assert answer.host.activation_bytes == plan.host_activation_bytes
-    assert answer.device is not None and answer.device.total_bytes == plan.device_bytes
-
-
-def test_a_card_that_is_not_known_gets_no_speed_and_no_load():
-    answer = report_plan(replace(QUESTION, device=None))
-    assert answer.plan is not None
-    assert answer.tokens_per_s is None and answer.transfers is None and answer.micro_batches_to_hide is None
+    assert answer.device.total_bytes == plan.device_bytes
+    unknown = report_plan(replace(QUESTION, device=None))
+    assert unknown.plan is not None and unknown.tokens_per_s is None and unknown.transfers is None
 
 
 def test_the_longest_sequence_fits_and_one_step_more_does_not():
@@ -76,38 +72,35 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not():
     assert longest_tokens(replace(QUESTION, device_bytes=20 * MIB)) == 0
 
 
-@pytest.mark.parametrize("device_mib", [40, 60, 80, 120, 300])
-@pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
+@pytest.mark.parametrize(("device_mib", "host_mib"), [(40, 600), (60, 450), (80, 470), (120, 440), (300, 600)])
 def test_a_question_gets_a_plan_exactly_if_the_report_says_that_it_fits(device_mib, host_mib):
     question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
     answer = report_plan(question)
-    assert (answer.plan is not None) == fits(question)
-    assert bool(answer.problem) != (answer.plan is not None)
+    assert (answer.plan is not None) == fits(question) == (not answer.problem)
     if answer.plan is not None:
         assert answer.host.total_bytes <= host_mib * MIB
         assert answer.plan.device_bytes <= device_mib * MIB
 
 
 def test_a_change_that_is_said_to_fit_does():
-    answer = report_plan(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=8))
+    tight = replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=8)
+    answer = report_plan(tight)
     assert answer.plan is None and "GiB are missing" in answer.problem
     fitting = {change.setting: change.fits for change in answer.changes}
     assert fitting["training.micro_batch_size = 1"]
-    assert report_plan(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=1)).plan is not None
+    assert report_plan(replace(tight, micro_batch_size=1)).plan is not None
     assert 'engine.update = "sync"' not in fitting  # it is that already
 
 
 def test_a_state_that_does_not_fit_proposes_nothing_that_the_run_has_already():
     # Its parameters alone take more than one MiB.
     tight = replace(QUESTION, host_bytes=MIB)
-    plain = report_plan(replace(tight, update="sync", rounds=1, element_bytes=2))
-    assert plain.problem.endswith("model.shape), adapters on frozen weights (lora.rank)")
-    costly = report_plan(replace(tight, update="async", rounds=2, element_bytes=4, loader_bytes_for=lambda *_: 3 * MIB))
-    assert "of host memory, batches of data 3.00 MiB, and 1.00 MiB are available" in costly.problem
-    assert costly.problem.endswith(
-        'training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
-        "a smaller training.seq_len, training.global_batch_size or data.shuffle_sequences"
-    )
+    ways = ('training.dtype = "bfloat16"', 'engine.update = "sync"', "engine.rounds = 1", "data.shuffle_sequences")
+    plain = report_plan(replace(tight, update="sync", rounds=1, element_bytes=2)).problem
+    costly = replace(tight, update="async", rounds=2, element_bytes=4, loader_bytes_for=lambda *_: 3 * MIB)
+    assert "lora.rank" in plain and not any(way in plain for way in ways)
+    problem = report_plan(costly).problem
+    assert "3.00 MiB" in problem and all(way in problem for way in ways)
 
 
 OTHER_STATES = replace(
@@ -131,10 +124,9 @@ def test_a_smaller_state_is_proposed_with_what_it_saves_if_the_host_is_short(hos
 
 
 def test_a_smaller_state_is_no_help_for_a_device_nor_without_trained_weights():
-    of_a_device = report_plan(replace(QUESTION, updates=OTHER_STATES, device_bytes=20 * MIB))
-    assert of_a_device.plan is None and "the state" not in of_a_device.problem
-    frozen = replace(QUESTION, updates=OTHER_STATES, parameters=ParameterCounts(0, GIB), host_bytes=MIB)
-    assert "the state" not in report_plan(frozen).problem
+    for short in ({"device_bytes": 20 * MIB}, {"parameters": ParameterCounts(0, GIB), "host_bytes": MIB}):
+        answer = report_plan(replace(QUESTION, updates=OTHER_STATES, **short))
+        assert answer.plan is None and "the state" not in answer.problem
 
 
 def test_the_proposed_batch_is_the_largest_halving_that_fits():
@@ -157,11 +149,7 @@ def test_a_proposed_batch_has_a_micro_batch_for_each_round():
 
 def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold():
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
-    assert answer.plan is None
-    assert (
-        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing for these alone"
-        in answer.problem
-    )
+    assert answer.plan is None and "6.00 GiB are missing" in answer.problem
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 
@@ -176,7 +164,6 @@ def test_a_given_plan_is_judged_as_it_is():
 
 def test_every_faster_change_is_as_much_faster_as_is_said():
     answer = report_plan(QUESTION)
-    assert answer.plan is not None
     gains = {change.setting: change.gain for change in answer.faster}
     auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
     assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / answer.plan.step_s)

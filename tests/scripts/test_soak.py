@@ -6,10 +6,7 @@ import re
 import pytest
 import xxhash
 
-import scripts.soak
-from scripts.soak import Soak, SoakError, main, newest
-from tests.support.fork_server import fork_server_in
-from tests.support.small_run import SmallRuns
+from scripts.soak import main, newest
 from torchround.checkpoint import verify_checkpoint
 
 
@@ -52,15 +49,3 @@ def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_
     kept = {path.name: path for path in tmp_path.glob("*/iteration-*")}
     assert sorted(kept) == ["iteration-1", "iteration-2", "iteration-3"]
     assert newest(kept["iteration-1"] / "outputs" / "run" / "checkpoints", set()) == 12
-
-
-def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(scripts.soak, "HUNG_AFTER_S", 0.5)
-    SmallRuns(tmp_path)
-    (tmp_path / "fork_server").mkdir()
-    with fork_server_in(tmp_path / "fork_server") as fork_server:
-        hanging = "hangs", "step", 1, ["--run.name=run"]
-        with pytest.raises(SoakError, match="it did not end in"):
-            Soak(fork_server, tmp_path, seed=0)._ended(
-                *hanging, folder=tmp_path, meanwhile=lambda child: child.wait_until(lambda text: False)
-            )

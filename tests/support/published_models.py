@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition
 
@@ -23,3 +25,10 @@ def published_costs(model):
 def published_partition(model):
     forward, backward = PARTITIONS[model]
     return Partition(forward, 1, backward)
+
+
+def by_night(cases):
+    """Leave all published models but the first one to the nightly tier."""
+    first, *others = cases
+    rows = [[case] if isinstance(case, str) else case for case in others]
+    return [first, *(pytest.param(*row, marks=pytest.mark.nightly) for row in rows)]

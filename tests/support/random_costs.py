@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.simulator import simulate
 
 SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0.01, 5.0))
 BYTES = st.integers(0, 100)
@@ -26,7 +28,7 @@ def costs(draw, max_layers=8, updates=True, jobs=False):
     equal = draw(st.booleans())
     layer = draw(_layer(updates))
     layers = [layer if equal else draw(_layer(updates)) for _ in range(num_layers - 1)] + [draw(_layer(updates))]
-    named = tuple(_named(part, index) for index, part in enumerate(layers))
+    named = tuple(replace(layer, name=f"layer.{index}") for index, layer in enumerate(layers))
     drawn = Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
     if jobs and draw(st.booleans()):
         link_s = draw(st.sampled_from([0.0, 0.2]))
@@ -65,10 +67,6 @@ def _layer(draw, updates):
             for name in draw(st.sampled_from([(), ("attention",), ("attention", "down")]))
         ),
     )
-
-
-def _named(layer, index):
-    return LayerCost(**{**vars(layer), "name": f"layer.{index}"})
 
 
 @st.composite
@@ -118,3 +116,15 @@ def _ways(total):
     if total == 0:
         return [()]
     return [(first, *rest) for first in range(1, total + 1) for rest in _ways(total - first)]
+
+
+def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, **settings):
+    """Return the mean over many simulated steps, once they have settled."""
+    settled, counted = 40, 120  # a multiple of every period that so few devices have
+    settings |= {"update": update, "steps": settled + counted}
+    tasks = dispatch_tasks(partition, costs, devices, micro_batches, rounds, **settings)
+    ends = [0.0] * (settled + counted)
+    for task, end in zip(tasks, simulate(tasks, devices).end_s, strict=True):
+        if task.device >= 0:
+            ends[task.step] = max(ends[task.step], end)
+    return (ends[-1] - ends[settled - 1]) / counted

@@ -68,11 +68,10 @@ def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_o
     assert given[1].step_s * 1.01 < given[0].step_s or not given[1].kept
 
 
-@pytest.mark.parametrize("update", ["sync", "async"])
-def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved(update):
+def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved():
     model = blocks(23)
-    without = make_plan(model, 4, 32, update, 1, as_fast=0.0)
-    plan = make_plan(model, 4, 32, update, 1, as_fast=0.0, keep=KeepRule("auto", KeptLink(1e9)))
+    without = make_plan(model, 4, 32, "sync", 1, as_fast=0.0)
+    plan = make_plan(model, 4, 32, "sync", 1, as_fast=0.0, keep=KeepRule("auto", KeptLink(1e9)))
     # Of 4 s per block and micro-batch 0.9 s are saved. A few blocks lie in the fused stage, which recomputes nothing.
     assert without.step_s / plan.step_s > 1.2
     assert Counter(name for names in plan.kept for name in names).keys() == {"attention", "gate_up", "down"}
@@ -119,7 +118,7 @@ def test_a_layer_that_keeps_whole_keeps_all_or_nothing():
     model = blocks(23, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
     assert {len(names) for names in plan.kept} == {0, 3}
-    with pytest.raises(PlanError, match=r'keep_activations = "attention": compiled layers keep all or nothing'):
+    with pytest.raises(PlanError, match="all or nothing"):
         make_plan(model, 4, 32, keep=KeepRule("attention"))
 
 
@@ -141,21 +140,13 @@ def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(setting, ke
     assert evaluate_plan(whole, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == ()
 
 
-def test_a_setting_that_does_not_fit_names_its_key():
-    free = make_plan(blocks(23), 4, 32, "sync", 1, MemoryLimits(device_bytes=4000))
-    large = blocks(23, keepable=(KeptCost("down", 5000, 0.5),))
-    for limit in (
-        MemoryLimits(device_bytes=4000, host_bytes=2 * free.host_activation_bytes),
-        MemoryLimits(device_bytes=4000),
-    ):
-        assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
-        with pytest.raises(InfeasiblePlanError, match=r"engine\.keep_activations") as caught:
-            make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("all"))
-        assert caught.value.keys[0] == "engine.keep_activations"
-
-
-def test_a_setting_that_no_layer_can_follow_is_refused():
-    with pytest.raises(PlanError, match=r"\['qkv'\]: no layer of this model has such a part"):
+def test_a_setting_that_does_not_fit_names_its_key_and_one_that_no_layer_can_follow_is_refused():
+    large, limit = blocks(23, keepable=(KeptCost("down", 5000, 0.5),)), MemoryLimits(device_bytes=4000)
+    assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
+    with pytest.raises(InfeasiblePlanError, match=r"engine\.keep_activations") as caught:
+        make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("all"))
+    assert caught.value.keys[0] == "engine.keep_activations"
+    with pytest.raises(PlanError, match="qkv"):
         make_plan(blocks(3), 2, 4, keep=KeepRule(("qkv",)))
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.published_models import published_costs
+from tests.support.published_models import by_night, published_costs
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
@@ -16,11 +16,7 @@ from torchround.pipeline.search.planning_problem import PlanningProblem
 
 @pytest.mark.parametrize(
     ("model", "update", "share"),
-    [
-        ("qwen3_32b", "async", 0.75),
-        pytest.param("qwen3_32b", "sync", 0.6, marks=pytest.mark.nightly),
-        pytest.param("qwen3_235b_lora", "sync", 0.5, marks=pytest.mark.nightly),
-    ],
+    by_night([("qwen3_32b", "async", 0.75), ("qwen3_32b", "sync", 0.6), ("qwen3_235b_lora", "sync", 0.5)]),
 )
 def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model, update, share):
     layer_times = published_costs(model)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.published_models import PARTITIONS, published_costs
+from tests.support.published_models import PARTITIONS, by_night, published_costs
 from tests.support.random_costs import all_partitions, costs
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.host_buffers import kept_cuts
@@ -117,9 +117,7 @@ def test_the_transfers_of_a_plan_count_the_inputs_that_stale_layers_keep():
     assert kept_cuts(partition.stages(), 3) - kept_cuts(partition.stages()) == {1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    "model", [name if name == "qwen3_1.7b" else pytest.param(name, marks=pytest.mark.nightly) for name in PARTITIONS]
-)
+@pytest.mark.parametrize("model", by_night(PARTITIONS))
 def test_a_published_model_has_next_to_no_bubble_on_eight_devices(model):
     plan = make_plan(published_costs(model), 8, 16, "bounded", limits=MemoryLimits(device_bytes=24 * 2**30))
     assert plan.bubble <= 0.01

@@ -6,31 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.support.random_costs import costs, partitions
+from tests.support.random_costs import costs, partitions, simulated_step_s
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation import step_time
 from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
-from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
-
-
-def simulated_s(partition, costs, stale_layers, devices, micro_batches, recompute):
-    """Return the mean over many simulated steps, once they have settled."""
-    settled, counted = 40, 120  # a multiple of every period that so few devices have
-    tasks = dispatch_tasks(
-        *(partition, costs, devices, micro_batches, 1),
-        recompute=recompute,
-        update="bounded",
-        stale_layers=stale_layers,
-        steps=settled + counted,
-    )
-    ends = [0.0] * (settled + counted)
-    for task, end in zip(tasks, simulate(tasks, devices).end_s, strict=True):
-        if task.device >= 0:
-            ends[task.step] = max(ends[task.step], end)
-    return (ends[-1] - ends[settled - 1]) / counted
 
 
 @given(data=st.data(), costs=costs(max_layers=6), recompute=st.sampled_from(["stage", "layer"]))
@@ -42,8 +23,8 @@ def test_the_steady_state_is_the_mean_over_many_simulated_steps(data, costs, rec
     devices, micro_batches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     stale = data.draw(st.integers(0, costs.num_layers - partition.fused))
     exact = bounded_step_seconds(LayerSums(costs, recompute), partition, stale, devices, micro_batches)
-    simulated = simulated_s(partition, costs, stale, devices, micro_batches, recompute)
-    assert exact == pytest.approx(simulated, rel=1e-6, abs=1e-9)
+    run = partition, costs, devices, micro_batches, 1, "bounded"
+    assert exact == pytest.approx(simulated_step_s(*run, recompute=recompute, stale_layers=stale), rel=1e-6, abs=1e-9)
 
 
 @given(data=st.data(), costs=costs(), devices=st.integers(1, 6), micro_batches=st.integers(1, 4))
@@ -101,9 +82,3 @@ def test_a_head_that_shares_the_embeddings_weights_waits_for_the_embeddings_grad
     own, shared = (LayerSums(Costs(layers, shared=groups)) for groups in ((), ((0, 1),)))
     assert bounded_step_seconds(own, partition, 1, 3, 1) == pytest.approx(3.0)
     assert bounded_step_seconds(shared, partition, 1, 3, 1) == pytest.approx(5.0)
-
-
-def test_no_step_is_shorter_than_the_update():
-    """One thread updates, for 10 s each time."""
-    sums = LayerSums(Costs((LayerCost("only", 1.0, 2.0, optimizer_s=10.0),)))
-    assert bounded_step_seconds(sums, Partition((), 1, ()), 0, 8, 1) >= 10.0

@@ -16,27 +16,25 @@ MODES = ("sync", "async")
 def random_run(seed):
     """Draw a partition, its costs, devices, the micro-batches of each round and the trained parameters of each layer."""
     draw = random.Random(seed)
+
+    def cut(total):
+        counts = []
+        while total:
+            counts.append(draw.randint(1, total))
+            total -= counts[-1]
+        return tuple(counts)
+
     layers = [
         LayerCost(f"{index}", draw.uniform(0.5, 2), draw.uniform(1, 4), optimizer_s=draw.choice([0, 0.3]))
         for index in range(draw.randint(3, 9))
     ]
-    split = draw.randint(1, len(layers) - 1)
-    forward, backward = random_cut(draw, split), random_cut(draw, split)
-    partition = Partition(forward, len(layers) - split, backward)
-    rounds = draw.randint(1, 3)
+    split, rounds = draw.randint(1, len(layers) - 1), draw.randint(1, 3)
+    partition = Partition(cut(split), len(layers) - split, cut(split))
     sizes = [len(part) for part in split_evenly(draw.randint(rounds, 12), rounds)]
     bundles = tuple(
         ExchangedBundle(draw.randint(1, 100), (index,), layer.optimizer_s) for index, layer in enumerate(layers)
     )
     return partition, Costs(tuple(layers), 0.1), draw.randint(1, 5), sizes, bundles
-
-
-def random_cut(draw, total):
-    counts = []
-    while total:
-        counts.append(draw.randint(1, total))
-        total -= counts[-1]
-    return tuple(counts)
 
 
 def seconds(seed, update, num_machines, bytes_per_s):
@@ -88,18 +86,11 @@ def test_a_single_stage_hides_nothing_in_sync_and_all_it_can_in_async():
 
 def test_the_busiest_link_carries_the_share_of_all_other_machines():
     bundles = tuple(ExchangedBundle(120, (index,)) for index in range(8))
-    for num_machines in (2, 4, 8):
-        gradients, weights = Exchange(bundles, num_machines, 1.0, 2, 2).wire_bytes(3)
+    for num_machines in (2, 8):
         share = (num_machines - 1) / num_machines
-        assert (gradients, weights) == (3 * 2 * 960 * share, 2 * 960 * share)
-
-
-def test_both_uses_of_a_tied_matrix_send_a_part_and_its_weights_come_back_once():
+        assert Exchange(bundles, num_machines, 1.0, 2, 2).wire_bytes(3) == (3 * 2 * 960 * share, 2 * 960 * share)
+    # Both uses of a tied matrix send a part, and its weights come back once.
     tied = (ExchangedBundle(100, (0, 3)), ExchangedBundle(100, (1,)))
-    gradients, weights = Exchange(tied, 2, 1.0, 2, 2).wire_bytes(1)
-    assert (gradients, weights) == (2 * 2 * 100, 2 * 100)
-
-
-def test_several_machines_refuse_bounded_updates():
+    assert Exchange(tied, 2, 1.0, 2, 2).wire_bytes(1) == (2 * 2 * 100, 2 * 100)
     with pytest.raises(ValueError, match="bounded"):
         seconds(0, "bounded", 2, 1.0)

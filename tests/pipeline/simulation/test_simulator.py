@@ -1,13 +1,12 @@
 """The simulator against closed forms, published makespans, and the rule that nothing waits without a cause."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.published_models import published_costs, published_partition
+from tests.support.published_models import by_night, published_costs, published_partition
 from tests.support.random_costs import costs as random_costs
 from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
@@ -22,15 +21,6 @@ from torchround.pipeline.simulation.simulator import (
 )
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 from torchround.pipeline.timeline import Task, TaskKind
-
-# The makespans in ms in RoundPipe's artifact.
-PUBLISHED = {
-    "qwen3_1.7b": 2286.0,
-    "llama3_8b": 6100.5,
-    "gpt_oss_20b": 7371.4,  # published 7282.8, see below
-    "qwen3_32b": 24042.8,  # published 23978.8, see below
-    "qwen3_235b_lora": 28250.0,
-}
 
 
 def simulate_step(partition, costs, num_devices, num_micro_batches, rounds):
@@ -60,12 +50,34 @@ def steady_step_s(partition, costs, num_devices, micro_batches, rounds, update):
     return steady_state(tasks, num_devices)[1]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_partitions_give_the_published_makespans(name):
-    line = simulate_step(published_partition(name), published_costs(name), 8, 16, rounds=2)
-    assert line.makespan_s * 1e3 == pytest.approx(PUBLISHED[name], abs=0.05)
+@pytest.mark.parametrize(
+    ("name", "makespan_ms", "published_ms"),
+    by_night(
+        [
+            ("qwen3_1.7b", 2286.0, None),
+            ("llama3_8b", 6100.5, None),
+            ("gpt_oss_20b", 7371.4, 7282.8),
+            ("qwen3_32b", 24042.8, 23978.8),
+            ("qwen3_235b_lora", 28250.0, None),
+        ]
+    ),
+)
+def test_published_partitions_give_the_published_makespans(name, makespan_ms, published_ms):
+    """The two published makespans that differ ran the head's forward before its input was there."""
+    partition, costs = published_partition(name), published_costs(name)
+    line = simulate_step(partition, costs, 8, 16, rounds=2)
+    assert line.makespan_s * 1e3 == pytest.approx(makespan_ms, abs=0.05)
     if name == "qwen3_1.7b":
         assert line.bubble == pytest.approx(0.1907, abs=5e-5)
+    if published_ms is not None:
+        early_s = costs.layers[-1].forward_s
+        tasks = [
+            replace(task, after=tuple((before, lag_s - early_s) for before, lag_s in task.after))
+            if task.kind is TaskKind.FUSED
+            else task
+            for task in dispatch_tasks(partition, costs, 8, 16, 2)
+        ]
+        assert simulate(tasks, 8).makespan_s * 1e3 == pytest.approx(published_ms, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +136,6 @@ def test_a_device_at_half_speed_takes_twice_as_long_and_the_others_do_not():
     assert simulate(tasks, 2).makespan_s == 2 * 3.0
     line = simulate(at_speeds(tasks, [1.0, 0.5]), 2)
     assert [max(line.end_s[i] for i in line.of_device(device)) for device in (0, 1)] == [6.0, 12.0]
-
-
-def test_recompute_runs_while_the_gradient_is_still_on_its_way():
-    costs = Costs((LayerCost("block", 2.0, 1.0), LayerCost("head", 5.0, 5.0)))
-    tasks = dispatch_tasks(Partition((1,), 1, (1,)), costs, num_devices=3, num_micro_batches=1, rounds=1)
-    line = simulate(tasks, 3)
-    recompute = [i for i, task in enumerate(tasks) if task.kind is TaskKind.RECOMPUTE]
-    assert [line.end_s[i] for i in recompute] == [2.0]
-    assert line.makespan_s == 2.0 + 10.0 + 1.0
 
 
 def test_a_circle_of_waits_is_an_error_that_names_a_task():
@@ -201,16 +204,3 @@ def test_peak_bytes_counts_what_is_held_between_tasks_and_what_lives_inside_one(
         Task(1, TaskKind.FORWARD, 1.0, range(1), 2, scratch_bytes=7),
     ]
     assert simulate(tasks, 3).peak_bytes() == (13, 7, 0)
-
-
-def test_the_published_makespans_that_differ_ran_the_heads_forward_before_its_input():
-    for name, published_ms in (("gpt_oss_20b", 7282.8), ("qwen3_32b", 23978.8)):
-        partition, costs = published_partition(name), published_costs(name)
-        early_s = costs.layers[-1].forward_s
-        tasks = [
-            replace(task, after=tuple((before, lag_s - early_s) for before, lag_s in task.after))
-            if task.kind is TaskKind.FUSED
-            else task
-            for task in dispatch_tasks(partition, costs, 8, 16, 2)
-        ]
-        assert simulate(tasks, 8).makespan_s * 1e3 == pytest.approx(published_ms, abs=0.05)

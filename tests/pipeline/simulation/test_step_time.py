@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.random_costs import LINKS, costs, partitions
+from tests.support.random_costs import LINKS, costs, partitions, simulated_step_s
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
 from torchround.pipeline.simulation import step_time
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.simulation.simulator import simulate
-from torchround.pipeline.simulation.step_time import LayerSums, StageTimes, stage_times, step_seconds
+from torchround.pipeline.simulation.step_time import LayerSums, stage_times, step_seconds
 
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 
@@ -42,33 +42,19 @@ def test_the_steady_state_is_the_mean_over_many_simulated_steps(data, costs, upd
     partition = data.draw(partitions(costs.num_layers))
     num_devices, num_micro_batches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     rounds = data.draw(st.integers(1, num_micro_batches))
-    settled, counted = 40, 120  # a multiple of every period that so few devices have
-    tasks = dispatch_tasks(
-        partition, costs, num_devices, num_micro_batches, rounds, update=update, steps=settled + counted
-    )
-    line = simulate(tasks, num_devices)
-    ends = [0.0] * (settled + counted)
-    for task, end in zip(tasks, line.end_s, strict=True):
-        if task.device >= 0:
-            ends[task.step] = max(ends[task.step], end)
-    simulated = (ends[-1] - ends[settled - 1]) / counted
+    simulated = simulated_step_s(partition, costs, num_devices, num_micro_batches, rounds, update)
     times = stage_times(partition, costs)
     exact = step_seconds(times, num_devices, num_micro_batches, rounds, update)
     assert exact == pytest.approx(simulated, rel=1e-6, abs=1e-9)
 
 
-def test_an_async_step_waits_for_the_update_of_the_step_before_the_last():
-    """Two steps are in flight; each takes 3 s and its update 2 s, so one ends every 2.5 s."""
-    costs = Costs((LayerCost("only", 1.0, 2.0, optimizer_s=2.0),))
-    times = LayerSums(costs).times((), 1, ())
-    assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(2.5)
-    assert step_seconds(times, 8, 1, 1, "sync") == pytest.approx(5.0)
-
-
-def test_no_step_is_shorter_than_the_update():
-    """One thread updates, for 10 s each time, so more steps in flight do not help."""
-    times = LayerSums(Costs((LayerCost("only", 1.0, 2.0, optimizer_s=10.0),))).times((), 1, ())
-    assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(10.0)
+@pytest.mark.parametrize(("optimizer_s", "sync_s", "async_s"), [(2.0, 5.0, 2.5), (10.0, 13.0, 10.0)])
+def test_an_async_step_waits_for_the_update_of_the_step_before_the_last(optimizer_s, sync_s, async_s):
+    """Two steps are in flight, each takes 3 s and its update 2 s: one ends every 2.5 s. One thread updates, so no step is
+    shorter than an update."""
+    times = LayerSums(Costs((LayerCost("only", 1.0, 2.0, optimizer_s=optimizer_s),))).times((), 1, ())
+    assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(async_s)
+    assert step_seconds(times, 8, 1, 1, "sync") == pytest.approx(sync_s)
 
 
 @given(data=st.data(), costs=costs(), devices=st.integers(1, 6), micro_batches=st.integers(1, 4))
