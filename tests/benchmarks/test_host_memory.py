@@ -57,7 +57,13 @@ def bytes_on_the_page(case):
     return adamw, muon if case.optimizer == "muon" else adamw
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Of each optimizer, state format and mode one case; the others belong to the nightly tier.
+BY_DAY = ("adamw exact, bounded", "adamw compact, async with prediction", "muon compact, sync", "adamw exact, sync")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if str(case) in BY_DAY else pytest.mark.nightly) for case in CASES], ids=str
+)
 def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case):
     model = FAMILY.build(CONFIG)
     shapes = model.stored_shapes()

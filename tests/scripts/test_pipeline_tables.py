@@ -49,6 +49,7 @@ def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s_unless_weights_ar
     assert 0 < plan.stale_layers <= sum(plan.partition.forward)
 
 
+@pytest.mark.documented
 def test_the_check_names_a_stale_table(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- table paci -->\n| old |\n<!-- end -->\n", encoding="utf-8")
