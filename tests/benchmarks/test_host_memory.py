@@ -1,9 +1,7 @@
-"""Memory figures: bytes per parameter of every optimizer as the page says, and the peak while weights are read."""
+"""Host memory: a step adds none to the store, which takes what is planned; and the peak while weights are read."""
 
 import gc
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 HARDWARE = Hardware("cpu", 1, device_bytes=2**30)
 # Sizes that need no padding, except in vectors.
 CONFIG = replace(
@@ -47,29 +44,9 @@ def storages():
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-def bytes_on_the_page(case):
-    """Return the bytes of a parameter that AdamW updates and of a matrix of the case's optimizer."""
-    column = 1 + ["sync", "async", "bounded", "predict"].index(
-        case.correction if case.correction != "none" else case.update
-    )
-    lines = re.findall(rf"^\| (?:AdamW|Muon), {case.state}.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    adamw, muon = (float(line.split("|")[column + 1].replace("-", "nan")) for line in lines)
-    return adamw, muon if case.optimizer == "muon" else adamw
-
-
-# Of each optimizer, state format and mode one case; the others belong to the nightly tier.
-BY_DAY = ("adamw exact, bounded", "adamw compact, async with prediction", "muon compact, sync", "adamw exact, sync")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if str(case) in BY_DAY else pytest.mark.nightly) for case in CASES], ids=str
-)
-def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case):
+@pytest.mark.parametrize("case", [CASES[5], CASES[-2]], ids=str)
+def test_a_step_adds_no_host_memory_to_the_store_which_takes_what_is_planned(case):
     model = FAMILY.build(CONFIG)
-    shapes = model.stored_shapes()
-    matrices = sum(shape.numel() for name, shape in shapes.items() if name.startswith("block.") and len(shape) == 2)
-    others = sum(shape.numel() for shape in shapes.values()) - matrices
-    adamw, own = bytes_on_the_page(case)
     micro_batches = random_step(ONE_SHORT_SEQUENCE, CONFIG.vocab_size, torch.Generator().manual_seed(0))
     before = storages()
     store = build_store(model, case.numbers, HARDWARE)
@@ -83,9 +60,7 @@ def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case):
         engine.step(1e-3)
         engine.drain()
     held = sum(nbytes for address, nbytes in storages().items() if address not in before)
-    # Alignment of vectors and a few numbers of the step.
-    assert held == pytest.approx(adamw * others + own * matrices, rel=0.01)
-    assert held == pytest.approx(store.nbytes(), rel=0.002)
+    assert held == pytest.approx(store.nbytes(), rel=0.002)  # and a few numbers of the step
     planned = run_question(model, case.numbers, HARDWARE).state().state_bytes
     assert planned == pytest.approx(store.nbytes(), rel=0.002)
 

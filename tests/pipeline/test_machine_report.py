@@ -79,14 +79,6 @@ def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
     assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2) == 2 * 51 * MIB
 
 
-@pytest.mark.parametrize("count", [2, 16])
-def test_many_equal_layers_need_at_most_4_3_bytes_per_parameter_and_12_over_n_more(count):
-    counts = ParameterCounts(4096 * MIB, bundles=((64 * MIB, 1),) * 64)
-    state = replace(asked(count), parameters=counts).state()
-    taken = state.weight_bytes + state.gradient_bytes + state.optimizer_bytes
-    assert taken / counts.trained <= 4.3 + 12 / count
-
-
 def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():
     question = asked(3)
     plan = plan_for(question)

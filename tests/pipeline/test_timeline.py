@@ -1,7 +1,6 @@
 """A trace has one event per task that takes time, in microseconds, on named rows."""
 
 import json
-from itertools import pairwise
 
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition
@@ -30,16 +29,3 @@ def test_a_trace_has_each_task_on_its_device_at_its_time():
     assert {event["pid"] for event in spans} == set(names)
     labels = {event["name"] for event in spans}
     assert {"F 0-1", "FB 2", "R 1", "B 1", "B 0", "update 2"} <= labels
-
-
-def test_spans_of_one_row_do_not_overlap():
-    costs = Costs(tuple(LayerCost(f"{i}", 0.25, 0.5) for i in range(6)))
-    line = simulate(dispatch_tasks(Partition((3, 2), 1, (2, 2, 1)), costs, 3, 6, 2), 3)
-    rows = {}
-    for event in trace_events([("one", line)])["traceEvents"]:
-        if event["ph"] == "X":
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
-    assert len(rows) == 3
-    for spans in rows.values():
-        spans.sort()
-        assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in pairwise(spans))

@@ -67,14 +67,14 @@ class TransferOrder(DeviceWatcher):
     def __init__(self):
         self.dispatched = threading.Event()
         self.copies = []
-        self._enqueued = Counter()
+        self.enqueued = Counter()
         self._ordered = defaultdict(Counter)
 
     def begins(self, device, stream, reads, writes, copied_bytes):
         assert self.dispatched.wait(60)
         if copied_bytes:
-            self.copies.append(Copy(stream, copied_bytes, self._enqueued, self._ordered[stream]))
-        self._enqueued[stream] += 1
+            self.copies.append(Copy(stream, copied_bytes, self.enqueued, self._ordered[stream]))
+        self.enqueued[stream] += 1
         self._ordered[stream][stream] += 1
 
     def recorded(self, device, stream, event):
@@ -163,24 +163,15 @@ def test_a_recomputation_does_not_wait_for_its_incoming_gradient():
     assert len(recomputed) == 5 * 2
 
 
-class StreamOrder(DeviceWatcher):
-    """The streams of a device's operations, in the order in which they were enqueued."""
-
-    def __init__(self):
-        self.streams = []
-
-    def begins(self, device, stream, reads, writes, copied_bytes):
-        self.streams.append(stream)
-
-
 def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer():
     """The stage has the embedding and five blocks, and the input of each block is kept for a backward stage."""
-    order, calls = StreamOrder(), []
+    order, calls = TransferOrder(), []
+    order.dispatched.set()
 
     class Block(ToyBlock):
         def forward(self, hidden, micro_batch):
             if not torch.is_grad_enabled():
-                calls.append(order.streams.count(Stream.ACTIVATION_DOWNLOAD))
+                calls.append(order.enqueued[Stream.ACTIVATION_DOWNLOAD])
             return super().forward(hidden, micro_batch)
 
     model, partition = model_of(lambda layer: Block()), Partition((6,), 1, (1,) * 6)
