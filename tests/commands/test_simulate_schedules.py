@@ -74,6 +74,23 @@ def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(small_costs
     assert list(json.loads(out.read_text())["schedules"]) == list(SCHEDULES)
 
 
+def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(
+    small_costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "trace", "plot")}
+    files["plot"] = tmp_path / "out.svg"
+    for file in files.values():
+        file.symlink_to("precious")
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "1f1b"]
+    assert main([*arguments, *(f"--{kind}={file}" for kind, file in files.items())]) == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
+    for kind in files:
+        assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
+        assert "there is no folder" in capsys.readouterr().err
+
+
 def test_costs_of_a_model_are_counted_for_a_card(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--model", "llama3/3.2-1B", "--device", "rtx4090", "--schedules", "1f1b,mobius", "--json", str(out)]

@@ -19,7 +19,7 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import CPU_S, be_limited, be_watched
+from tests.support.hostile_cases import HANG_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
@@ -155,7 +155,7 @@ def exports_harm(names: list[str]) -> int:
     be_limited()
     be_watched(Path("exports"))
     for name in names:
-        signal.alarm(CPU_S)
+        signal.alarm(HANG_S)
         words = io.StringIO()
         with redirect_stdout(words), redirect_stderr(words):
             try:
