@@ -28,9 +28,9 @@ def blocks(number, **fields):
 
 
 @given(
-    costs=costs(max_layers=10),
-    devices=st.integers(1, 5),
-    micro_batches=st.integers(1, 8),
+    costs=costs(max_layers=6),
+    devices=st.integers(1, 4),
+    micro_batches=st.integers(1, 5),
     update=st.sampled_from(["sync", "async", "bounded"]),
     rounds=st.sampled_from([1, "auto"]),
     link=LINKS,

@@ -28,9 +28,9 @@ def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model, updat
 
 
 @given(
-    costs=costs(max_layers=12),
-    devices=st.integers(1, 6),
-    micro_batches=st.integers(1, 8),
+    costs=costs(max_layers=7),
+    devices=st.integers(1, 5),
+    micro_batches=st.integers(1, 6),
     update=st.sampled_from(["sync", "async"]),
     limits=limits(400, 1500),
     rounds=st.sampled_from([1, "auto"]),
