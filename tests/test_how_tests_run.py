@@ -34,7 +34,7 @@ def test_without_drawing():
 """
 
 
-def run_tests(folder: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_tests(folder, text, *options):
     """Run tests of this text with the project's settings and nothing of the caller's, such as its report's file."""
     file = folder / "test_it.py"
     file.write_text(text)
@@ -52,9 +52,7 @@ def run_tests(folder: Path, text: str, *options: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_hanging_test_ends_with_all_stacks_and_hangs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
-) -> None:
+def test_a_hanging_test_ends_with_all_stacks_and_hangs_nothing(tmp_path, monkeypatch, processes):
     report = tmp_path / "of_the_caller.xml"
     monkeypatch.setenv("PYTEST_ADDOPTS", f"--junitxml={report}")
     done = run_tests(tmp_path, HANGING, "-n", processes, "-o", "faulthandler_timeout=2")
@@ -67,8 +65,8 @@ def test_a_hanging_test_ends_with_all_stacks_and_hangs_nothing(
         assert "test_hangs" in done.stdout and "1 failed, 1 passed" in done.stdout
 
 
-def test_property_tests_draw_the_same_examples_unless_random_ones_are_asked_for(tmp_path: Path) -> None:
-    def drawn(*options: str) -> list[str]:
+def test_property_tests_draw_the_same_examples_unless_random_ones_are_asked_for(tmp_path):
+    def drawn(*options):
         loaded = ("-p", "tests.conftest", "-p", "no:xdist", "-s", "-m", "hypothesis")
         done = run_tests(tmp_path, DRAWING, "-o", f"pythonpath={ROOT}", *loaded, *options)
         assert done.returncode == 0 and "1 passed, 1 deselected" in done.stdout, done.stdout

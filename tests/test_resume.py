@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.support.small_run import (
     TIED,
     TWO_ROUNDS,
     UNCORRECTED,
-    SmallRuns,
     before_forward,
     before_step,
     interrupt,
@@ -69,8 +67,8 @@ class PlantedError(RuntimeError):
     pass
 
 
-def fail_at(call: int) -> Callable[[int], None]:
-    def action(number: int) -> None:
+def fail_at(call):
+    def action(number):
         if number == call:
             raise PlantedError(f"call {call}")
 
@@ -79,8 +77,8 @@ def fail_at(call: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_interrupted_at_any_step_and_resumed_on_other_devices_it_equals_an_uninterrupted_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+    small_runs, monkeypatch, mode
+):
     overrides = MODES[mode]
     assert small_runs("whole", *overrides) == 0
     for step in range(1, STEPS) if mode in ("sync", "async, tied, two rounds") else (2, 3):
@@ -93,9 +91,7 @@ def test_interrupted_at_any_step_and_resumed_on_other_devices_it_equals_an_unint
         small_runs.assert_same(name, "whole")
 
 
-def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs, monkeypatch):
     assert small_runs("whole", ASYNC) == 0
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
@@ -105,9 +101,7 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(
     small_runs.assert_same("stopped", "whole")
 
 
-def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(small_runs, monkeypatch):
     assert small_runs("whole") == 0
     before_step(monkeypatch, 2, interrupt)
     assert small_runs("stopped") == 128 + signal.SIGTERM
@@ -119,8 +113,8 @@ def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
     "mode", ["sync", "async, tied, two rounds", "async, bfloat16", "async, predict", "bounded, no stale layers"]
 )
 def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_that_recomputes(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+    small_runs, monkeypatch, mode
+):
     assert small_runs("recomputes", *MODES[mode], "--engine.keep_activations=none") == 0
     with monkeypatch.context() as patch:
         before_step(patch, 2, interrupt)
@@ -135,8 +129,8 @@ def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_tha
 @pytest.mark.parametrize("mode", ["sync, tied", "async, tied, two rounds"])
 @pytest.mark.parametrize("call", [1, 9, 13, 16, 31])
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, call: int
-) -> None:
+    small_runs, monkeypatch, capsys, mode, call
+):
     assert small_runs("whole", *MODES[mode]) == 0
     with monkeypatch.context() as patch:
         before_forward(patch, 1, fail_at(call))
@@ -155,13 +149,8 @@ def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
 @pytest.mark.parametrize("mode", ["bounded", "bounded, tied, bfloat16"])
 @pytest.mark.parametrize("call", [9, 30])
 def test_a_bounded_run_resumed_after_a_fault_in_the_middle_of_a_step_equals_one_without_the_fault(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    mode: str,
-    call: int,
-) -> None:
+    small_runs, monkeypatch, capsys, caplog, mode, call
+):
     """Layers of two versions are never saved: the newest checkpoint is from before the fault."""
     often = [*MODES[mode], "--checkpoint.interval_steps=1"]
     assert small_runs("whole", *often) == 0
@@ -180,12 +169,10 @@ def test_a_bounded_run_resumed_after_a_fault_in_the_middle_of_a_step_equals_one_
     small_runs.assert_same("faulty", "whole")
 
 
-def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(small_runs, monkeypatch):
     assert small_runs("whole") == 0
 
-    def fail() -> None:
+    def fail():
         raise PlantedError("in the loop itself")
 
     with monkeypatch.context() as patch:
@@ -198,9 +185,7 @@ def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(
     small_runs.assert_same("faulty", "whole")
 
 
-def test_an_update_that_cannot_be_completed_is_not_saved(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch, capsys):
     assert small_runs("whole") == 0
     original, calls = torchround.engine.optimizer_worker.update_, []
 
@@ -220,9 +205,7 @@ def test_an_update_that_cannot_be_completed_is_not_saved(
     small_runs.assert_same("faulty", "whole")
 
 
-def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(small_runs, monkeypatch):
     """A plan for other devices would have other rounds, which add up gradients in another order."""
     auto = ["--engine.plan=none", "--engine.rounds=auto"]
     make_plan = torchround.pipeline.plan_report.make_plan
@@ -242,9 +225,7 @@ def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
     assert small_runs.losses("alone") != small_runs.losses("whole")
 
 
-def test_a_new_run_may_start_from_a_checkpoint_of_another(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs, monkeypatch):
     assert small_runs("whole", ASYNC, "--checkpoint.interval_steps=2") == 0
     load = f"--checkpoint.load_path={small_runs.path('whole')}/checkpoints/step-4"
     assert small_runs("branch", ASYNC, load) == 0
@@ -253,16 +234,14 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(
     assert list(small_runs.losses("branch")) == [5, 6]
 
 
-def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(small_runs, monkeypatch):
     assert small_runs("first", ASYNC) == 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
     stage = ["--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.path('first')}/checkpoints/step-5"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
-    begun_with: list[dict[str, torch.Tensor]] = []
+    begun_with = []
 
-    def look(store: HostStore) -> None:
+    def look(store):
         refresh(store)
         begun_with.append({name: view.clone() for name, view in store.named_views().items()})
 
@@ -288,19 +267,15 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
         ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
     ],
 )
-def test_weights_of_another_shape_are_refused(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], folder: str, overrides: list[str], message: str
-) -> None:
+def test_weights_of_another_shape_are_refused(small_runs, capsys, folder, overrides, message):
     assert small_runs("first") == 0
     load = ["--checkpoint.load=weights", f"--checkpoint.load_path={folder}"]
     assert small_runs("second", *load, *overrides) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined: list[str | None] = []
+def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(small_runs, monkeypatch):
+    joined = []
     open_metrics = run_parts.open_metrics
 
     def with_a_page(*arguments, wandb_run_id, **options):
@@ -319,9 +294,7 @@ def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
 @pytest.mark.parametrize(
     ("change", "expected"), [("--run.seed=1", "seed was 0, is 1"), ("--checkpoint.load_path=nowhere", None)]
 )
-def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], change: str, expected: str | None
-) -> None:
+def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(small_runs, capsys, change, expected):
     name = "run" if expected else "new"
     assert small_runs("run") == 0
     assert small_runs(name, "--training.steps=6", change) == 2
@@ -332,9 +305,7 @@ def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(
     assert not expected or "--run.name" in message
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(small_runs, caplog):
     assert small_runs("whole") == 0
     assert small_runs("damaged", "--checkpoint.interval_steps=2") == 0
     [tensors] = (small_runs.path("damaged") / "checkpoints" / "step-5").glob("*.safetensors")
@@ -346,7 +317,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     assert [line["step"] for line in small_runs.steps("damaged")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_checkpoint_holds_what_a_resumed_run_needs(small_runs: SmallRuns) -> None:
+def test_a_checkpoint_holds_what_a_resumed_run_needs(small_runs):
     assert small_runs("run", ASYNC) == 0
     state = small_runs.saved_state("run")
     assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0

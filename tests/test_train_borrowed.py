@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,9 +45,9 @@ pytestmark = pytest.mark.thorough
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory):
     """Map each kind to a released folder; written once."""
-    made: dict[str, Path] = {}
+    made = {}
 
-    def get(kind: str) -> Path:
+    def get(kind):
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("release")
             write_toy(kind, made[kind], vocab_size=264)
@@ -70,12 +69,12 @@ def folder(tmp_path, monkeypatch, releases):
     torch.set_num_threads(threads)
 
 
-def take(folder: Path, release: Path) -> None:
+def take(folder, release):
     (folder / "release").unlink()
     (folder / "release").symlink_to(release)
 
 
-def change_config(folder: Path, **changes) -> None:
+def change_config(folder, **changes):
     """Put a copy of the release with another `config.json` into the folder."""
     release = (folder / "release").resolve()
     (folder / "release").unlink()
@@ -85,11 +84,11 @@ def change_config(folder: Path, **changes) -> None:
     (folder / "release" / "config.json").write_text(json.dumps(content))
 
 
-def run(name: str, *overrides: str) -> int:
+def run(name, *overrides):
     return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
 
 
-def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
+def exported(name, folder, *options, step=3):
     checkpoint = folder / "outputs" / name / "checkpoints" / f"step-{step}"
     target = folder / f"{name} {step} {' '.join(options)}"
     own = ("--config", str(checkpoint.parents[1] / "config.toml"))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ MISTAKES = {
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
+def threads_as_before():
     """Restore the number of threads: `engine.cpu_threads` sets it for the whole process, which runs other tests too."""
     threads = torch.get_num_threads()
     yield
@@ -63,9 +62,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_with_exit_code_2_and_a_message(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_with_exit_code_2_and_a_message(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments, expected = MISTAKES[mistake]
     assert train.main(arguments) == 2
@@ -83,7 +80,7 @@ def test_a_mistake_ends_with_exit_code_2_and_a_message(
     ],
     ids=["python", "torchrun"],
 )
-def test_the_message_comes_first_and_without_a_traceback(launcher: list[str], code: int, tmp_path: Path) -> None:
+def test_the_message_comes_first_and_without_a_traceback(launcher, code, tmp_path):
     arguments = [*launcher, str(ROOT / "train.py"), "--config", "debug.toml", "--training.stepps", "3"]
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

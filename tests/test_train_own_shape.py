@@ -31,7 +31,7 @@ SHAPES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
     monkeypatch.chdir(tmp_path)
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def write(folder: Path, family: str, shape: str, more: str = "") -> list[str]:
+def write(folder, family, shape, more=""):
     """Write the config of a run, and return the arguments that name it."""
     (folder / "own.toml").write_text(f'{CONFIG}family = "{family}"\n{more}\nshape = {{{shape}}}\n')
     return ["--config", "own.toml"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def test_a_run_starts_from_the_weights_in_the_folder(folder, capsys):
     assert torch.equal(saved["weights/block.1.mlp.down.weight"], released[block])
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     path = folder / "release" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
 
@@ -142,7 +141,7 @@ def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(fold
 LORA = ("--lora.rank=2", "--lora.alpha=4.0", "--lora.path=adapters")
 
 
-def write_adapters(folder: Path) -> dict[str, torch.Tensor]:
+def write_adapters(folder):
     """Write adapters of rank 2 on the attention of both blocks, as PEFT does."""
     from safetensors.torch import save_file
 
@@ -187,7 +186,7 @@ def test_adapters_that_do_not_fit_are_refused(overrides, message, folder, capsys
     assert message in capsys.readouterr().err
 
 
-def losses(folder: Path, name: str) -> list[float]:
+def losses(folder, name):
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
@@ -277,7 +276,7 @@ def test_a_dry_run_counts_a_mapped_base_as_files_and_not_as_memory(folder, capsy
     assert "neither model.safetensors nor" in capsys.readouterr().err
 
 
-def table_of(printed: str) -> dict[str, str]:
+def table_of(printed):
     """Return host memory by kind."""
     return dict(re.findall(r"^ +(\S.*?)  +([\d.]+ [MG]iB) *$", printed, re.MULTILINE))
 

@@ -6,17 +6,14 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-import torch
 
 from tests.support.small_run import (
     ASYNC,
     STEPS,
     TWO_ROUNDS,
-    SmallRuns,
     before_forward,
     before_step,
     files_of,
@@ -28,8 +25,6 @@ from tests.support.small_run import (
 from torchround.commands import COMMANDS, train_model
 from torchround.config import load_config
 from torchround.engine.engine import Engine
-from torchround.engine.results import StepResult
-from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import Plan
 from torchround.run.early_end import STOP_SIGNALS
 
@@ -60,7 +55,7 @@ KEYS = [
 # Files.
 
 
-def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs: SmallRuns) -> None:
+def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs):
     started_s = time.monotonic()
     assert small_runs("run") == 0
     elapsed_s = time.monotonic() - started_s
@@ -79,7 +74,7 @@ def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs: SmallRu
     assert per_second == pytest.approx([7 * 16] * 4)  # nothing is padding
 
 
-def test_the_rate_counts_masked_tokens_and_no_padding(small_runs: SmallRuns) -> None:
+def test_the_rate_counts_masked_tokens_and_no_padding(small_runs):
     """A conversation has 9 tokens before its answer, the answer and an end: 13 of the 16 positions of a sequence."""
     (small_runs.folder / "template.jinja").write_text(
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
@@ -94,9 +89,7 @@ def test_the_rate_counts_masked_tokens_and_no_padding(small_runs: SmallRuns) -> 
 
 
 @pytest.mark.parametrize("overrides", [[], [ASYNC, TWO_ROUNDS]], ids=["sync", "async, two rounds"])
-def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_steps(
-    small_runs: SmallRuns, overrides: list[str]
-) -> None:
+def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_steps(small_runs, overrides):
     assert small_runs("run", *overrides) == 0
     lines = small_runs.steps("run")
     for line in lines:
@@ -111,9 +104,7 @@ def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_
     assert [figures["device_allocations"] + figures["host_allocations"] for figures in later] == [0, 0, 0]
 
 
-def test_metrics_continue_after_a_resume_without_repeating_steps(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_continue_after_a_resume_without_repeating_steps(small_runs, monkeypatch):
     """The checkpoint is older than the last logged steps, as after a kill."""
     every_second = "--metrics.log_every_steps=2"
     assert small_runs("run", "--checkpoint.interval_steps=3", "--checkpoint.keep_latest_k=0") == 0
@@ -126,9 +117,7 @@ def test_metrics_continue_after_a_resume_without_repeating_steps(
     assert {step: line[1:] for step, line in sparse.items()} == {step: dense[step][1:] for step in (2, 4, 5)}
 
 
-def test_a_metrics_file_that_opens_only_at_step_3_has_every_step_and_is_one_warning(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metrics_file_that_opens_only_at_step_3_has_every_step_and_is_one_warning(small_runs, monkeypatch, caplog):
     obstacle = small_runs.path("run") / "metrics.jsonl"
     obstacle.mkdir(parents=True)
     before_step(monkeypatch, 3, obstacle.rmdir)
@@ -137,7 +126,7 @@ def test_a_metrics_file_that_opens_only_at_step_3_has_every_step_and_is_one_warn
     assert caplog.text.count("metrics.jsonl failed") == 1
 
 
-def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs: SmallRuns) -> None:
+def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs):
     overrides = ["--run.name=run", "--training.max_norm=0.5", ASYNC]
     assert small_runs("run", *overrides) == 0
     resolved = small_runs.path("run") / "config.toml"
@@ -146,7 +135,7 @@ def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs: SmallR
     small_runs.assert_same("again", "run")
 
 
-def test_the_written_plan_can_be_given_to_another_run(small_runs: SmallRuns) -> None:
+def test_the_written_plan_can_be_given_to_another_run(small_runs):
     assert small_runs("planned", "--engine.plan=none") == 0
     given = small_runs.path("planned") / "plan.json"
     assert small_runs("given", f"--engine.plan={given}") == 0
@@ -155,9 +144,7 @@ def test_the_written_plan_can_be_given_to_another_run(small_runs: SmallRuns) -> 
     small_runs.assert_same("given", "planned")
 
 
-def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(small_runs, capsys):
     before = files_of(small_runs.folder)
     assert small_runs("run", "--dry-run", "--print-config") == 0
     printed = capsys.readouterr().out
@@ -174,9 +161,7 @@ def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(
 # The end.
 
 
-def test_a_complete_run_says_so_and_continues_when_it_gets_more_steps(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_says_so_and_continues_when_it_gets_more_steps(small_runs, capsys):
     constant = "--lr_schedule.decay=none"
     assert small_runs("run", constant) == 0
     before = files_of(small_runs.path("run"))
@@ -189,21 +174,19 @@ def test_a_complete_run_says_so_and_continues_when_it_gets_more_steps(
     small_runs.assert_same("run", "whole", step=7)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_the_last_step_changes_nothing(small_runs, monkeypatch):
     before_step(monkeypatch, STEPS, partial(interrupt, signal.SIGINT))
     assert small_runs("run") == 0
     assert small_runs.saved("run") == [STEPS]
 
 
-def test_control_c_before_the_first_step_prints_no_traceback(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_c_before_the_first_step_prints_no_traceback(small_runs, monkeypatch, capsys):
     with_model(monkeypatch, lambda model: interrupt(signal.SIGINT))
     assert small_runs("run") == 128 + signal.SIGINT
     assert capsys.readouterr().err == "interrupted before the first step\n"
 
 
-def test_signal_handlers_are_restored_after_a_run(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_handlers_are_restored_after_a_run(small_runs, monkeypatch):
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     before_step(monkeypatch, 2, interrupt)
     assert small_runs("run") == 128 + signal.SIGTERM
@@ -211,18 +194,14 @@ def test_signal_handlers_are_restored_after_a_run(small_runs: SmallRuns, monkeyp
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(small_runs, monkeypatch, capfd, number):
     before_step(monkeypatch, 2, partial(interrupt, number))
     assert small_runs("run") == 128 + number
     assert small_runs.saved("run") == [2]
     assert capfd.readouterr().err.startswith(f"{number.name}: finishing the steps under way and saving")
 
 
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkeypatch):
     """A shell ignores SIGINT in a background job, and nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -236,9 +215,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
 # Data.
 
 
-def test_data_that_ends_ends_the_run_with_a_checkpoint(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_ends_ends_the_run_with_a_checkpoint(small_runs, capsys):
     write_text(small_runs.folder / "text.jsonl", lines=3)
     more_than_there_is = ["--training.steps=100", "--data.epochs=1"]
     for _ in range(2):
@@ -249,9 +226,7 @@ def test_data_that_ends_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_record_ends_the_run_after_a_save_and_a_repair_lets_it_continue(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], workers: int
-) -> None:
+def test_a_bad_record_ends_the_run_after_a_save_and_a_repair_lets_it_continue(small_runs, capsys, workers):
     overrides = ["--data.shuffle=false", "--training.steps=20", f"--data.num_workers={workers}"]
     assert small_runs("whole", *overrides) == 0
     text = small_runs.folder / "text.jsonl"
@@ -270,9 +245,7 @@ def test_a_bad_record_ends_the_run_after_a_save_and_a_repair_lets_it_continue(
     small_runs.assert_same("run", "whole", step=20)
 
 
-def test_the_count_of_skipped_records_survives_a_resume(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_count_of_skipped_records_survives_a_resume(small_runs, monkeypatch, capsys):
     text = small_runs.folder / "text.jsonl"
     lines = text.read_text().splitlines(keepends=True)
     text.write_text("".join(["no JSON\n", *lines[:20], "none either\n", *lines[20:]]))
@@ -287,7 +260,7 @@ def test_the_count_of_skipped_records_survives_a_resume(
 # Validation.
 
 
-def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small_runs: SmallRuns) -> None:
+def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small_runs):
     write_text(small_runs.folder / "held-out.jsonl", lines=4, seed=1)
     sources = '--validation.sources=[{ path = "held-out.jsonl" }]'
     for update in ("sync", "async"):
@@ -299,7 +272,7 @@ def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small
         assert validated == [2, 4, 5]  # the last step too
 
 
-def test_the_time_of_a_validation_counts_in_no_step(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_validation_counts_in_no_step(small_runs, monkeypatch):
     """A block that takes 30 ms: four micro-batches one after the other are the least that a step can take."""
     write_text(small_runs.folder / "held-out.jsonl", lines=40, seed=1)
     before_forward(monkeypatch, 1, lambda call: time.sleep(0.03))
@@ -311,9 +284,7 @@ def test_the_time_of_a_validation_counts_in_no_step(small_runs: SmallRuns, monke
     assert later_s - 4 * lines[-1]["step_s"] > 2 * 10 * 4 * 0.03  # two validations of ten batches
 
 
-def test_validation_without_a_label_logs_no_loss_and_warns_once(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_validation_without_a_label_logs_no_loss_and_warns_once(small_runs, caplog):
     (small_runs.folder / "held-out.jsonl").write_text('{"tokens": [1]}\n{"tokens": [2]}\n')
     source = '--validation.sources=[{ path = "held-out.jsonl", content = "tokens" }]'
     assert small_runs("run", source, "--validation.interval_steps=2") == 0
@@ -321,15 +292,13 @@ def test_validation_without_a_label_logs_no_loss_and_warns_once(
     assert caplog.text.count("hold no label") == 1
 
 
-def test_held_out_documents_are_validated_and_never_trained_on(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_documents_are_validated_and_never_trained_on(small_runs, monkeypatch):
     """Compare the content of every document that a device computes, in two passes over the data and with a resume."""
-    trained, validated = set[str](), set[str]()
+    trained, validated = set(), set()
     evaluate, forward_backward = Engine.evaluate, Engine.forward_backward
 
-    def watched(run: Callable[..., StepResult], seen: set[str]) -> Callable[..., StepResult]:
-        def call(engine: Engine, micro_batches: Sequence[MicroBatch], *share: object) -> StepResult:
+    def watched(run, seen):
+        def call(engine, micro_batches, *share):
             for batch in micro_batches:
                 seen.update(hashes_of_documents(batch))
             return run(engine, micro_batches, *share)
@@ -349,7 +318,7 @@ def test_held_out_documents_are_validated_and_never_trained_on(
     }
 
 
-def hashes_of_documents(batch: MicroBatch) -> Iterator[str]:
+def hashes_of_documents(batch):
     """Return the text of each document. Its tokens are its bytes between BOS and EOS; padding is not a document."""
     for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
         for number in ids.unique():
@@ -358,11 +327,11 @@ def hashes_of_documents(batch: MicroBatch) -> Iterator[str]:
                 yield hashlib.sha256(bytes(content)).hexdigest()
 
 
-def test_validation_uses_the_newest_weights(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_uses_the_newest_weights(small_runs, monkeypatch):
     write_text(small_runs.folder / "held-out.jsonl", lines=4, seed=1)
-    models: list[LayeredModel] = []
+    models = []
     with_model(monkeypatch, models.append)
-    batches: list = []
+    batches = []
     build = train_model.build_validation_loader
     monkeypatch.setattr(
         train_model,
@@ -376,7 +345,7 @@ def test_validation_uses_the_newest_weights(small_runs: SmallRuns, monkeypatch: 
     assert small_runs.steps("run")[-1]["validation_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def plain_loss(model: LayeredModel, state: dict[str, torch.Tensor], batches: list) -> float:
+def plain_loss(model, state, batches):
     """Compute the mean loss per label by calling the layers one after the other."""
     for name, layer in zip(model.names, model.layers, strict=True):
         layer.to_empty(device="cpu")
@@ -392,9 +361,7 @@ def plain_loss(model: LayeredModel, state: dict[str, torch.Tensor], batches: lis
     return loss_sum / labels
 
 
-def test_a_new_run_names_a_faster_mode_and_its_end_says_what_to_open(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_names_a_faster_mode_and_its_end_says_what_to_open(small_runs, capsys):
     validated = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
     planned = ("--engine.plan=none", "--engine.rounds=1", "--training.micro_batch_size=1")
     keep = ("--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0")

@@ -4,7 +4,6 @@ Each ends with exit code 2, without a traceback, and leaves the folder as it was
 """
 
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -120,9 +119,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_typical_mistake_gives_what_where_and_what_to_do(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_typical_mistake_gives_what_where_and_what_to_do(name, tmp_path, monkeypatch, capsys):
     mistake = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text to learn\n" * 50)

@@ -38,14 +38,14 @@ def trained(folders, tmp_path):
     """Return a function that trains two steps from the released Llama, and returns the run's folder."""
     (tmp_path / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
 
-    def run(name: str, *overrides: str) -> Path:
+    def run(name, *overrides):
         assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
         return Path("outputs") / name
 
     return run
 
 
-def nats(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
+def nats(capsys, *arguments):
     capsys.readouterr()
     (found,) = results(capsys, *map(str, arguments), "--perplexity", "texts.jsonl", "--seq-len=24")
     return float(found["nats_per_token"])
@@ -112,12 +112,12 @@ def test_a_file_of_prompts_has_one_in_each_line(folders, capsys, tmp_path):
 # Mistakes.
 
 
-def broken(folder: Path, **changes: object) -> None:
+def broken(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def remove_tokenizer(folder: Path) -> None:
+def remove_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
@@ -172,13 +172,9 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, 
     "arguments",
     [
         ("--prompt", "a"),
-        ("--model", "toy"),
         ("--model", "toy", "--run", "x", *ASKED),
-        ("--model", "toy", "--step", "1", *ASKED),
         ("--model", "toy", *ASKED, "--max-tokens", "0"),
-        ("--model", "toy", *ASKED, "--temperature", "-1"),
         ("--model", "toy", *ASKED, "--top-p", "0"),
-        ("--model", "toy", *ASKED, "--dtype", "int8"),
     ],
     ids=str,
 )

@@ -1,12 +1,9 @@
 """Runs that resume from, or begin with, checkpoints whose weights and optimizer state are kept in another form."""
 
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.small_run import (
     ASYNC,
@@ -50,7 +47,7 @@ ROUNDED = 'the optimizer\'s state (exp_avg, exp_avg_sq) is rounded to 8 bits (op
 CONTINUED = "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
 
 
-def as_compact(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_compact(state):
     """Return the exact values of a checkpoint as compact ones."""
     found = {}
     for value in VALUES:
@@ -62,7 +59,7 @@ def as_compact(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def as_exact(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_exact(state):
     """Return the compact values of a checkpoint in fp32."""
     found = {}
     for value in VALUES:
@@ -74,11 +71,11 @@ def as_exact(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def values_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def values_of(state):
     return {name: tensor for name, tensor in state.items() if name.startswith("exp_avg")}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
@@ -97,7 +94,7 @@ STAGES = [
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
+def written(tmp_path_factory):
     """One run of two steps in each form, saved at its end."""
     folder, threads = tmp_path_factory.mktemp("forms"), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +107,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
     torch.set_num_threads(threads)
 
 
-def begin_from(written: SmallRuns, monkeypatch: pytest.MonkeyPatch, before: str, name: str, *options: str) -> None:
+def begin_from(written, monkeypatch, before, name, *options):
     """Begin run `name` from the last checkpoint of run `before`, and stop it before its first step."""
     load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
     stop_before_the_first_step(monkeypatch)
@@ -119,8 +116,8 @@ def begin_from(written: SmallRuns, monkeypatch: pytest.MonkeyPatch, before: str,
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_lost(
-    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, after: str
-) -> None:
+    written, monkeypatch, caplog, before, after
+):
     name = f"{before}-to-{after}"
     begin_from(written, monkeypatch, before, name, "--training.steps=4", *FORMS[after])
     assert written.saved(name) == [2]
@@ -137,9 +134,7 @@ def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_los
 
 
 @pytest.mark.parametrize(("before", "after"), STAGES)
-def test_a_new_stage_begins_with_the_weights_of_any_form(
-    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, after: str
-) -> None:
+def test_a_new_stage_begins_with_the_weights_of_any_form(written, monkeypatch, caplog, before, after):
     name = f"{before}-for-{after}"
     begin_from(written, monkeypatch, before, name, "--checkpoint.load=weights", *FORMS[after])
     assert written.saved(name) == [0]
@@ -152,9 +147,7 @@ def test_a_new_stage_begins_with_the_weights_of_any_form(
     assert ROUNDED not in caplog.text and CONTINUED not in caplog.text
 
 
-def test_another_optimizer_is_refused_with_the_way_out_and_writes_nothing(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_optimizer_is_refused_with_the_way_out_and_writes_nothing(small_runs, capsys):
     assert small_runs("run", MUON) == 0
     before = sorted(small_runs.path("run").rglob("*"))
     capsys.readouterr()
@@ -170,13 +163,11 @@ def test_another_optimizer_is_refused_with_the_way_out_and_writes_nothing(
 
 
 @pytest.mark.parametrize("name", ["muon", "another"])
-def test_another_optimizer_is_refused_by_the_load_too(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_another_optimizer_is_refused_by_the_load_too(small_runs, monkeypatch, capsys, name):
     """The state of Muon differs in its tensors. Another one's may have the names and shapes of AdamW's."""
     dumped = Config.model_dump
 
-    def of_another_optimizer(config: Config, **arguments: Any) -> dict[str, Any]:
+    def of_another_optimizer(config, **arguments):
         found = dumped(config, **arguments)
         found["optimizer"]["name"] = name
         return found
@@ -190,13 +181,11 @@ def test_another_optimizer_is_refused_by_the_load_too(
     assert REFUSED.format(name) in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_an_optimizer_s_name_is_of_exact_adamw(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_without_an_optimizer_s_name_is_of_exact_adamw(small_runs, monkeypatch, caplog):
     """Releases before the choice of optimizers wrote neither name nor state format."""
     dumped = Config.model_dump
 
-    def without_the_keys(config: Config, **arguments: Any) -> dict[str, Any]:
+    def without_the_keys(config, **arguments):
         found = dumped(config, **arguments)
         del found["optimizer"]["name"], found["optimizer"]["state"]
         return found

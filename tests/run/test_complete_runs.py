@@ -1,13 +1,12 @@
 """A complete run that is asked for again: it says so only if it is the run that the config asks for."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.small_run import ASYNC, SmallRuns, small_runs, write_text
+from tests.support.small_run import ASYNC, small_runs, write_text
 from torchround.checkpoint import Checkpointer, Loaded
 from torchround.config import load_config
 from torchround.run import resume
@@ -35,9 +34,7 @@ OTHER_RUNS = {
 SAME_RUN = ["--engine.num_devices=3", "--checkpoint.keep_latest_k=1", "--validation.max_batches=3"]
 
 
-def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(small_runs, capsys):
     write_text(small_runs.folder / "other.jsonl", lines=150, seed=7)
     assert small_runs("run") == 0
     lock = small_runs.path("run") / ".lock"
@@ -55,9 +52,7 @@ def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(
         assert COMPLETE in capsys.readouterr().out
 
 
-def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(small_runs, monkeypatch):
     """The adapters that a run began with, and the sums of its products, are part of what it trained."""
     assert small_runs("run") == 0
     folder = small_runs.path("run") / "checkpoints" / "step-5"
@@ -67,7 +62,7 @@ def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
     state = {**Checkpointer(folder.parent).read_state(5), "config": before.model_dump(mode="json")}
     loaded = Loaded(5, state, folder, frozenset())
 
-    def require(**changes: object) -> None:
+    def require(**changes):
         config = before.model_copy(update=changes)
         resume.require_complete_as_asked(loaded, config, SimpleNamespace(load_state_dict=lambda state: None))
 
@@ -83,9 +78,7 @@ def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
         )
 
 
-def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(small_runs, capsys, caplog):
     assert small_runs("run") == 0
     assert small_runs("run", "--training.steps=3") == 0
     assert COMPLETE in capsys.readouterr().out and "training.steps 5 -> 3" in caplog.text
@@ -97,9 +90,7 @@ def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(
     assert f"rate jumps from {first:.2e} to {second:.2e}" in caplog.text
 
 
-def test_a_checkpoint_to_start_from_that_is_not_used_is_named(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_to_start_from_that_is_not_used_is_named(small_runs, caplog):
     assert small_runs("first") == 0 and small_runs("second") == 0
     other = "--checkpoint.load_path=outputs/first/checkpoints/step-5"
     assert small_runs("second", "--training.steps=6", other) == 0
@@ -115,33 +106,31 @@ def test_a_checkpoint_to_start_from_that_is_not_used_is_named(
 class ConfigFiles:
     """Config files in folders of their own, which all run in the same working directory."""
 
-    def __init__(self, runs: SmallRuns) -> None:
+    def __init__(self, runs):
         self.runs = runs
         self.text = (runs.folder / "small.toml").read_text()
 
-    def write(self, path: str, lr: str = "1e-2") -> str:
+    def write(self, path, lr="1e-2"):
         file = self.runs.folder / path
         file.parent.mkdir(exist_ok=True)
         file.write_text(self.text.replace("lr = 1e-2", f"lr = {lr}"))
         return path
 
-    def train(self, path: str, *overrides: str) -> int:
+    def train(self, path, *overrides):
         from train import main
 
         return main(["--config", path, *overrides])
 
 
 @pytest.fixture
-def files(small_runs: SmallRuns) -> ConfigFiles:
+def files(small_runs):
     return ConfigFiles(small_runs)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "name"), [("lr 1e-4.toml", "lr+1e-4.toml", "lr-1e-4"), ("a/exp.toml", "b/exp.toml", "exp")]
 )
-def test_another_file_does_not_continue_a_run_of_the_same_name(
-    files: ConfigFiles, capsys: pytest.CaptureFixture[str], first: str, second: str, name: str
-) -> None:
+def test_another_file_does_not_continue_a_run_of_the_same_name(files, capsys, first, second, name):
     assert files.train(files.write(first)) == 0
     capsys.readouterr()
     for overrides in ([], ["--training.steps=6"], ["--dry-run"]):
@@ -156,15 +145,15 @@ def test_another_file_does_not_continue_a_run_of_the_same_name(
     assert files.train(second, "--run.name=second") == 0
 
 
-def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(files: ConfigFiles) -> None:
-    def moved(path: str, to: str) -> str:
+def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(files):
+    def moved(path, to):
         (files.runs.folder / to).parent.mkdir(exist_ok=True)
         (files.runs.folder / path).rename(files.runs.folder / to)
         return to
 
     path = files.write("a/exp.toml")
     assert files.train(path) == 0
-    steps: list[Callable[[], str]] = [
+    steps = [
         lambda: moved(path, "b/exp.toml"),
         lambda: files.write("b/exp.toml", lr="1e-3"),  # edited where it is now
         lambda: moved("b/exp.toml", "c/exp.toml"),
@@ -176,7 +165,7 @@ def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run
     assert files.runs.saved("exp")[-1] == 10
 
 
-def test_a_name_on_the_command_line_says_that_it_is_the_same_run(files: ConfigFiles) -> None:
+def test_a_name_on_the_command_line_says_that_it_is_the_same_run(files):
     assert files.train(files.write("a/exp.toml")) == 0
     other = files.write("b/exp.toml", lr="1e-3")
     assert files.train(other, "--training.steps=6") == 2
@@ -184,9 +173,7 @@ def test_a_name_on_the_command_line_says_that_it_is_the_same_run(files: ConfigFi
     assert files.train(other, "--training.steps=7") == 0, "the run is now this file's"
 
 
-def test_two_files_that_name_their_run_themselves_do_not_share_it_either(
-    files: ConfigFiles, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_files_that_name_their_run_themselves_do_not_share_it_either(files, capsys):
     named = '[run]\nname = "shared"\n'
     files.text = named + files.text
     assert files.train(files.write("a/one.toml")) == 0
@@ -195,7 +182,7 @@ def test_two_files_that_name_their_run_themselves_do_not_share_it_either(
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"path": 1}', "[" * 100_000, "\x00"])
-def test_a_record_of_the_file_that_cannot_be_read_is_no_record(files: ConfigFiles, content: str) -> None:
+def test_a_record_of_the_file_that_cannot_be_read_is_no_record(files, content):
     path = files.write("a/exp.toml")
     folder = files.runs.path("exp")
     folder.mkdir(parents=True)

@@ -13,36 +13,36 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]
 
 Prepare = Callable[[Path], object]
 
 
-def writes(name: str, content: str | bytes) -> Prepare:
+def writes(name, content):
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def lines(**fields: object) -> str:
+def lines(**fields):
     return f"{json.dumps(fields)}\n" * 12
 
 
-def parquet(folder: Path) -> None:
+def parquet(folder):
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"] * 12}), folder / "x.parquet")
 
 
-def saved(folder: Path) -> None:
+def saved(folder):
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(folder / "saved"))
 
 
-def lost_link(folder: Path) -> None:
+def lost_link(folder):
     (folder / "x.txt").symlink_to(folder / "gone.txt")
 
 
 TEMPLATE = "--tokenizer.chat_template=t.jinja"
 CHAT = "{% for m in messages %}<|bos|>{{ m.role }}:{{ m.content }}<|eos|>{% endfor %}"
-MISTAKES: dict[str, tuple[Prepare, str, str]] = {
+MISTAKES = {
     "a column of another name": (parquet, 'path="x.parquet"', "x.parquet, row 1: no field 'text'; fields: question"),
     "a field of a nearly right name": (
         writes("x.jsonl", lines(texts="a")),
@@ -109,9 +109,7 @@ MISTAKES: dict[str, tuple[Prepare, str, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_data_is_one_message_before_anything_is_written(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], mistake: str
-) -> None:
+def test_a_mistake_in_the_data_is_one_message_before_anything_is_written(small_runs, capsys, mistake):
     prepare, source, message = MISTAKES[mistake]
     prepare(small_runs.folder)
     (small_runs.folder / "t.jinja").write_text(CHAT + "{% if add_generation_prompt %}<|bos|>assistant:{% endif %}")

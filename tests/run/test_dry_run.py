@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import TIED, SmallRuns, small_runs
+from tests.support.small_run import TIED, small_runs
 from torchround.commands import plan_run
 from torchround.config import load_config
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.memory import MIB, PROGRAM_BYTES
 from torchround.run.hardware import Hardware
@@ -21,16 +20,16 @@ HARDWARE = Hardware("cpu", 2, None)
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.toml"
 
 
-def llama(tied: bool, adapters: bool) -> LayeredModel:
+def llama(tied, adapters):
     family = FAMILIES["llama3"]
     config = family.config_from_flavor("debug", tied_embeddings=tied)
-    model: LayeredModel = family.build(config)
+    model = family.build(config)
     if adapters:
         add_adapters(model, family.hf_names(config), LoraShape(4, 8.0, 0.0, ("q_proj", "v_proj")))
     return model
 
 
-def test_planned_costs_leave_out_what_frozen_weights_do_not_need() -> None:
+def test_planned_costs_leave_out_what_frozen_weights_do_not_need():
     config = load_config(DEBUG, ["--lora.rank=4", "--lora.targets=['q_proj','v_proj']"])
     numbers = RunNumbers(config.training, config.engine)
     model, full = llama(tied=False, adapters=True), llama(tied=False, adapters=False)
@@ -45,9 +44,7 @@ def test_planned_costs_leave_out_what_frozen_weights_do_not_need() -> None:
 
 
 @pytest.mark.parametrize("more", [[], [TIED], ["--engine.plan=none"], ["--engine.plan=none", "--engine.rounds=2"]])
-def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_runs, capsys, more):
     overrides = ["--engine.measure_steps=0", *more]
     assert small_runs("run", *overrides, "--dry-run") == 0
     predicted = capsys.readouterr().out
@@ -61,10 +58,8 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
     assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first
 
 
-def test_on_virtual_devices_alone_a_plan_names_what_the_program_takes_besides(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sizes() -> dict[str, float]:
+def test_on_virtual_devices_alone_a_plan_names_what_the_program_takes_besides(small_runs, capsys):
+    def sizes():
         table = capsys.readouterr().out.partition("plan, with")[0]
         lines = re.findall(r"^ +(\w.*?)  +([\d.]+) (MiB|GiB) *$", table, re.MULTILINE)
         return {kind: float(size) * (1024 if unit == "GiB" else 1) for kind, size, unit in lines}

@@ -3,12 +3,10 @@
 import json
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import SmallRuns, before_step, files_of, interrupt, small_runs, write_text
+from tests.support.small_run import before_step, files_of, interrupt, small_runs, write_text
 from torchround.config import load_config
 from torchround.data import build_loader, build_tokenizer
 from torchround.run import epoch_steps
@@ -23,13 +21,13 @@ FLOOR = 1e-3  # learning rate at the end of the schedule: a tenth of optimizer.l
 
 
 @pytest.fixture(autouse=True)
-def few_documents(small_runs: SmallRuns) -> Iterator[None]:
+def few_documents(small_runs):
     """Four lines of text, which make a handful of steps."""
     write_text(small_runs.folder / "text.jsonl", lines=4)
     yield
 
 
-def expected_steps(folder: Path, epochs: int, batch: int = 7, seq_len: int = 16) -> int:
+def expected_steps(folder, epochs, batch=7, seq_len=16):
     """Count by hand: a document is its bytes between BOS and EOS, and sequences are cut from one stream."""
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
     tokens = epochs * sum(len(text.encode()) + 2 for text in texts)
@@ -37,9 +35,7 @@ def expected_steps(folder: Path, epochs: int, batch: int = 7, seq_len: int = 16)
     return -(-sequences // batch)
 
 
-def test_steps_that_are_left_out_are_those_of_the_epochs(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_are_left_out_are_those_of_the_epochs(small_runs, capsys):
     expected = expected_steps(small_runs.folder, epochs=2)
     assert small_runs("run", *TWO_EPOCHS) == 0
     printed = capsys.readouterr().out
@@ -54,9 +50,7 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(
 
 @pytest.mark.parametrize(("batch", "warns"), [(8, True), (1, False)])
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, batch: int, warns: bool, dry: tuple[str, ...]
-) -> None:
+def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(small_runs, caplog, batch, warns, dry):
     overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
     assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns
     assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
@@ -75,7 +69,7 @@ def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
     ],
     ids=["best fit", "split", "shuffled", "held out", "streams"],
 )
-def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs: SmallRuns, overrides: list[str]) -> None:
+def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrides):
     write_text(small_runs.folder / "text.jsonl", lines=60)
     config = load_config("small.toml", [DERIVED, "--data.epochs=3", *overrides])
     tokenizer = build_tokenizer(config.tokenizer, None)
@@ -88,9 +82,7 @@ def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs: SmallRu
     loader.close()
 
 
-def test_a_resume_takes_the_kept_number_and_counts_nothing(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_takes_the_kept_number_and_counts_nothing(small_runs, monkeypatch):
     assert small_runs("whole", *TWO_EPOCHS) == 0
     with monkeypatch.context() as patch:
         before_step(patch, 2, interrupt)
@@ -104,9 +96,7 @@ def test_a_resume_takes_the_kept_number_and_counts_nothing(
     assert files_of(small_runs.path("run")) == before
 
 
-def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_resumes(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_resumes(small_runs, monkeypatch):
     """One stream in four gets a long document: in the last steps, the others are padding without labels."""
     texts = ["a b c " * (60 if number == 6 else 5) for number in range(16)]
     (small_runs.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -122,9 +112,7 @@ def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_r
     assert labels[-1] - labels[-2] <= 2 * 16 < labels[0]
 
 
-def test_a_run_of_another_batch_size_counts_what_is_left(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_another_batch_size_counts_what_is_left(small_runs, monkeypatch):
     write_text(small_runs.folder / "text.jsonl", lines=12)
     with monkeypatch.context() as patch:
         before_step(patch, 3, interrupt)
@@ -137,7 +125,7 @@ def test_a_run_of_another_batch_size_counts_what_is_left(
     assert small_runs.steps("run")[-1]["lr"] == pytest.approx(FLOOR)
 
 
-def test_more_epochs_continue_a_complete_run(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_epochs_continue_a_complete_run(small_runs, capsys):
     for _ in range(2):
         assert small_runs("run", DERIVED, "--data.epochs=1") == 0
     assert "nothing to do (raise data.epochs to continue)" in capsys.readouterr().out
@@ -148,9 +136,7 @@ def test_more_epochs_continue_a_complete_run(small_runs: SmallRuns, capsys: pyte
     assert small_runs.steps("run")[-1]["lr"] == pytest.approx(FLOOR)
 
 
-def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(small_runs, capsys):
     write_text(small_runs.folder / "text.jsonl", lines=100)
     steps = expected_steps(small_runs.folder, epochs=3)
     assert steps > 60
@@ -160,9 +146,7 @@ def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(
     assert lines[-1].endswith("the run is complete; 0.05 of 3 epochs of its data are read")
 
 
-def test_data_that_ends_before_the_steps_says_at_which_learning_rate(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_ends_before_the_steps_says_at_which_learning_rate(small_runs, capsys):
     steps = expected_steps(small_runs.folder, epochs=1)
     assert small_runs("run", "--training.steps=100", "--data.epochs=1") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -173,9 +157,7 @@ def test_data_that_ends_before_the_steps_says_at_which_learning_rate(
     assert f"saved after step {steps} of 100; the data has come to its end, {rates}" in lines[-1]
 
 
-def test_a_warm_up_that_takes_all_counted_steps_is_refused(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_up_that_takes_all_counted_steps_is_refused(small_runs, capsys):
     steps = expected_steps(small_runs.folder, epochs=2)
     assert small_runs("run", *TWO_EPOCHS, f"--lr_schedule.warmup_steps={steps}") == 2
     [message] = capsys.readouterr().err.splitlines()
@@ -184,9 +166,7 @@ def test_a_warm_up_that_takes_all_counted_steps_is_refused(
     assert not small_runs.path("run").exists()
 
 
-def test_a_record_that_stops_the_count_is_a_mistake_that_names_its_line(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_stops_the_count_is_a_mistake_that_names_its_line(small_runs, capsys):
     with open(small_runs.folder / "text.jsonl", "a") as text:
         text.write("no JSON\n")
     assert small_runs("run", *TWO_EPOCHS) == 2
@@ -195,9 +175,7 @@ def test_a_record_that_stops_the_count_is_a_mistake_that_names_its_line(
     assert not small_runs.path("run").exists()
 
 
-def test_records_that_are_skipped_are_not_counted_and_warned_of_once(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_that_are_skipped_are_not_counted_and_warned_of_once(small_runs, caplog):
     write_text(small_runs.folder / "text.jsonl", lines=12)
     expected = expected_steps(small_runs.folder, epochs=1)
     with open(small_runs.folder / "text.jsonl", "a") as text:
@@ -207,9 +185,7 @@ def test_records_that_are_skipped_are_not_counted_and_warned_of_once(
     assert caplog.text.count("text.jsonl, line 13") == 1
 
 
-def test_a_dry_run_counts_small_data_and_says_when_large_data_is_counted(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_counts_small_data_and_says_when_large_data_is_counted(small_runs, monkeypatch, capsys):
     steps = expected_steps(small_runs.folder, epochs=2)
     assert small_runs("run", "--dry-run", *TWO_EPOCHS) == 0
     assert f"steps    2 epochs are {steps} steps\n" in capsys.readouterr().out
@@ -221,9 +197,7 @@ def test_a_dry_run_counts_small_data_and_says_when_large_data_is_counted(
     assert not small_runs.path("run").joinpath(KEPT_FILE).exists()
 
 
-def test_a_long_count_says_now_and_then_how_far_it_is(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_count_says_now_and_then_how_far_it_is(small_runs, monkeypatch, capsys):
     config = load_config("small.toml", TWO_EPOCHS)
     loader = build_loader(config.data, build_tokenizer(config.tokenizer, None), 16, 7, 0)
     seconds = iter(range(0, 1000, 4))
@@ -237,9 +211,7 @@ def test_a_long_count_says_now_and_then_how_far_it_is(
 
 
 @pytest.mark.parametrize("window", ["0", "16", "'auto'"])
-def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], window: str
-) -> None:
+def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(small_runs, monkeypatch, capsys, window):
     write_text(small_runs.folder / "text.jsonl", lines=100)
     monkeypatch.setattr(epoch_steps, "CHEAP_BYTES", 100)
     monkeypatch.setattr(epoch_steps, "_count_batches", lambda *_: pytest.fail("the data is read"))
@@ -263,7 +235,7 @@ def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(
         '{"steps": true, "digest": "x"}',
     ],
 )
-def test_a_kept_number_that_no_run_wrote_is_none(tmp_path: Path, content: str) -> None:
+def test_a_kept_number_that_no_run_wrote_is_none(tmp_path, content):
     assert EpochSteps.kept(tmp_path) is None
     (tmp_path / KEPT_FILE).write_text(content)
     assert EpochSteps.kept(tmp_path) is None

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 import torchround.run.run_plan
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, TrainingTable, load_config
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -29,26 +27,24 @@ MACHINE = Hardware("cpu", 2, 64 * MIB, 8 * MIB)
 TRAINING = TrainingTable(seq_len=512, global_batch_size=8, micro_batch_size=1, dtype="float32")
 
 
-def on_this_machine(patch: pytest.MonkeyPatch, machine: Hardware) -> None:
+def on_this_machine(patch, machine):
     patch.setattr(train_model, "find_hardware", lambda *_: machine)
     patch.setattr(plan_run, "hardware", lambda given, config: machine)
 
 
-def debug_model() -> LayeredModel:
+def debug_model():
     family = FAMILIES["llama3"]
-    model: LayeredModel = family.build(family.config_from_flavor("debug"))
+    model = family.build(family.config_from_flavor("debug"))
     return model
 
 
-def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_same_numbers(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_same_numbers(small_runs, monkeypatch):
     on_this_machine(monkeypatch, MACHINE)
-    asked: list[RunQuestion] = []
+    asked = []
 
-    def seen(question: RunQuestion, *costs: object) -> object:
+    def seen(question, *costs):
         asked.append(question)
-        return plan_for(question, *costs)  # type: ignore[arg-type]
+        return plan_for(question, *costs)
 
     for module in (train_model, plan_report, torchround.run.run_plan):
         monkeypatch.setattr(module, "plan_for", seen)
@@ -77,9 +73,9 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
 
 
 def test_a_run_whose_boundaries_do_not_fit_host_memory_is_refused_before_anything_is_allocated(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def none_is_made(*arguments: object) -> None:
+    small_runs, monkeypatch, capsys
+):
+    def none_is_made(*arguments):
         raise AssertionError("the host store is allocated")
 
     keys = ["--engine.plan=none", "--model.family=llama3", "--model.flavor=debug", "--training.seq_len=512"]
@@ -100,7 +96,7 @@ def test_a_run_whose_boundaries_do_not_fit_host_memory_is_refused_before_anythin
     assert not small_runs.path("run").exists()
 
 
-def test_a_run_that_fits_can_measure_within_the_memory_of_its_plan() -> None:
+def test_a_run_that_fits_can_measure_within_the_memory_of_its_plan():
     """Steps of one layer per stage, which measured before, need more host memory than the run has."""
     numbers = RunNumbers(TRAINING, EngineTable())
     plenty = run_question(debug_model(), numbers, Hardware("cpu", 2, 2**30))
@@ -120,7 +116,7 @@ def test_a_run_that_fits_can_measure_within_the_memory_of_its_plan() -> None:
     assert "each layer is timed for 3 steps" in planning.text()
 
 
-def test_numbers_of_a_run_are_its_configs() -> None:
+def test_numbers_of_a_run_are_its_configs():
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(accumulate_dtype="float32"))
     assert (numbers.dtype, numbers.gradient_dtype) == (torch.bfloat16, torch.bfloat16)
     assert numbers.accumulate_dtype is torch.float32 and numbers.spike_factor == 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.batch_contents import TEMPLATE
-from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, before_step, interrupt, small_runs
 from torchround.commands.try_model import main as try_model
 from torchround.engine.engine import Engine
 from torchround.run.samples import Prompt, RunSamples
@@ -18,9 +18,9 @@ VALIDATED = ("--validation.interval_steps=2", "--data.validation_fraction=0.2", 
 PROMPTS = ("--validation.prompts=['ab cd', 'a much longer prompt than the first']", "--validation.prompt_tokens=7")
 
 
-def samples(runs: SmallRuns, name: str) -> dict[int, list[dict[str, str]]]:
+def samples(runs, name):
     """Return what each line of the metrics holds."""
-    return {int(line["step"]): line["samples"] for line in runs.steps(name) if "samples" in line}  # type: ignore[misc]
+    return {int(line["step"]): line["samples"] for line in runs.steps(name) if "samples" in line}
 
 
 def test_each_validation_continues_the_prompts_and_nothing_else_changes(small_runs, capsys):
@@ -97,7 +97,7 @@ class Loud(RunMachines):
 
     rank, size = 1, 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
     def agree(self, channel, value, what):

@@ -15,7 +15,6 @@ from torchround.pipeline.cards import find_device
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan_report import fits, host_memory, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware
 from torchround.run.run_plan import PlanByMeasuring
 
@@ -23,7 +22,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MACHINE = re.compile(r"# (\d+) x (RTX 4090) \((\d+) GB\), (\d+) GB of host memory")
 
 
-def question_for(config: Path, *keys: str) -> RunQuestion | None:
+def question_for(config, *keys):
     """Ask for the plan of a config on the machine in its first line; None if any machine will do."""
     first = config.read_text(encoding="utf-8").splitlines()[0]
     machine = MACHINE.match(first)
@@ -44,7 +43,7 @@ def question_for(config: Path, *keys: str) -> RunQuestion | None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_fits_its_machine_while_it_measures_and_afterwards(config: Path) -> None:
+def test_a_shipped_config_fits_its_machine_while_it_measures_and_afterwards(config):
     question = question_for(config)
     if question is None:
         return
@@ -63,13 +62,13 @@ def test_a_shipped_config_fits_its_machine_while_it_measures_and_afterwards(conf
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_fits_its_machine_with_validations_too(config: Path) -> None:
+def test_a_shipped_config_fits_its_machine_with_validations_too(config):
     question = question_for(config, "--validation.interval_steps=10", "--data.validation_fraction=0.1")
     if question is not None:
         assert question.validates and fits(question)
 
 
-def test_one_layer_a_stage_would_not_fit_the_machine_of_the_smallest_config() -> None:
+def test_one_layer_a_stage_would_not_fit_the_machine_of_the_smallest_config():
     """Such steps measured before: 143 GiB of boundaries on a machine of 96 GB."""
     question = question_for(next(path for path in CONFIGS if path.stem == "qwen3_1_7b"))
     assert question is not None

@@ -29,7 +29,7 @@ FAMILIES = {"llama3": [], "qwen3": [], "qwen3 with experts": EXPERTS, "gpt_oss":
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("".join(chr(32 + (index * index) % 90) for index in range(9000)))
     (tmp_path / "threads.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def trained(name: str, *arguments: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(name, *arguments):
     """Train, and return the losses and all tensors of the last checkpoint."""
     assert train.main(["--config", "threads.toml", f"--run.name={name}", *arguments]) == 0
     run = Path("outputs") / name
@@ -90,7 +90,7 @@ def test_a_backward_runs_in_the_thread_that_asks_for_it_also_inside_another_back
                 Seen.apply(torch.ones(1, requires_grad=True)).sum().backward()
             return gradient
 
-    def compute() -> None:
+    def compute():
         CpuDevice(0).enter_thread()
         Inside.apply(Seen.apply(torch.ones(1, requires_grad=True))).sum().backward()
 
@@ -105,7 +105,7 @@ def test_a_virtual_device_computes_one_product_with_one_thread(dtype):
     before, results = torch.get_num_threads(), []
     left, right = (torch.randn(shape).to(dtype) for shape in ((100, 2048), (2048, 768)))
 
-    def compute() -> None:
+    def compute():
         CpuDevice(0).enter_thread()
         results.append((torch.get_num_threads(), left @ right))
 

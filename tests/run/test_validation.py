@@ -3,11 +3,10 @@
 import json
 import math
 import signal
-from collections.abc import Mapping
 
 import pytest
 
-from tests.support.small_run import ASYNC, PREDICT, SmallRuns, before_step, interrupt, small_runs, write_text
+from tests.support.small_run import ASYNC, PREDICT, before_step, interrupt, small_runs, write_text
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands import train_model
 from torchround.commands.manage_checkpoints import main as manage
@@ -22,18 +21,16 @@ SPARSE = "--metrics.log_every_steps=4"
 LOSSES = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: math.nan, 6: 2.0, 7: 2.5, 8: 3.0, 9: 3.0}
 
 
-def with_losses(monkeypatch: pytest.MonkeyPatch, losses: Mapping[int, float]) -> None:
+def with_losses(monkeypatch, losses):
     """Give each step's validation a loss."""
     monkeypatch.setattr(RunValidation, "loss", lambda self, engine: losses[engine.store.step])
 
 
-def logged(small_runs: SmallRuns, name: str) -> list[int]:
+def logged(small_runs, name):
     return [int(line["step"]) for line in small_runs.steps(name)]
 
 
-def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_checkpoint_holds(
-    small_runs: SmallRuns,
-) -> None:
+def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_checkpoint_holds(small_runs):
     """A run that begins with a checkpoint's weights and learns next to nothing has the loss that was validated."""
     predicts = (*VALIDATED, ASYNC, PREDICT, "--checkpoint.interval_steps=3", "--validation.max_batches=2")
     assert small_runs("run", *predicts) == 0
@@ -52,9 +49,7 @@ def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_chec
 # The best checkpoint.
 
 
-def test_the_best_checkpoint_is_kept_and_listed(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_checkpoint_is_kept_and_listed(small_runs, monkeypatch, capsys):
     with_losses(monkeypatch, LOSSES)
     few = ("--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=2")
     assert small_runs("run", *LONG, *few, "--validation.keep_best=true") == 0
@@ -69,18 +64,14 @@ def test_the_best_checkpoint_is_kept_and_listed(
     assert small_runs.saved("run") == [3, 9]
 
 
-def test_without_the_key_no_checkpoint_is_saved_or_kept_for_its_loss(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_key_no_checkpoint_is_saved_or_kept_for_its_loss(small_runs, monkeypatch):
     with_losses(monkeypatch, LOSSES)
     assert small_runs("run", *LONG, "--checkpoint.interval_steps=4", "--checkpoint.keep_latest_k=1") == 0
     assert small_runs.saved("run") == [9]
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 7])
-def test_a_resumed_run_keeps_the_same_best_checkpoint_and_saves_no_worse_one(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_a_resumed_run_keeps_the_same_best_checkpoint_and_saves_no_worse_one(small_runs, monkeypatch, stop):
     with_losses(monkeypatch, LOSSES)
     best = (*LONG, "--validation.keep_best=true", "--checkpoint.keep_latest_k=1")
     with monkeypatch.context() as patch:
@@ -92,13 +83,11 @@ def test_a_resumed_run_keeps_the_same_best_checkpoint_and_saves_no_worse_one(
     assert progress == {"loss": 3.0, "best_loss": 2.0, "best_step": 3, "since_best": 6}
 
 
-def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(small_runs, monkeypatch, caplog):
     with_losses(monkeypatch, LOSSES)
     save = Checkpointer.save
 
-    def failing(self: Checkpointer, step: int, *rest: object) -> object:
+    def failing(self, step, *rest):
         if step == 3:
             raise CheckpointError("No space left on device")
         return save(self, step, *rest)
@@ -111,9 +100,7 @@ def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(
     assert small_runs.saved("run") == [4, 9]
 
 
-def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(small_runs, monkeypatch):
     """Every step is saved at once, and only the end of the data shows which one was the last."""
     monkeypatch.setattr(RunValidation, "loss", lambda self, engine: 1.0)
     write_text(small_runs.folder / "text.jsonl", lines=9)
@@ -123,9 +110,7 @@ def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(
     assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints")) == {last: 1.0}
 
 
-def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validation(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validation(small_runs, monkeypatch, capsys):
     """Step 4 is the last one, and no interval validates it."""
     with_losses(monkeypatch, {3: 3.0, 4: 1.0})
     interval = ("--validation.interval_steps=3", "--checkpoint.interval_steps=2", "--training.steps=4")
@@ -134,9 +119,7 @@ def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validati
     assert capsys.readouterr().out.count("checkpoints/step-4 (") == 1
 
 
-def test_the_best_checkpoint_is_the_one_that_is_exported(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_the_one_that_is_exported(small_runs, monkeypatch):
     with_losses(monkeypatch, LOSSES)
     exported = []
     monkeypatch.setattr(train_model, "export", lambda request: exported.append(request) or "done")
@@ -149,9 +132,7 @@ def test_the_best_checkpoint_is_the_one_that_is_exported(
 
 
 @pytest.mark.parametrize("update", [(), (ASYNC,)], ids=["sync", "async"])
-def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], update: tuple[str, ...]
-) -> None:
+def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(small_runs, monkeypatch, capsys, update):
     with_losses(monkeypatch, LOSSES)
     patient = (*LONG, *update, "--validation.patience=4", SPARSE)
     assert small_runs("whole", *patient) == 0
@@ -170,7 +151,7 @@ def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(
     assert small_runs.saved("run")[-1] == 8
 
 
-def test_progress_takes_only_lower_finite_losses_for_better() -> None:
+def test_progress_takes_only_lower_finite_losses_for_better():
     progress = ValidationProgress()
     for step, loss in ((1, math.nan), (2, 3.0), (3, 3.0), (4, math.inf), (5, 2.5)):
         progress = progress.after(step, loss)
@@ -190,18 +171,13 @@ def test_progress_takes_only_lower_finite_losses_for_better() -> None:
     [{"best_loss": "2"}, {"loss": float("nan")}, {"best_step": -1}, {"since_best": True}, {"more": 1}],
     ids=str,
 )
-def test_progress_that_no_run_saved_is_refused(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: dict[str, object],
-) -> None:
+def test_progress_that_no_run_saved_is_refused(small_runs, monkeypatch, capsys, change):
     state = {"loss": 2.0, "best_loss": 2.0, "best_step": 3, "since_best": 0, **change}
     with pytest.raises(ValueError, match="validation"):
         ValidationProgress.from_state(state)
 
 
-def test_a_damaged_checkpoint_is_no_candidate(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_no_candidate(small_runs, monkeypatch):
     with_losses(monkeypatch, LOSSES)
     assert small_runs("run", *LONG, "--validation.keep_best=true", "--checkpoint.keep_latest_k=0") == 0
     checkpointer = Checkpointer(small_runs.path("run") / "checkpoints")
@@ -211,8 +187,6 @@ def test_a_damaged_checkpoint_is_no_candidate(small_runs: SmallRuns, monkeypatch
 
 
 @pytest.mark.parametrize("key", ["keep_best=true", "patience=3"])
-def test_keys_of_a_validation_that_is_off_are_refused(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], key: str
-) -> None:
+def test_keys_of_a_validation_that_is_off_are_refused(small_runs, capsys, key):
     assert small_runs("run", f"--validation.{key}") == 2
     assert "legal: an interval above 0, which switches validation on" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """A small released model on disk, a config that trains it, and what its runs leave."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
 MAPPED = (*ADAPTED, "--lora.map_base=true")
 
 
-def saved_config(**tables) -> dict[str, object]:
+def saved_config(**tables):
     """Return the configuration of a run as its checkpoints hold it."""
     sources = {"sources": [{"path": "text.jsonl"}]}
     training = {"seq_len": 16, "global_batch_size": 2} | tables.pop("training", {})
@@ -34,7 +33,7 @@ def saved_config(**tables) -> dict[str, object]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
@@ -48,17 +47,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def change_config(folder: Path, **changes) -> None:
+def change_config(folder, **changes):
     path = folder / "release" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def saved(folder: Path, name: str, step: int = 3) -> dict[str, torch.Tensor]:
+def saved(folder, name, step=3):
     tensors = {}
     for path in (folder / "outputs" / name / "checkpoints" / f"step-{step}").glob("*.safetensors"):
         tensors |= load_file(path)
     return tensors
 
 
-def exported(folder: Path, step: int = 1) -> Path:
+def exported(folder, step=1):
     return folder / "outputs" / "small" / "export" / f"step-{step}"
