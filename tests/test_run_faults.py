@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.planted_hangs import over, planted
 from tests.support.small_run import (
@@ -153,30 +152,6 @@ def test_a_console_that_is_closed_does_not_end_the_run(small_runs, monkeypatch):
     assert len(small_runs.steps("run")) == STEPS
 
 
-# Mistakes that need a machine or a folder to be found.
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["--engine.device_memory_gib=1e-6"], "GiB"),
-        (["--engine.devices=cuda"], "PyTorch sees none here"),
-        (['--data.sources=[{ path = "nowhere.txt" }]'], "command line: data.sources: "),
-        (["--run.folder=text.jsonl"], "run.folder: text.jsonl/run cannot be used"),
-        (
-            ["--validation.interval_steps=1", '--validation.sources=[{ path = "nowhere.txt" }]'],
-            "command line: validation.sources: ",
-        ),
-    ],
-)
-def test_a_mistake_is_exit_code_2_and_one_message(small_runs, monkeypatch, capsys, overrides, expected):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert small_runs("run", *overrides) == 2
-    message = capsys.readouterr().err
-    assert expected in message and "Traceback" not in message
-    assert not small_runs.path("run").exists()
-
-
 def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(small_runs, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "available_host_bytes", lambda: 2**17)
     assert small_runs("run") == 2
@@ -188,7 +163,7 @@ def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(small_
 # Data.
 
 
-@pytest.mark.parametrize("mode", ["stop", "skip"])
+@pytest.mark.parametrize("mode", [pytest.param("stop", marks=pytest.mark.nightly), "skip"])
 def test_a_file_of_data_that_vanishes_ends_the_run_after_a_save_and_a_resume_gives_the_same_bits(
     small_runs, monkeypatch, capsys, mode
 ):
@@ -206,14 +181,3 @@ def test_a_file_of_data_that_vanishes_ends_the_run_after_a_save_and_a_resume_giv
     away.rename(text)
     assert small_runs("run", *overrides) == 0
     small_runs.assert_same("run", "whole")
-
-
-@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_a_mistake_that_all_records_share_is_refused_and_nothing_is_written(small_runs, capsys, dry):
-    """A run that skips bad records too is refused: otherwise it would end with none, or never say it met them."""
-    (small_runs.folder / "ids.jsonl").write_text('{"tokens": [1, 70000]}\n' * 9)
-    source = '--data.sources=[{ path = "ids.jsonl", content = "tokens" }]'
-    assert small_runs("run", source, "--data.on_bad_record=skip", *dry) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert "data.sources: source 'ids.jsonl': ids.jsonl, line 1: token ids from 1 to 70000; the" in message
-    assert not (small_runs.folder / "outputs").exists()

@@ -1,28 +1,18 @@
 """A run that is resumed with other settings: legal changes are reported and take effect, another model is refused."""
 
-import signal
-
 import pytest
 
-from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, UNCORRECTED, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, UNCORRECTED, small_runs, stop_after
 from torchround.config import Config
 from torchround.engine.store.prediction import Prediction
 
 __all__ = ["small_runs"]
 
 
-def stop_after(small_runs, monkeypatch, step, *overrides):
-    """The run `run`, stopped and saved there."""
-    with monkeypatch.context() as patch:
-        before_step(patch, step, interrupt)
-        assert small_runs("run", *overrides) == 128 + signal.SIGTERM
-    assert small_runs.saved("run") == [step]
-
-
 def test_from_async_to_sync_the_older_version_is_left_out_and_the_rest_is_a_sync_run_s(small_runs, monkeypatch, caplog):
     """The first step reads the same weights in both, so after it a run may turn into one that was `sync` all along."""
     assert small_runs("whole") == 0
-    stop_after(small_runs, monkeypatch, 1, ASYNC)
+    stop_after(1, small_runs, "run", ASYNC)
     assert small_runs("run") == 0
     small_runs.assert_same("run", "whole")
     assert "from now on engine.update 'async' -> 'sync'" in caplog.text
@@ -32,7 +22,7 @@ def test_from_sync_to_async_the_first_step_reads_the_newest_weights_and_the_next
     small_runs, monkeypatch, caplog
 ):
     assert small_runs("whole") == 0
-    stop_after(small_runs, monkeypatch, 2)
+    stop_after(2, small_runs, "run")
     assert small_runs("run", ASYNC) == 0
     changed, whole = small_runs.losses("run"), small_runs.losses("whole")
     assert changed[3] == whole[3] and changed[4][0] != whole[4][0]
@@ -50,10 +40,8 @@ def test_a_correction_of_the_delay_that_is_new_to_a_run_is_reported(small_runs, 
 
     with monkeypatch.context() as patch:
         patch.setattr(Config, "model_dump", dumped)
-        stop_after(small_runs, monkeypatch, 1, ASYNC, "--engine.delay_correction=none")
-    with monkeypatch.context() as patch:
-        before_step(patch, 2, interrupt)
-        small_runs("run", ASYNC)
+        stop_after(1, small_runs, "run", ASYNC, "--engine.delay_correction=none")
+    stop_after(2, small_runs, "run", ASYNC)
     assert "from now on engine.delay_correction 'none' -> 'predict'" in caplog.text
     caplog.clear()
     assert small_runs("run", ASYNC, "--engine.delay_correction=predict") == 0
@@ -64,7 +52,7 @@ def test_a_correction_that_muon_does_not_make_is_no_change(small_runs, monkeypat
     """With Muon `auto` means `none`: neither a resumed run nor a complete one was trained with another setting."""
     muon = (ASYNC, "--optimizer.name=muon", "--training.dtype=bfloat16")
     assert small_runs("whole", *muon) == 0
-    stop_after(small_runs, monkeypatch, 2, *muon)
+    stop_after(2, small_runs, "run", *muon)
     for tries in ("resumed", "complete"):
         assert small_runs("run", *muon, UNCORRECTED) == 0, (tries, capsys.readouterr().err)
     assert "engine.delay_correction" not in caplog.text
@@ -79,7 +67,7 @@ def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(small_run
 
     with monkeypatch.context() as patch:
         patch.setattr(Prediction, "state", without_lr)
-        stop_after(small_runs, monkeypatch, 2, ASYNC)
+        stop_after(2, small_runs, "run", ASYNC)
     assert small_runs("run", ASYNC) == 2
     [message] = capsys.readouterr().err.splitlines()
     assert "step-2: invalid run state in the checkpoint: prediction is" in message
@@ -87,7 +75,7 @@ def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(small_run
 
 def test_other_rounds_change_a_run_by_rounding_alone(small_runs, monkeypatch):
     assert small_runs("whole") == 0
-    stop_after(small_runs, monkeypatch, 2)
+    stop_after(2, small_runs, "run")
     assert small_runs("run", TWO_ROUNDS) == 0
     changed, whole = small_runs.losses("run"), small_runs.losses("whole")
     assert changed[3][0] == pytest.approx(whole[3][0], rel=1e-6)
@@ -97,7 +85,7 @@ def test_other_rounds_change_a_run_by_rounding_alone(small_runs, monkeypatch):
 
 
 def test_another_learning_rate_and_schedule_are_used_and_reported(small_runs, monkeypatch, caplog):
-    stop_after(small_runs, monkeypatch, 2)
+    stop_after(2, small_runs, "run")
     assert small_runs("run", "--optimizer.lr=5e-3", "--lr_schedule.decay=none") == 0
     assert "from now on optimizer.lr 0.01 -> 0.005, lr_schedule.decay " in caplog.text
     assert [small_runs.losses("run")[step][2] for step in (3, 4, 5)] == [5e-3] * 3

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.run.test_counted_memory import RandomSetting
+from tests.run.test_counted_memory import RandomSetting, seeds
 from tests.support.machines import run_machines
 from torchround.data import cut
 from torchround.engine.store.ownership import Ownership
@@ -65,7 +65,7 @@ class MachineSetting(RandomSetting):
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(range(12), 3))
 def test_the_fullest_machine_takes_what_is_counted(seed):
     setting = MachineSetting(seed)
     plan = plan_for(setting.question())

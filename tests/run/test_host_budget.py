@@ -36,11 +36,16 @@ def budget_of(built, numbers, mapped=()):
     return run_question(built, numbers, CPU, mapped).state()
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("update", ["sync", "async"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "shape", [{}, {"tied": True}, {"frozen": True}, {"adapters": True}, {"adapters": True, "tied": True}]
+    ("shape", "dtype", "update", "rounds"),
+    [
+        ({}, "bfloat16", "async", 2),
+        ({"tied": True}, "float32", "async", 1),
+        ({"tied": True}, "bfloat16", "sync", 2),
+        ({"frozen": True}, "float16", "sync", 2),
+        ({"adapters": True}, "bfloat16", "async", 1),
+        ({"adapters": True, "tied": True}, "float16", "async", 2),
+    ],
 )
 def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, rounds):
     numbers = RunNumbers(TrainingTable(dtype=dtype), EngineTable(update=update, rounds=rounds))
@@ -79,23 +84,12 @@ def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied):
     assert budget.total_bytes == budget.state_bytes
 
 
-def test_too_little_memory_is_an_error_with_what_is_missing():
-    numbers = RunNumbers(TrainingTable(), EngineTable())
-    needed = budget_of(model(), numbers).state_bytes
-    scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
-    with pytest.raises(
-        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
-    ):
-        plan_for(run_question(model(), numbers, scarce))
-
-
 COMPACT, ADAMW = 'optimizer.state = "compact"', 'optimizer.name = "adamw"'
 NO_CORRECTION = 'engine.delay_correction = "none"'
 SMALLEST = AdamWTable(state="compact")
 UNCORRECTED = EngineTable(update="async", delay_correction="none")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("table", "engine", "smaller"),
     [
@@ -116,11 +110,11 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
     ],
     ids=["adamw", "adamw, async", "compact", "muon", "muon, compact", "muon, compact, async"],
 )
-def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(dtype, table, engine, smaller):
+def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(table, engine, smaller):
     """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""
 
     def numbers_of(settings, engine):
-        return RunNumbers(TrainingTable(dtype=dtype), engine, optimizer=settings)
+        return RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=settings)
 
     numbers = numbers_of(table, engine)
     whole_bytes = build_store(model(), numbers, CPU).nbytes()

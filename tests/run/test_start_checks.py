@@ -1,8 +1,10 @@
 """Room for checkpoints, known at the start and awaited at the end, and a fault before the first update."""
 
 import errno
+import math
 import re
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,10 +34,7 @@ BFLOAT16, MUON = "--training.dtype=bfloat16", "--optimizer.name=muon"
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        *([], [ASYNC], [TIED], ["--lora.rank=2"], [ASYNC, BFLOAT16, "--lora.rank=2"]),
-        *([BFLOAT16, COMPACT], [BFLOAT16, *BOUNDED], [MUON], [BFLOAT16, ASYNC, MUON, COMPACT]),
-    ],
+    [[ASYNC, BFLOAT16, "--lora.rank=2"], [TIED, COMPACT], [BFLOAT16, *BOUNDED], [BFLOAT16, ASYNC, MUON, COMPACT]],
     ids=" ".join,
 )
 def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_runs, monkeypatch, mode):
@@ -59,27 +58,24 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps", "expected"),
+    ("keys", "steps", "best", "expected"),
     [
-        ({"interval_steps": 0}, 100, 1),
-        ({"interval_steps": 10}, 100, 3),
-        ({"interval_steps": 60}, 100, 2),
-        ({"interval_steps": 10, "keep_latest_k": 0}, 95, 10),
-        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, 7),
-        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, 6),
-        ({"interval_steps": 500}, 7, 1),
+        ({"interval_steps": 0}, 100, False, 1),
+        ({"interval_steps": 10}, 100, False, 3),
+        ({"interval_steps": 60}, 100, False, 2),
+        ({"interval_steps": 10, "keep_latest_k": 0}, 95, False, 10),
+        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, False, 7),
+        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, False, 6),
+        ({"interval_steps": 500}, 7, False, 1),
+        ({"keep_latest_k": 2}, 100, True, 4),
+        ({"keep_latest_k": 2}, None, True, 4),
+        ({"keep_latest_k": 2, "interval_steps": 0}, 15, True, 2),
+        ({"keep_latest_k": 2}, None, False, 3),
     ],
 )
-def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(keys, steps, expected):
-    assert num_at_once(CheckpointTable(**keys), steps) == expected
-
-
-def test_the_best_checkpoint_takes_the_room_of_one_more():
-    best = ValidationTable(interval_steps=10, keep_best=True)
-    assert num_at_once(CheckpointTable(keep_latest_k=2), 100, best) == 4
-    assert num_at_once(CheckpointTable(keep_latest_k=2), None, best) == 4
-    assert num_at_once(CheckpointTable(keep_latest_k=2, interval_steps=0), 15, best) == 2
-    assert num_at_once(CheckpointTable(keep_latest_k=2), None) == 3
+def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(keys, steps, best, expected):
+    validation = ValidationTable(interval_steps=10, keep_best=best)
+    assert num_at_once(CheckpointTable(**keys), steps, validation) == expected
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_the_dry_run(
@@ -127,26 +123,21 @@ def full_for(tries):
     return save
 
 
-def test_the_last_save_is_tried_again_until_there_is_space(caplog):
+@pytest.mark.parametrize(
+    ("tries", "signal_after_s", "waited_s"),
+    [
+        (3, math.inf, 3 * RETRY_S),
+        (10**9, math.inf, MOST_WAIT_S),
+        (10**9, 0, MOST_WAIT_AFTER_SIGNAL_S),  # a signal that was there before
+        (10**9, 7, 7),  # one that comes while it waits gives it up
+    ],
+)
+def test_the_last_save_waits_for_space_within_bounds(caplog, tries, signal_after_s, waited_s):
     slept = []
-    save_with_patience(full_for(3), lambda: False, slept.append)
-    assert sum(slept) == 3 * RETRY_S
-    assert len(caplog.messages) == 1 and "a signal gives it up" in caplog.text
-
-
-@pytest.mark.parametrize("was_requested", [False, True])
-def test_the_wait_for_space_is_bounded(was_requested):
-    slept = []
-    with pytest.raises(NoSpaceError):
-        save_with_patience(full_for(10**9), lambda: was_requested, slept.append)
-    assert sum(slept) == (MOST_WAIT_AFTER_SIGNAL_S if was_requested else MOST_WAIT_S)
-
-
-def test_a_signal_gives_the_last_save_up():
-    slept = []
-    with pytest.raises(NoSpaceError):
-        save_with_patience(full_for(10**9), lambda: len(slept) >= 7, slept.append)
-    assert len(slept) == 7
+    ends = pytest.raises(NoSpaceError) if tries > 3 else nullcontext()
+    with ends:
+        save_with_patience(full_for(tries), lambda: len(slept) >= signal_after_s, slept.append)
+    assert sum(slept) == waited_s and len(caplog.messages) == 1
 
 
 def test_another_error_of_the_last_save_is_not_waited_for():

@@ -83,11 +83,3 @@ def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
     down = moved_bytes(of_kind(spans, "gradients"))
     assert ROUNDS * trained <= down <= ROUNDS * (trained + padding)
     assert down < up / 4
-
-
-def test_traced_steps_beyond_the_run_cost_one_warning(small_runs, caplog):
-    assert small_runs("run", "--trace.steps=[9, 5, 6]") == 0
-    assert [entry.getMessage() for entry in caplog.records] == [
-        "trace.steps: 6, 9 will not be traced; the run ends after training.steps = 5"
-    ]
-    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-5.json"]

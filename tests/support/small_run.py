@@ -178,6 +178,15 @@ def before_step(monkeypatch, step, action):
     monkeypatch.setattr(StepBatch, "with_seeds", counting)
 
 
+def stop_after(step, runs, name, *overrides):
+    """Train run `name`, stop it after its `step`-th step from now, and require that it was saved there."""
+    before = max(runs.saved(name), default=0)
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, step, interrupt)
+        assert runs(name, *overrides) == 128 + signal.SIGTERM
+    assert runs.saved(name)[-1] == before + step
+
+
 def awaiting_saves(monkeypatch):
     """Return a function that waits until the given number of saves, counted from now on, have ended or failed.
 
