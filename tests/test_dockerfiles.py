@@ -55,8 +55,6 @@ def test_an_image_installs_pinned_packages_and_extras_that_exist(name):
     assert extras and set(extras[1].split(",")) <= set(project["optional-dependencies"])
 
 
-
-
 def test_nothing_that_git_ignores_gets_into_an_image():
     kept_out = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]

@@ -119,8 +119,6 @@ def run_python(program, arguments, folder):
     run([sys.executable, *launcher, *arguments, *(SHORT_RUN if trains else [])], folder)
 
 
-
-
 @pytest.mark.documented
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_an_example_in_python_runs(block, clone):

@@ -1,6 +1,5 @@
 """The page `docs/tour.md` is true: its files and functions exist, imports connect them, and a step runs them in order."""
 
-import ast
 import re
 import sys
 import threading
@@ -20,12 +19,6 @@ def stops():
     assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
     # Modules are imported through the package's link to the models.
     return [(re.sub("^models/", "torchround/models/", file), function) for _, file, function in found]
-
-
-
-
-
-
 
 
 def test_a_step_runs_the_functions_of_the_tour_in_its_order(small_runs):

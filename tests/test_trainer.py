@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 import signal
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from tests.support.small_run import (
 )
 from torchround.config import load_config
 from torchround.engine.engine import Engine
+from torchround.observe import loss_curve, run_page
 from torchround.run.early_end import STOP_SIGNALS
 
 __all__ = ["small_runs"]
@@ -134,6 +136,13 @@ def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(small_runs, 
     assert small_runs("run", "--dry-run", "--engine.device_memory_gib=1e-4") == 2
     assert small_runs("run", "--dry-run", '--data.sources=[{ path = "nowhere.txt" }]') == 2
     assert files_of(small_runs.folder) == before and not small_runs.path("run").exists()
+
+
+def test_a_run_ends_with_a_page_and_a_picture_and_says_where(small_runs, monkeypatch, capsys):
+    monkeypatch.setattr(run_page, "draw_run", loss_curve.draw_run)
+    assert small_runs("run", "--training.steps=2") == 0
+    page = re.search(r"^open     ([^;]+);", capsys.readouterr().out, re.MULTILINE)[1]
+    assert (small_runs.folder / page).is_file() and (small_runs.path("run") / "loss.png").is_file()
 
 
 # The end.

@@ -13,6 +13,7 @@ from tests.support.small_run import (
     STEPS,
     UNCORRECTED,
     SmallRuns,
+    draw_no_pictures,
     fp32_weights,
     small_family,
     small_runs,
@@ -99,6 +100,7 @@ def written(tmp_path_factory):
     folder, threads = tmp_path_factory.mktemp("forms"), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         use_family(patch, "small", small_family())
+        draw_no_pictures(patch)
         patch.chdir(folder)
         runs = SmallRuns(folder)
         for name, overrides in FORMS.items():

@@ -9,17 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.machines import run_machines
-from tests.support.small_run import (
-    ASYNC,
-    COMPACT,
-    STEPS,
-    before_step,
-    files_of,
-    fp32_weights,
-    interrupt,
-    small_family,
-    small_runs,
-)
+from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_family, small_runs, stop_after
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model
@@ -56,13 +46,10 @@ def saved_again_by_three(path):
     assert len(list(path.glob("*.safetensors"))) == 3
 
 
-def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same_bits(small_runs, monkeypatch):
+def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same_bits(small_runs):
     assert small_runs("whole", ASYNC) == 0
-    with monkeypatch.context() as patch:
-        before_step(patch, 3, interrupt)
-        assert small_runs("run", ASYNC) > 128
-    (step,) = small_runs.saved("run")
-    saved_again_by_three(small_runs.path("run") / "checkpoints" / f"step-{step}")
+    stop_after(3, small_runs, "run", ASYNC)
+    saved_again_by_three(small_runs.path("run") / "checkpoints" / "step-3")
     assert small_runs("run", ASYNC) == 0
     small_runs.assert_same("run", "whole", STEPS)
 
@@ -103,7 +90,7 @@ def a_loader(positions):
     return SimpleNamespace(load_state_dict=positions.append, state_dict=dict)
 
 
-@pytest.mark.parametrize("source", ["its own", "checkpoint.load_path"])
+@pytest.mark.parametrize("source", [pytest.param("its own", marks=pytest.mark.nightly), "checkpoint.load_path"])
 def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
     assert small_runs("run", ASYNC) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
@@ -127,9 +114,8 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("form", [(), ("--training.dtype=bfloat16", COMPACT)], ids=["fp32", "split, compact"])
-def test_two_machines_begin_with_the_weights_of_another_run(small_runs, form):
-    assert small_runs("run", *form) == 0
+def test_two_machines_begin_with_the_weights_of_another_run(small_runs):
+    assert small_runs("run", "--training.dtype=bfloat16", COMPACT) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     overrides = ["--run.name=other", "--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
 

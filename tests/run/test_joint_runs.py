@@ -70,21 +70,14 @@ def restored(build, dtype, policy, load, size, optimizer=None):
 @pytest.mark.parametrize(
     ("build", "dtype", "policy", "name"),
     [
-        (toy_model, torch.bfloat16, SYNC, "adamw"),
-        (partial(toy_model, True), torch.float32, ASYNC, "adamw"),
-        (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw"),
-        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
+        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
         (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
         (expert_model, torch.bfloat16, SYNC, "muon"),
-        (adapted_model, torch.bfloat16, ASYNC, "muon compact"),
-        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
+        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
     ],
-    ids=[
-        *("sync", "async, tied", "async, predicting", "adapters", "async, predicting, compact"),
-        *("experts, muon", "adapters, muon, compact", "async, tied, muon, compact"),
-    ],
+    ids=["tied, muon, compact", "predicting, compact", "experts, muon", "adapters"],
 )
-def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(tmp_path, build, dtype, policy, name):
+def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_path, build, dtype, policy, name):
     optimizer = make_optimizer(OPTIMIZERS[name])
     whole = trained_store(build(), dtype, policy, optimizer=optimizer)
 
@@ -98,7 +91,7 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
     loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
     alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
     load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
-    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3, 4)}
+    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3)}
     for stores in ([alone], *every.values()):
         together = {}
         for store in stores:
@@ -110,11 +103,13 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")]
-)
-@pytest.mark.parametrize("table", [AdamWTable, MuonTable])
-@pytest.mark.parametrize(
-    ("dtype", "policy"), [(torch.float32, SYNC), (torch.bfloat16, ASYNC)], ids=["sync, float32", "async, bfloat16"]
+    ("dtype", "policy", "table", "before", "after"),
+    [
+        (torch.float32, SYNC, AdamWTable, "exact", "compact"),
+        (torch.float32, SYNC, MuonTable, "compact", "compact"),
+        (torch.bfloat16, ASYNC, MuonTable, "compact", "exact"),
+        (torch.bfloat16, ASYNC, AdamWTable, "exact", "exact"),
+    ],
 )
 def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
     tmp_path, dtype, policy, table, before, after
@@ -275,27 +270,16 @@ def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path):
     assert run_machines(2, losses) == [{1: 0.5, 2: 0.75}] * 2
 
 
-def test_a_fault_of_several_machines_saves_nothing_and_names_the_newest_checkpoint(tmp_path, caplog):
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError, 1), (BadStepsError, 0)])
+def test_a_fault_of_several_machines_saves_nothing_and_bad_steps_are_none(tmp_path, caplog, error, told):
     def fault(group):
         checkpoints = checkpoints_of(tmp_path, group)
         store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
         checkpoints.positions.append(RunPosition(STEP, 0, {}))
-        checkpoints.rescue(store, RuntimeError("planted"))
+        checkpoints.rescue(store, error("planted"))
 
     with caplog.at_level(logging.WARNING):
         run_machines(2, fault)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert caplog.text.count("the state is spread over 2 machines") == 1, "machine 0 tells it"
-    assert "there is no checkpoint" in caplog.text
-
-
-def test_bad_steps_that_end_a_saved_run_are_no_fault_of_several_machines(tmp_path, caplog):
-    def end(group):
-        checkpoints = checkpoints_of(tmp_path, group)
-        store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
-        checkpoints.positions.append(RunPosition(STEP, 0, {}))
-        checkpoints.rescue(store, BadStepsError("planted"))
-
-    with caplog.at_level(logging.WARNING):
-        run_machines(2, end)
-    assert "not saved" not in caplog.text and not (tmp_path / "run" / "checkpoints").exists()
+    assert caplog.text.count("spread over 2 machines") == told, "machine 0 tells it"
+    assert caplog.text.count("there is no checkpoint") == told

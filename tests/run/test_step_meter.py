@@ -3,6 +3,7 @@
 import math
 import mmap
 import resource
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,43 +92,6 @@ def test_steps_of_several_devices_that_end_together_have_one_rate_and_no_share_b
     assert [line.bubble for line in found[3::2]] == pytest.approx([0.05] * 3)
 
 
-def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does():
-    clock = Clock()
-    meter = started(clock)
-    for _ in range(4):
-        with meter.waiting_for_data():
-            clock.now_s += 0.5
-        clock.now_s += 1.5
-        meter.add(FinishedStep(), 100)
-    for seconds in (60.0, 30.0):
-        with meter.excluded():
-            clock.now_s += seconds
-    found = record(meter)
-    assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
-
-
-def test_excluded_time_is_left_out_once_even_if_it_ends_in_an_error():
-    clock = Clock()
-    meter = started(clock)
-    with pytest.raises(RuntimeError), meter.excluded():
-        clock.now_s += 60.0
-        raise RuntimeError("the disk is full")
-    for _ in range(2):
-        clock.now_s += 1.0
-        meter.add(FinishedStep(), 10)
-        assert record(meter).step_s == 1.0
-
-
-def test_time_before_the_start_does_not_count():
-    clock = Clock()
-    meter = StepMeter([CpuDevice(0)], 6e6, None, clock=clock)
-    clock.now_s += 60.0
-    meter.start()
-    clock.now_s += 1.0
-    meter.add(FinishedStep(), 10)
-    assert record(meter).step_s == 1.0
-
-
 def test_figures_of_devices_and_optimizer_are_means_per_step():
     clock = Clock()
     meter = started(clock, skipped_steps=4)
@@ -154,37 +118,6 @@ def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite():
     assert math.isnan(record(meter).loss)
 
 
-def test_a_rate_over_no_steps_is_refused():
-    with pytest.raises(ValueError, match="no step was counted"):
-        record(started())
-
-
-def test_the_real_clock_runs():
-    meter = started()
-    meter.add(FinishedStep(), 10)
-    found = record(meter)
-    assert found.step_s > 0 and found.tokens_per_s == pytest.approx(10 / found.step_s)
-
-
-def test_mfu_is_model_flops_over_the_peak_of_all_devices():
-    # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
-    num_weights = 1_000_000
-    forward_flops = 2.0 * num_weights * 512
-    flops_per_token = train_flops_per_token([LayerWork(forward_flops, 0, 0)], num_tokens=512)
-    assert flops_per_token == 6.0 * num_weights
-    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
-
-
-def test_a_frozen_weight_costs_four_flops_per_token_and_not_six():
-    dense, frozen = 2.0 * 1_000_000, 2.0 * 700_000
-    works = [LayerWork(0.0, 0, 0), LayerWork(dense, 0, 0, frozen_flops=frozen)]
-    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000
-
-
-def test_mfu_of_a_device_whose_peak_is_not_known_is_none():
-    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
-
-
 def test_host_memory_equals_the_kernels_figure_and_grows_with_use():
     def kernel_gib():
         status = Path("/proc/self/status").read_text()
@@ -207,3 +140,35 @@ def test_host_memory_is_known_while_no_further_file_may_be_opened():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found_gib == host_peak_gib()
+
+
+def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does():
+    clock = Clock()
+    meter = StepMeter([CpuDevice(0), CpuDevice(1)], 6e6, None, clock=clock)
+    clock.now_s += 60.0  # before the start
+    meter.start()
+    for _ in range(4):
+        with meter.waiting_for_data():
+            clock.now_s += 0.5
+        clock.now_s += 1.5
+        meter.add(FinishedStep(), 100)
+    for seconds in (60.0, 30.0):
+        with suppress(RuntimeError), meter.excluded():
+            clock.now_s += seconds
+            raise RuntimeError("the disk is full")
+    found = record(meter)
+    assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
+    with pytest.raises(ValueError, match="no step was counted"):
+        record(meter)
+
+
+def test_mfu_is_model_flops_over_the_peak_of_all_devices():
+    # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
+    num_weights = 1_000_000
+    flops_per_token = train_flops_per_token([LayerWork(2.0 * num_weights * 512, 0, 0)], num_tokens=512)
+    assert flops_per_token == 6.0 * num_weights
+    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
+    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
+    # A frozen weight costs four FLOPs per token.
+    works = [LayerWork(0.0, 0, 0), LayerWork(2.0 * 1_000_000, 0, 0, frozen_flops=2.0 * 700_000)]
+    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from tests.support.small_run import draw_no_pictures
 from torchround.config import EngineTable
 from torchround.engine.device import CpuDevice
 from torchround.run import hardware
@@ -32,6 +33,7 @@ FAMILIES = {"llama3": [], "qwen3": [], "qwen3 with experts": EXPERTS, "gpt_oss":
 def folder(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("".join(chr(32 + (index * index) % 90) for index in range(9000)))
     (tmp_path / "threads.toml").write_text(CONFIG)
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path

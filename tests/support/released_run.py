@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.small_run import draw_no_pictures
 from torchround.config.validate import RawConfig, validate
 
 CONFIG = """
@@ -41,6 +42,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "small.toml").write_text(CONFIG)
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path

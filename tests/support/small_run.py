@@ -22,6 +22,7 @@ from torchround.commands import configured_model, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
+from torchround.observe import run_page
 from torchround.optim.split_weights import join
 from torchround.trainer import Trainer
 
@@ -39,6 +40,7 @@ name = "bytes"
 
 [data]
 sources = [{ path = "text.jsonl" }]
+shuffle_sequences = 16  # the usual window holds all of this text
 
 [training]
 steps = 5
@@ -146,10 +148,16 @@ def small_family():
 def small_runs(tmp_path, monkeypatch):
     """Yield runs in `tmp_path`, with the model family `small`."""
     use_family(monkeypatch, "small", small_family())
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield SmallRuns(tmp_path)
     torch.set_num_threads(threads)
+
+
+def draw_no_pictures(monkeypatch):
+    """Let runs end without the picture of their losses, which takes them longer than five steps."""
+    monkeypatch.setattr(run_page, "draw_run", lambda folder: None)
 
 
 def use_family(monkeypatch, name, family):
@@ -192,7 +200,7 @@ def awaiting_saves(monkeypatch):
 
     A save ends once its step is reported. That happens when the step after next is dispatched, at the latest.
     """
-    save, saves = Engine.save, list()
+    save, saves = Engine.save, []
 
     def seen(self, write):
         saves.append(save(self, write))
