@@ -44,7 +44,7 @@ def steps_on(group, loader, count):
     return [step for step in islice(iter(lambda: batches.next()[0], None), count) if step is not None]
 
 
-@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path, streams):
     def work(group):
         loader = loader_of(tmp_path, streams=streams)
