@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_importing_the_package_imports_neither_torch_nor_anything_else_of_it():
 # What forked processes do.
 
 
+def warm_up():
+    """Import all commands, so that no child has to."""
+    for module, _ in commands.COMMANDS.values():
+        import_module(f"torchround.commands.{module}")
+
+
 def starts(entry, *arguments):
     """Be the entry point of a command in the clone."""
     sys.argv = [entry, *arguments]
@@ -60,6 +67,7 @@ def is_left_early(words):
     sys.argv = ["torchround", *words]
     try:
         if words == ["benchmarks"]:
+            del sys.argv[1:]
             runpy.run_module("benchmarks", run_name="__main__")
         commands.main()
     except SystemExit as end:

@@ -3,10 +3,8 @@
 import json
 from dataclasses import replace
 
-import pytest
-
 from tests.support.counted_rules import FULL
-from tests.support.small_run import ASYNC, STEPS, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, small_runs, stop_after
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.partition import Partition
@@ -25,17 +23,9 @@ def measured(steps):
     return [PLANNED, LONGER, f"--engine.measure_steps={steps}", "--engine.num_devices=3"]
 
 
-def stop_before(step, small_runs, *overrides):
-    """The run `run`, asked to stop just before a step: it finishes that one and saves."""
-    with pytest.MonkeyPatch.context() as patch:
-        before_step(patch, step, interrupt)
-        assert small_runs("run", *overrides) == 143
-
-
-@pytest.mark.parametrize("update", ["--engine.update=sync", ASYNC])
-def test_measuring_and_planning_again_changes_no_loss(small_runs, update):
+def test_measuring_and_planning_again_changes_no_loss(small_runs):
     for name, steps in (("plain", 0), ("measured", 3), ("all steps measure", 100)):
-        assert small_runs(name.replace(" ", "-"), update, *measured(steps)) == 0
+        assert small_runs(name.replace(" ", "-"), ASYNC, *measured(steps)) == 0
     losses = [small_runs.losses(name) for name in ("plain", "measured", "all-steps-measure")]
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == STEPS + 2
 
@@ -51,7 +41,7 @@ def test_the_plan_of_the_folder_is_the_measured_one(small_runs, capsys):
 
 
 def test_a_resumed_run_keeps_its_measured_plan(small_runs, capsys):
-    stop_before(4, small_runs, *measured(2))
+    stop_after(4, small_runs, "run", *measured(2))
     plan = (small_runs.path("run") / "plan.json").read_text()
     capsys.readouterr()
     assert small_runs("run", *measured(2)) == 0
@@ -76,7 +66,7 @@ def test_no_time_is_predicted_before_measuring_on_devices_of_unknown_speed(small
 
 
 def test_a_run_resumed_on_other_devices_measures_again(small_runs, capsys):
-    stop_before(3, small_runs, *measured(2))
+    stop_after(3, small_runs, "run", *measured(2))
     capsys.readouterr()
     assert small_runs("run", *measured(2), "--engine.num_devices=2") == 0
     assert "planned again from 2 measured steps" in capsys.readouterr().out

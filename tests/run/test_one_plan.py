@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import torchround.run.run_plan
 from tests.support.small_run import small_runs
@@ -114,11 +113,3 @@ def test_a_run_that_fits_can_measure_within_the_memory_of_its_plan():
     planning = torchround.run.run_plan.PlanByMeasuring(scarce, counted, None, 0, 3, 10)
     assert planning.until == 3 and planning.settled == counted
     assert "each layer is timed for 3 steps" in planning.text()
-
-
-def test_numbers_of_a_run_are_its_configs():
-    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(accumulate_dtype="float32"))
-    assert (numbers.dtype, numbers.gradient_dtype) == (torch.bfloat16, torch.bfloat16)
-    assert numbers.accumulate_dtype is torch.float32 and numbers.spike_factor == 0.0
-    wide = RunNumbers(TrainingTable(dtype="bfloat16", on_spike="skip"), EngineTable(grad_dtype="float32"))
-    assert wide.gradient_dtype is torch.float32 and wide.spike_factor > 0
