@@ -39,7 +39,7 @@ MISTAKES = {
     "a type": ("training.steps: given 1.5", ["--training.steps=1.5"]),
     "a range": ("training.steps: given 0", ["--training.steps=0"]),
     "another trainer's value": ('training.dtype: given "bf16".*nearest: bfloat16', ["--training.dtype=bf16"]),
-    "no TOML": ("run.toml: .*line 2", 'family = "llama3" -> family: llama3'),
+    "no TOML": ("run.toml: .*line 3", 'family = "llama3" -> family: llama3'),
     "a key outside of a table": (
         "run.toml: steps: given 3 outside.*nearest: training.steps",
         "\n[model] -> steps = 3\n[model]",

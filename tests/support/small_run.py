@@ -4,20 +4,17 @@ Command line, files, checkpoints and signals are real. Only the model and the te
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
+from tests.support.processes import ROOT, start_program
 from torchround.commands import configured_model, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
@@ -26,7 +23,6 @@ from torchround.observe import run_page
 from torchround.optim.split_weights import join
 from torchround.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 LAYERS = 5  # embedding, three blocks, head
 STEPS = 5
 
@@ -108,8 +104,7 @@ class SmallRuns:
 
     def saved_state(self, name, step=STEPS):
         """Read the part of a checkpoint that is not tensors."""
-        state = json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
-        return state
+        return json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
 
     def assert_same(self, name, reference, step=STEPS):
         """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
@@ -125,14 +120,7 @@ class SmallRuns:
         """Start a run as a process of its own, with the debug model, which `train.py` knows without this module."""
         arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3"]
         arguments += ["--model.flavor=debug", "--engine.plan=none", *overrides]
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / "train.py"), *arguments],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start_program(*launcher, ROOT / "train.py", *arguments, folder=self.folder)
 
 
 def small_family():
