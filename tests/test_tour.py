@@ -5,6 +5,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]
@@ -21,6 +23,7 @@ def stops():
     return [(re.sub("^models/", "torchround/models/", file), function) for _, file, function in found]
 
 
+@pytest.mark.documented
 def test_a_step_runs_the_functions_of_the_tour_in_its_order(small_runs):
     """Python reports every call in every thread; the first call of each function counts."""
     wanted = {(str(ROOT / file), function.split(".")[-1]): (file, function) for file, function in stops()}

@@ -1,7 +1,6 @@
 """`[model] hf_path`: a run starts from the weights in the folder, and every fault in it is one message at the start."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -11,13 +10,8 @@ import train
 from tests.support.released_run import ADAPTED, MAPPED, change_config, folder, saved
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
-from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
-from torchround.pipeline.memory import size_text
 
 __all__ = ["folder"]
-
-# Two matrices on each of four projections in two blocks. Each has less than 256 elements and is padded to as many.
-ADAPTER_ELEMENTS = 2 * 4 * 2 * ALIGNMENT_ELEMENTS
 
 
 def test_a_run_starts_from_the_weights_in_the_folder(folder):
@@ -195,46 +189,6 @@ def test_a_run_resumed_with_another_base_folder_says_so(folder, capsys, caplog):
     moved = ("--model.hf_path=moved", "--training.steps=4")
     assert train.main(["--config", "small.toml", *MAPPED, *moved]) == 0
     assert "model.hf_path 'release' -> 'moved'" in caplog.text
-
-
-def test_a_dry_run_counts_a_mapped_base_as_files_and_not_as_memory(folder, capsys):
-    found = {}
-    for name, table in (("copied", ADAPTED), ("mapped", MAPPED)):
-        assert train.main(["--config", "small.toml", *table, "--dry-run"]) == 0
-        printed = capsys.readouterr().out
-        card = ("--device=rtx4090", *table)
-        assert plan_script.main(["--config", "small.toml", *card]) == 0
-        rows = [table_of(text) for text in (printed, capsys.readouterr().out)]
-        assert rows[0]["weights"] == rows[1]["weights"]
-        assert rows[0]["optimizer state"] == size_text((4 + 8) * ADAPTER_ELEMENTS)
-        found[name] = rows[0]
-    released = load_file(folder / "release" / "model.safetensors").values()
-    base = sum(-(-tensor.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS for tensor in released)
-    assert found["copied"]["weights"] == size_text(4 * (base + ADAPTER_ELEMENTS))
-    assert found["mapped"]["weights"] == size_text(4 * ADAPTER_ELEMENTS)
-    assert found["mapped"]["besides, in files: frozen weights"] == "0.09 MiB"
-    assert "besides, in files: frozen weights" not in found["copied"]
-    (folder / "release" / "model.safetensors").unlink()
-    assert train.main(["--config", "small.toml", *MAPPED, "--dry-run"]) == 2
-    assert plan_script.main(["--config", "small.toml", "--device=rtx4090", *MAPPED]) == 2
-    assert "neither model.safetensors nor" in capsys.readouterr().err
-
-
-def table_of(printed):
-    """Return host memory by kind."""
-    return dict(re.findall(r"^ +(\S.*?)  +([\d.]+ [MG]iB) *$", printed, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("--lora.map_base=true",), "lora.map_base, lora.rank: given true and 0"),
-        (("--lora.map_base=true", "--lora.rank=2", "--model.hf_path=none", "--model.flavor=debug"), "no folder"),
-    ],
-)
-def test_only_a_frozen_base_with_a_folder_can_be_mapped(overrides, message, folder, capsys):
-    assert train.main(["--config", "small.toml", *overrides]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog):

@@ -10,9 +10,7 @@ import pytest
 
 from torchround.commands import doctor
 from torchround.config import EngineTable
-from torchround.pipeline.memory import GIB
 from torchround.run import hardware, machine
-from torchround.run.hardware import Hardware
 from torchround.run.missing_cards import Absence
 
 ROOT = Path(__file__).parents[2]
@@ -65,19 +63,6 @@ def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(tmp_path, mon
     assert found["disk"] and found["debug.toml"] == "cannot be planned: no memory can be taken on the card"
 
 
-def test_a_config_is_planned_for_the_devices_here_as_a_run_would_be(tmp_path, monkeypatch):
-    """A machine with too little device memory for the debug run, and one with enough."""
-    for device_bytes, word in ((2**20, "does not fit"), (GIB, "fits")):
-        here = Hardware("cpu", 2, device_bytes, GIB)
-        monkeypatch.setattr(doctor, "find_hardware", lambda table, here=here: here)
-        (_, text), (_, header) = doctor.config_facts(ROOT / "configs" / "debug.toml")
-        assert text.startswith(word + ": ")
-        assert (
-            header
-            == "written for: Any machine: two virtual devices on two CPU cores, no GPU, no downloads; well under two minutes."
-        )
-
-
 def test_a_config_that_cannot_be_planned_says_why_and_the_others_follow(tmp_path, capsys):
     broken = tmp_path / "broken.toml"
     broken.write_text('base = "debug.toml"\n[model]\nfamily = "lama3"\n')
@@ -122,12 +107,6 @@ def test_a_disk_that_was_not_measured_has_no_rate(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_write", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
     assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: Read-only file system"
-
-
-def test_a_file_system_without_direct_reads_gets_no_rate_of_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_read", lambda path, content: None)
-    text = machine.disk_text(tmp_path)
-    assert "through the page cache" in text and "reads not measured" in text and " read," not in text
 
 
 def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_system(tmp_path, monkeypatch):

@@ -3,13 +3,8 @@
 import io
 import json
 from contextlib import redirect_stdout
-from itertools import count
 
-import pytest
-import tiktoken
-
-from torchround.commands.inspect_data import main, text_of
-from torchround.data import Tokenizer
+from torchround.commands.inspect_data import main
 
 
 def prepare(folder):
@@ -101,19 +96,6 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--data.sources=[{path='nowhere.txt'}]", "source 'nowhere.txt' does not exist"),
-        ("--training.seq_len=0", "training.seq_len"),
-    ],
-)
-def test_a_users_mistake_ends_with_code_2_and_a_message(tmp_path, capsys, override, message):
-    prepare(tmp_path)
-    assert main(["--config", str(tmp_path / "x.toml"), override]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(tmp_path, capsys):
     """A conversation of two answers, whose inner question lies where a shortened line has its gap."""
     (tmp_path / "template.jinja").write_text(
@@ -136,27 +118,6 @@ def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_ins
     shown = f"{start}{'a' * 90}<|eos|>{inner}{'b' * 90}<|eos|>"
     assert main(["--whole", *overrides]) == 0 and shown in capsys.readouterr().out
     assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-def test_the_rate_counts_the_sequences_that_wait_in_a_window(streams, tmp_path, capsys, monkeypatch):
-    """Each look at the clock here is a second after the one before, so a batch takes a second."""
-    prepare(tmp_path)
-    (tmp_path / "a.jsonl").write_text(40 * f"{json.dumps({'text': 14 * 'a'})}\n")  # each is a sequence
-    monkeypatch.setattr("torchround.commands.inspect_data.time.perf_counter", count().__next__)
-    sources = f"--data.sources=[{{path='{tmp_path}/a.jsonl'}}]"
-    arguments = ["--config", f"{tmp_path}/x.toml", sources, "--data.epochs=1", "--batches=1"]
-    arguments.append(f"--data.streams={streams}")
-    for window, rate in ((0, 32), (20, 20 * 16)):
-        assert main([*arguments, f"--data.shuffle_sequences={window}"]) == 0
-        assert f"read at {rate} tokens/s" in capsys.readouterr().out
-
-
-def test_an_id_in_a_gap_of_the_vocabulary_is_shown_as_a_number():
-    encoding = tiktoken.Encoding(
-        "with a gap", pat_str=".", mergeable_ranks={b"a": 0, b"b": 1}, special_tokens={"<|end|>": 9}
-    )
-    assert text_of([0, 5, 1, 12], Tokenizer(encoding, None, 9, 9)) == "a<id 5>b<id 12>"
 
 
 def test_token_ids_of_the_model_that_the_tokenizer_does_not_know_are_shown_as_numbers(tmp_path, capsys):

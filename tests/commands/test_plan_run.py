@@ -151,11 +151,3 @@ def test_a_run_of_adapters_is_not_told_to_use_adapters(capsys):
     lines = lines_of(capsys, "--host-memory-gib", "10", "--lora-rank", "8")
     assert not any("lora.rank" in line for line in lines)
     assert not any("still does not fit" in line for line in lines)
-
-
-def test_flavors_that_are_only_tried_are_not_warned_of(capsys, caplog):
-    # Longer than any flavor of the family knows; smaller ones are built to be counted.
-    keys = ["--num-devices", "8", "--host-memory-gib", "300", "--training.seq_len", "50000"]
-    assert lines_of(capsys, *keys)
-    [said] = caplog.messages
-    assert '"32B" knows only 40960 positions' in said

@@ -156,22 +156,6 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, 
     assert "Traceback" not in printed and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--prompt", "a"),
-        ("--model", "toy", "--run", "x", *ASKED),
-        ("--model", "toy", *ASKED, "--max-tokens", "0"),
-        ("--model", "toy", *ASKED, "--top-p", "0"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_end_with_a_usage_line(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 2 and "usage: " in capsys.readouterr().err
-
-
 def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch):
     run = trained("run")
     checkpoints = run / "checkpoints"
@@ -193,11 +177,6 @@ def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch)
     shutil.rmtree(checkpoints)
     assert main(["--run", str(run), *ASKED]) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
-
-
-def test_sequences_longer_than_the_model_knows_are_one_warning(folders, capsys, caplog):
-    results(capsys, "--model", str(folders["llama3"]), "--prompt", "a" * 120, "--max-tokens=10")
-    assert caplog.text.count("the model knows only 128 positions") == 1
 
 
 def test_a_model_without_finite_logits_is_a_fault_and_no_traceback(folders, capsys, tmp_path):

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_run import TIED, small_runs
-from torchround.commands import plan_run
 from torchround.config import load_config
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import MIB, PROGRAM_BYTES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -56,18 +54,3 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
     assert first == second != ""
     plan = json.loads((small_runs.path("run") / "plan.json").read_text())
     assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first
-
-
-def test_on_virtual_devices_alone_a_plan_names_what_the_program_takes_besides(small_runs, capsys):
-    def sizes():
-        table = capsys.readouterr().out.partition("plan, with")[0]
-        lines = re.findall(r"^ +(\w.*?)  +([\d.]+) (MiB|GiB) *$", table, re.MULTILINE)
-        return {kind: float(size) * (1024 if unit == "GiB" else 1) for kind, size, unit in lines}
-
-    assert small_runs("run", "--dry-run") == 0
-    rows = sizes()
-    program, counted, _ = rows.pop("besides, about: Python and PyTorch"), rows.pop("all"), rows.pop("allowed")
-    assert program * MIB == pytest.approx(PROGRAM_BYTES, rel=0.02)  # two digits of GiB
-    assert counted == pytest.approx(sum(rows.values()), abs=0.1)  # two digits each
-    assert plan_run.main(["--config", str(DEBUG), "--device", "rtx4090"]) == 0
-    assert not [kind for kind in sizes() if kind.startswith("besides")]

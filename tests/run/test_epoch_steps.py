@@ -165,25 +165,13 @@ def test_large_data_are_counted_only_by_a_run_that_needs_the_number(small_runs, 
     assert not small_runs.path("run").joinpath(KEPT_FILE).exists()
 
 
-@pytest.mark.parametrize("window", ["0", "16", "'auto'"])
+@pytest.mark.parametrize("window", ["0", "'auto'"])
 def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(small_runs, large_data, capsys, window):
     write_text(small_runs.folder / "text.jsonl", lines=100)
     assert small_runs("run", "--training.steps=4", "--data.epochs=3", f"--data.shuffle_sequences={window}") == 0
     [read] = re.findall(r"complete; (\S+) of 3 epochs", capsys.readouterr().out)
     # The reader may be a few documents ahead of the batches.
     assert 0 < float(read) < 2 * 3 * 4 / expected_steps(small_runs.folder, epochs=3) + 0.05
-
-
-def test_a_long_count_says_now_and_then_how_far_it_is(small_runs, capsys):
-    config = load_config("small.toml", TWO_EPOCHS)
-    loader = build_loader(config.data, build_tokenizer(config.tokenizer, None), 16, 7, 0)
-    seconds = iter(range(0, 1000, 4))
-    count_epochs(config, loader, RunFolder(config.run), clock=lambda: float(next(seconds)))
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == expected_steps(small_runs.folder, epochs=2) // 3 and " 3 in " in told[0]
-    given = config.with_steps(5)  # then the count is for a message alone
-    count_epochs(given, loader, RunFolder(config.run), clock=lambda: float(next(seconds)))
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

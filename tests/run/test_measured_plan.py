@@ -52,19 +52,6 @@ def test_a_resumed_run_keeps_its_measured_plan(small_runs, capsys):
     assert small_runs.losses("run") == small_runs.losses("whole")
 
 
-def test_no_time_is_predicted_before_measuring_on_devices_of_unknown_speed(small_runs, capsys):
-    assert small_runs("run", *measured(2)) == 0
-    before, after = capsys.readouterr().out.split("planned again from 2 measured steps")
-    assert "each layer is timed for 2 steps" in before and "bubble" not in before
-    assert " ms " in after and "bubble (idle share of the devices)" in after
-    assert small_runs("run", *measured(2)) == 0
-    done = capsys.readouterr().out
-    assert "nothing to do" in done and "bubble" not in done
-    assert small_runs("counted", *measured(0)) == 0
-    printed = capsys.readouterr().out
-    assert "the step time is unknown" in printed and " ms " not in printed
-
-
 def test_a_run_resumed_on_other_devices_measures_again(small_runs, capsys):
     stop_after(3, small_runs, "run", *measured(2))
     capsys.readouterr()
@@ -96,18 +83,3 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
         changed = replace(question, keep_activations=setting)
         stays[setting] = PlanByMeasuring(changed, plan_for(changed), earlier, 5, 3, 10).settled == earlier
     assert stays == {"all": True, "auto": True, "none": False, "attention": False}
-
-
-def test_chosen_steps_are_traced_and_no_loss_changes(small_runs):
-    assert small_runs("plain") == 0
-    assert small_runs("traced", "--trace.steps=[2, 5]") == 0
-    assert small_runs.losses("traced") == small_runs.losses("plain")
-    folder = small_runs.path("traced") / "trace"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-2.json", "step-5.json"]
-    for step in (2, 5):
-        events = json.loads((folder / f"step-{step}.json").read_text())["traceEvents"]
-        spans = [event for event in events if event["ph"] == "X"]
-        assert step in {event["args"]["step"] for event in spans} <= {step - 1, step, step + 1}
-        own = {event["cat"] for event in spans if event["args"]["step"] == step}
-        assert {"fused", "backward", "recompute", "weights", "gradients", "update"} <= own
-    assert not (small_runs.path("plain") / "trace").exists()

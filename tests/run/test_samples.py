@@ -9,8 +9,6 @@ from tests.support.batch_contents import TEMPLATE
 from tests.support.small_run import ASYNC, small_runs, stop_after
 from torchround.commands.try_model import main as try_model
 from torchround.engine.engine import Engine
-from torchround.run.samples import Prompt, RunSamples
-from torchround.run.several_machines import RunMachines
 
 __all__ = ["small_runs"]
 
@@ -80,25 +78,6 @@ def test_a_run_on_chats_asks_its_prompts_with_the_chat_template(small_runs, caps
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] != texts[1], "the template makes a difference"
     assert samples(small_runs, "run")[5][0] == {"prompt": "ab cd", "text": texts[0]}
-
-
-class Loud(RunMachines):
-    """The second of two machines, which gets the texts of the first."""
-
-    rank, size = 1, 2
-
-    def __init__(self):
-        pass
-
-    def agree(self, channel, value, what):
-        assert channel == "validation" and value == []
-        return [["of the first"], value]
-
-
-def test_only_the_first_of_several_machines_works_and_all_get_its_texts(small_runs):
-    tokenizer = object()
-    (found,) = RunSamples([Prompt("a", [97])], 4, tokenizer).made_by(object(), Loud())
-    assert (found.prompt, found.text) == ("a", "of the first")
 
 
 def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small_runs, monkeypatch, caplog):

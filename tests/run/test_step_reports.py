@@ -53,7 +53,9 @@ def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_run
     assert small_runs.steps("run") == before
 
 
-@pytest.mark.parametrize("options", [(), (ASYNC, ONE_STAGE), BOUNDED], ids=["sync", "async", "bounded"])
+@pytest.mark.parametrize(
+    "options", [(ASYNC, ONE_STAGE), *(pytest.param(more, marks=pytest.mark.nightly) for more in ((), BOUNDED))]
+)
 def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(small_runs, options):
     """The records give the time, so the speed of the machine does not matter."""
     # One long document fills every sequence, so each step has as many tokens.

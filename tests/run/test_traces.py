@@ -15,7 +15,8 @@ STAGES = {("forward", 0), ("forward", 2), ("fused", 4), ("backward", 3), ("backw
 
 def spans_of(small_runs):
     """Return the events of step 3 in its trace, after checking everything that a viewer relies on."""
-    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3]") == 0
+    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3, 9]") == 0
+    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-3.json"]
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
@@ -68,6 +69,9 @@ def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_r
     # Inputs of layers 2 and 4 and, kept, 3; the loss, the gradients of layers 4 and 3.
     assert len(of_kind(spans, "offload")) == 6 * MICRO_BATCHES
     assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
+    assert small_runs("plain", ASYNC, TWO_ROUNDS, *LORA) == 0
+    small_runs.assert_same("run", "plain")
+    assert not (small_runs.path("plain") / "trace").exists()
 
 
 def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs):
