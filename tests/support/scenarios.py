@@ -19,7 +19,7 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import CPU_S, be_limited, be_watched
+from tests.support.hostile_cases import HANG_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
@@ -32,9 +32,9 @@ CHECKPOINT_EVENTS = {
 }
 
 
-def warm_up():
+def warm_up() -> None:
     """Train one run, so that no child has to import or compile anything."""
-    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
+    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
     export_hf.FAMILIES = configured_model.FAMILIES
     run_page.draw_run = lambda folder: None  # it takes longer than five steps
     before = os.getcwd()
@@ -46,22 +46,22 @@ def warm_up():
         os.chdir(before)
 
 
-def prepare(folder):
+def prepare(folder: Path) -> None:
     """Write `small.toml` and its text, for runs in `folder`."""
     write_text(folder / "text.jsonl", lines=200)
     (folder / "small.toml").write_text(SMALL)
 
 
-def trains(arguments):
+def trains(arguments: list[str]) -> int:
     """Train a run. Returns its exit code."""
     return train.main(["--config", "small.toml", *arguments])
 
 
-def is_killed_at(event, delay_s, arguments):
+def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
     """Train a run that is killed `delay_s` after it touches a checkpoint's files for the `event`-th time."""
     seen = 0
 
-    def hook(name, details):
+    def hook(name: str, details: tuple[object, ...]) -> None:
         nonlocal seen
         if name in CHECKPOINT_EVENTS and (name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])):
             seen += 1
@@ -72,10 +72,10 @@ def is_killed_at(event, delay_s, arguments):
     return trains(arguments)
 
 
-def kill_after(delay_s):
+def kill_after(delay_s: float) -> None:
     """Kill this process: at once, or after a delay from another thread while this one continues."""
 
-    def kill():
+    def kill() -> None:
         time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -84,7 +84,7 @@ def kill_after(delay_s):
     threading.Thread(target=kill, daemon=True).start()
 
 
-def trains_while_the_disk_is(trouble, from_step, to_step, arguments):
+def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
     """Train while the disk is `full`, `filling` (full once a save has begun) or `read-only` during some steps.
 
     The run saves after every second step. The disk changes only when earlier saves have ended. Prints the means that the
@@ -102,7 +102,7 @@ def trains_while_the_disk_is(trouble, from_step, to_step, arguments):
     return code
 
 
-def restore(disk):
+def restore(disk: "Disk") -> None:
     """Check what was saved before, while nothing can be written, and only then end the trouble."""
     newest = Checkpointer(disk.readable).latest_step()
     verified = verify_checkpoint(disk.readable / f"step-{newest}")
@@ -110,15 +110,15 @@ def restore(disk):
     disk.end_trouble()
 
 
-def hangs(where, step, arguments):
+def hangs(where: str, step: int, arguments: list[str]) -> int:
     """Train a run that saves after every step; its step number `step`, or the save after it, never ends."""
 
-    def hang():
+    def hang() -> None:
         print("hanging", flush=True)
         while True:
             time.sleep(0.01)
 
-    def hook(name, details):
+    def hook(name: str, details: tuple[object, ...]) -> None:
         if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
             hang()
 
@@ -131,11 +131,11 @@ def hangs(where, step, arguments):
         return trains(arguments)
 
 
-def is_signalled_on_its_way_out(number, arguments):
+def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
     """Train a run that gets a signal once all is trained and saved, while it closes its metrics."""
     close = MetricsLogger.close
 
-    def interrupted(self):
+    def interrupted(self: MetricsLogger) -> None:
         signal.raise_signal(number)
         close(self)
 
@@ -144,19 +144,19 @@ def is_signalled_on_its_way_out(number, arguments):
         return trains(arguments)
 
 
-def meets_harm(arguments):
+def meets_harm(arguments: list[str]) -> int:
     """Run on hostile input, with limits, and print every change outside `outputs/`."""
     be_limited()
     be_watched(Path("outputs"))
     return trains(arguments)
 
 
-def exports_harm(names):
+def exports_harm(names: list[str]) -> int:
     """Export the checkpoint `theirs` of each folder, with limits. Prints the exit code and the words of each as JSON."""
     be_limited()
     be_watched(Path("exports"))
     for name in names:
-        signal.alarm(CPU_S)
+        signal.alarm(HANG_S)
         words = io.StringIO()
         with redirect_stdout(words), redirect_stderr(words):
             try:
@@ -168,13 +168,13 @@ def exports_harm(names):
     return 0
 
 
-def trains_under_mask(mask, arguments):
+def trains_under_mask(mask: int, arguments: list[str]) -> int:
     """Run with the file mode creation mask of another user."""
     os.umask(mask)
     return trains(arguments)
 
 
-def has_a_bad_device(device, trouble, operation, arguments):
+def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
     """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
     run, seen = CpuDevice.run, itertools.count(1)
 
