@@ -25,7 +25,7 @@ from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
-from torchround.observe import MetricsLogger
+from torchround.observe import MetricsLogger, run_page
 
 CHECKPOINT_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
@@ -36,6 +36,7 @@ def warm_up() -> None:
     """Train one run, so that no child has to import or compile anything."""
     configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
     export_hf.FAMILIES = configured_model.FAMILIES
+    run_page.draw_run = lambda folder: None  # it takes longer than five steps
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
