@@ -1,8 +1,6 @@
 """What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
 
-import io
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -10,8 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +15,6 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import CPU_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
@@ -141,36 +136,6 @@ def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLogger, "close", interrupted)
         return trains(arguments)
-
-
-def meets_harm(arguments: list[str]) -> int:
-    """Run on hostile input, with limits, and print every change outside `outputs/`."""
-    be_limited()
-    be_watched(Path("outputs"))
-    return trains(arguments)
-
-
-def exports_harm(names: list[str]) -> int:
-    """Export the checkpoint `theirs` of each folder, with limits. Prints the exit code and the words of each as JSON."""
-    be_limited()
-    be_watched(Path("exports"))
-    for name in names:
-        signal.alarm(CPU_S)
-        words = io.StringIO()
-        with redirect_stdout(words), redirect_stderr(words):
-            try:
-                code = export_hf.main([f"{name}/checkpoints/theirs", f"exports/{name}"])
-            except BaseException:  # noqa: BLE001  (the test shows it)
-                traceback.print_exc()
-                code = 1
-        print(json.dumps([name, code, words.getvalue()]), flush=True)
-    return 0
-
-
-def trains_under_mask(mask: int, arguments: list[str]) -> int:
-    """Run with the file mode creation mask of another user."""
-    os.umask(mask)
-    return trains(arguments)
 
 
 def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
