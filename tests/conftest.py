@@ -11,6 +11,8 @@ from collections import defaultdict
 
 import pytest
 
+from tests.support.processes import Processes
+
 # Read when torch is first imported, here and in the processes that tests start. Otherwise several processes on two cores
 # would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,7 +49,7 @@ THOROUGH_PLACES = (
     *("tests/models/borrowed/test_beside_our_own.py",),
     *("tests/test_how_tests_run.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
-THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])
+THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server", "processes"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
 # A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
 ACCELERATOR_PLACE = "tests/accelerator/"
@@ -76,6 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
             item.add_marker("fast")
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory):
+    """Yield the server that forks processes for tests."""
+    processes = Processes(tmp_path_factory.mktemp("processes"))
+    yield processes
+    processes.close()
 
 
 def left_to_the_night(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from tests.support.machines import JOIN_S, ROOT, MachineProcess, MachineStarter
+from tests.support.machines import JOIN_S, MachineProcess, MachineStarter
+from tests.support.processes import ROOT
 from tests.support.small_run import SMALL, small_family, write_text
 from torchround.commands import configured_model, export_hf
 
