@@ -2,12 +2,9 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.machines import run_machines
 from torchround.checkpoint import (
@@ -15,28 +12,24 @@ from torchround.checkpoint import (
     Conversion,
     DamagedCheckpointError,
     ForeignCheckpointError,
-    Layout,
-    Loaded,
     MachineTeam,
-    Receiver,
     load_checkpoint,
     step_folder,
     tensor_file,
 )
-from torchround.checkpoint.conversion import ReadingPlan, TensorSink, layout_of
-from torchround.machines.group import MachineGroup
+from torchround.checkpoint.conversion import ReadingPlan, layout_of
 
 # 5000 elements are several pieces of 4096 bytes in 16 bits, and their bytes are no whole blocks of a disk.
 NAMES = ("a", "b")
 NUMEL = 5000
 
 
-def whole_values() -> dict[str, Tensor]:
+def whole_values():
     generator = torch.Generator().manual_seed(1)
     return {f"weights/{name}": torch.randn(10, NUMEL // 10, generator=generator) for name in NAMES}
 
 
-def halves(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def halves(whole):
     """Return the upper and the lower 16 bits of fp32 values as tensors of their own."""
     found = {}
     for name, tensor in whole.items():
@@ -50,35 +43,35 @@ def halves(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class HalvesConverter:
     """A stand-in converter between fp32 values and their two halves."""
 
-    def conversions(self, stored: Layout, wanted: Layout) -> Sequence[Conversion]:
+    def conversions(self, stored, wanted):
         found = []
         for name in NAMES:
-            whole: Layout = {f"weights/{name}": (torch.float32, (10, NUMEL // 10))}
-            parts: Layout = {f"{kind}/{name}": (torch.int16, (10, NUMEL // 10)) for kind in ("upper", "lower")}
+            whole = {f"weights/{name}": (torch.float32, (10, NUMEL // 10))}
+            parts = {f"{kind}/{name}": (torch.int16, (10, NUMEL // 10)) for kind in ("upper", "lower")}
             if whole.items() <= stored.items() and parts.items() <= wanted.items():
                 found.append(Conversion(whole, parts, self._split))
             elif parts.items() <= stored.items() and whole.items() <= wanted.items():
                 found.append(Conversion(parts, whole, self._joined))
         return found
 
-    def _split(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
+    def _split(self, wanted):
         upper, lower = (wanted[name].view(-1) for name in sorted(wanted, reverse=True))
         [name] = {f"weights/{name.partition('/')[2]}" for name in wanted}
 
-        def take(start: int, elements: Tensor) -> None:
+        def take(start, elements):
             found = halves({"weights/": elements})
             upper[start : start + len(elements)] = found["upper/"]
             lower[start : start + len(elements)] = found["lower/"]
 
         return {name: take}
 
-    def _joined(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
+    def _joined(self, wanted):
         [(name, tensor)] = wanted.items()
         bits, path = tensor.view(-1).view(torch.int32), name.partition("/")[2]
         bits.zero_()
 
-        def taker(change: Callable[[Tensor], Tensor]) -> Receiver:
-            def take(start: int, elements: Tensor) -> None:
+        def taker(change):
+            def take(start, elements):
                 bits[start : start + len(elements)] |= change(elements.int())
 
             return take
@@ -87,9 +80,9 @@ class HalvesConverter:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def small_pieces(monkeypatch):
     """Read pieces of 4096 bytes. Returns the sizes of the buffers that pieces were read into."""
-    sizes: list[int] = []
+    sizes = []
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     read = tensor_file._read_into
 
@@ -101,17 +94,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def room_for(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def room_for(tensors):
     return {name: torch.full_like(tensor, 77) for name, tensor in tensors.items()}
 
 
-def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name in found:
         assert torch.equal(found[name], expected[name]), name
 
 
-def in_order(tensors: Mapping[str, Tensor], order: Iterable[str]) -> dict[str, Tensor]:
+def in_order(tensors, order):
     return {name: tensors[name] for name in order}
 
 
@@ -119,13 +112,7 @@ def in_order(tensors: Mapping[str, Tensor], order: Iterable[str]) -> dict[str, T
 @pytest.mark.parametrize(
     "order", [sorted, lambda names: sorted(names, reverse=True)], ids=["lower first", "upper first"]
 )
-def test_two_stored_tensors_become_one_in_any_order(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    small_pieces: list[int],
-    order: Callable[[Iterable[str]], list[str]],
-    file_bytes: int,
-) -> None:
+def test_two_stored_tensors_become_one_in_any_order(tmp_path, monkeypatch, small_pieces, order, file_bytes):
     monkeypatch.setattr(tensor_file, "FILE_BYTES", file_bytes)
     stored = halves(whole_values())
     path = Checkpointer(tmp_path).save(3, in_order(stored, order(stored)), {})
@@ -136,7 +123,7 @@ def test_two_stored_tensors_become_one_in_any_order(
     assert max(small_pieces) <= 4096, "a piece was larger, so a tensor had a second copy"
 
 
-def test_one_stored_tensor_becomes_two(tmp_path: Path, small_pieces: list[int]) -> None:
+def test_one_stored_tensor_becomes_two(tmp_path, small_pieces):
     path = Checkpointer(tmp_path).save(3, whole_values(), {})
     target = room_for(halves(whole_values()))
     loaded = load_checkpoint(path, target, converter=HalvesConverter())
@@ -145,7 +132,7 @@ def test_one_stored_tensor_becomes_two(tmp_path: Path, small_pieces: list[int]) 
     assert max(small_pieces) <= 4096
 
 
-def test_a_tensor_that_is_stored_as_it_is_wanted_is_read_in_place_beside_others(tmp_path: Path) -> None:
+def test_a_tensor_that_is_stored_as_it_is_wanted_is_read_in_place_beside_others(tmp_path):
     frozen = {"weights/frozen": torch.arange(7.0)}
     path = Checkpointer(tmp_path).save(3, {**halves(whole_values()), **frozen}, {})
     target = room_for({**whole_values(), **frozen})
@@ -154,7 +141,7 @@ def test_a_tensor_that_is_stored_as_it_is_wanted_is_read_in_place_beside_others(
     assert loaded.filled == target.keys() and loaded.converted == whole_values().keys()
 
 
-def test_a_missing_half_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_missing_half_is_named_and_nothing_is_written(tmp_path):
     stored = halves(whole_values())
     del stored["lower/b"]
     path = Checkpointer(tmp_path).save(3, stored, {})
@@ -165,7 +152,7 @@ def test_a_missing_half_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     assert_equal(target, room_for(target))
 
 
-def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_is_read(tmp_path: Path) -> None:
+def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_is_read(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(3, halves(whole_values()), {})
     newest = checkpointer.save(4, halves({name: -tensor for name, tensor in whole_values().items()}), {})
@@ -181,15 +168,13 @@ def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_
     assert_equal(target, whole_values())
 
 
-def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflows_no_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflows_no_tensor(tmp_path, monkeypatch):
     path = Checkpointer(tmp_path / "run").save(3, halves(whole_values()), {})
     longer = {name: tensor.repeat(1, 3) for name, tensor in halves(whole_values()).items()}
     other = Checkpointer(tmp_path / "other").save(3, longer, {})
     read = step_folder.read_tensor_file
 
-    def read_another(file: Path, tensors: Mapping[str, Tensor | TensorSink]) -> str:
+    def read_another(file, tensors):
         return read(other / file.name, tensors)
 
     monkeypatch.setattr(step_folder, "read_tensor_file", read_another)
@@ -198,18 +183,18 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_machines_read_halves_that_others_saved(tmp_path: Path, shared: bool) -> None:
+def test_machines_read_halves_that_others_saved(tmp_path, shared):
     """Three machines load what two saved, and the files lie on the disks of two."""
 
-    def folder_of(rank: int) -> Path:
+    def folder_of(rank):
         return tmp_path / ("run" if shared else f"disk{rank}")
 
-    def save(group: MachineGroup) -> None:
+    def save(group):
         name = NAMES[group.rank]
         own = {key: tensor for key, tensor in halves(whole_values()).items() if key.endswith(f"/{name}")}
         Checkpointer(folder_of(group.rank), team=MachineTeam.of(group, shared)).save(3, own, {})
 
-    def load(group: MachineGroup) -> tuple[Loaded | None, bool]:
+    def load(group):
         # Machine 2 has b, machine 1 nothing, machine 0 a.
         own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[group.rank]
         target = room_for({name: whole_values()[name] for name in own})
@@ -223,7 +208,7 @@ def test_machines_read_halves_that_others_saved(tmp_path: Path, shared: bool) ->
         assert loaded.converted == whole_values().keys()
 
 
-def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone() -> None:
+def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
     frozen = {"weights/frozen": torch.arange(7.0)}
     stored, wanted = (layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values()))
     plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
@@ -232,7 +217,7 @@ def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone() -> None:
     assert plan.needed({}) == frozenset()
 
 
-def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path: Path) -> None:
+def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path):
     """Codes, scales and residuals go to the file from their own memory, as weights do."""
     tensors = {
         "weights/a": torch.randn(64, 512).bfloat16(),

@@ -6,15 +6,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.checkpoint import (
     Checkpointer,
@@ -29,27 +26,27 @@ from torchround.checkpoint import (
 TENSORS = "tensors-00000.safetensors"
 
 
-def state_of(step: int) -> dict[str, Tensor]:
+def state_of(step):
     return {"weights/block.0.w": torch.full((30, 7), float(step)), "exp_avg/block.0.w": torch.full((30, 7), -1.0)}
 
 
-def two_checkpoints(folder: Path) -> Checkpointer:
+def two_checkpoints(folder):
     checkpointer = Checkpointer(folder)
     for step in (1, 2):
         checkpointer.save(step, state_of(step), {"step": step})
     return checkpointer
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip_last_byte(path: Path) -> None:
+def flip_last_byte(path):
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def forge_manifest(folder: Path, change: Callable[[dict], None]) -> None:
+def forge_manifest(folder, change):
     """Alter the manifest and make it consistent again, as a forger who knows the format would."""
     content = json.loads((folder / "manifest.json").read_text())
     del content["xxh3_128"]
@@ -58,31 +55,31 @@ def forge_manifest(folder: Path, change: Callable[[dict], None]) -> None:
     (folder / "manifest.json").write_text(json.dumps(content, indent=1))
 
 
-def forge_tensors(folder: Path, content: bytes) -> None:
+def forge_tensors(folder, content):
     (folder / TENSORS).write_bytes(content)
     record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     forge_manifest(folder, lambda manifest: manifest["files"].update({TENSORS: record}))
 
 
-def replace_by_link(path: Path) -> None:
+def replace_by_link(path):
     path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
 
 
-def replace_by_pipe(path: Path) -> None:
+def replace_by_pipe(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def header(entries: object, data_bytes: int = 0) -> bytes:
+def header(entries, data_bytes=0):
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + bytes(data_bytes)
 
 
-def one_tensor(shape: object, offsets: object, dtype: str = "F32") -> bytes:
+def one_tensor(shape, offsets, dtype="F32"):
     return header({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}, data_bytes=8)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGES = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
     "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} is missing"),
     "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
@@ -168,9 +165,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, kind, caplog):
     damage, words = DAMAGES[kind]
     checkpointer = two_checkpoints(tmp_path)
     damage(tmp_path / "step-2")
@@ -184,7 +179,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("tensor altered", "another step")])
-def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_path: Path, kind: str) -> None:
+def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_path, kind):
     damage, words = DAMAGES[kind]
     two_checkpoints(tmp_path)
     damage(tmp_path / "step-2")
@@ -194,7 +189,7 @@ def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched
     assert all(torch.equal(target[name], tensor) for name, tensor in state_of(7).items())
 
 
-FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+FOREIGN = {
     "of a newer version": (
         lambda path: forge_manifest(path, lambda manifest: manifest.update(format=4, ranks=[1])),
         "it has format 4, and this version reads up to format 3",
@@ -207,7 +202,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(tmp_path: Path, kind: str) -> None:
+def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(tmp_path, kind):
     change, words = FOREIGN[kind]
     checkpointer = two_checkpoints(tmp_path)
     change(tmp_path / "step-2")
@@ -218,7 +213,7 @@ def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_ski
     assert checkpointer.latest_step() == 2  # it counts, so nothing older is taken for the newest
 
 
-def in_format_1(path: Path) -> None:
+def in_format_1(path):
     """Turn a checkpoint into one of format 1, which had CRC-32 in place of XXH3."""
     content = json.loads((path / "manifest.json").read_text())
     files = {
@@ -230,7 +225,7 @@ def in_format_1(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(old, indent=1))
 
 
-def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path):
     checkpointer = two_checkpoints(tmp_path)
     in_format_1(tmp_path / "step-2")
     words = "format 1, which only versions before the first release wrote; legal: formats 2 to 3"
@@ -240,7 +235,7 @@ def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path: Pa
         checkpointer.load_latest(state_of(0))
 
 
-def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_filled(tmp_path: Path) -> None:
+def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_filled(tmp_path):
     old = {"master/w": torch.full((5,), 3.0).bfloat16(), **state_of(4), "master/v": torch.ones(3)}
     path = Checkpointer(tmp_path).save(4, old, {})
     target = {**state_of(0), "other/w": torch.full((2,), 9.0)}
@@ -253,7 +248,7 @@ def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_fille
         load_checkpoint(path, target, lambda name: name.startswith(("master/", "other/")))
 
 
-def test_the_error_names_every_checkpoint_if_none_can_be_used(tmp_path: Path) -> None:
+def test_the_error_names_every_checkpoint_if_none_can_be_used(tmp_path):
     checkpointer = two_checkpoints(tmp_path)
     (tmp_path / "step-1" / "state.json").unlink()
     truncate(tmp_path / "step-2" / TENSORS)
@@ -263,7 +258,7 @@ def test_the_error_names_every_checkpoint_if_none_can_be_used(tmp_path: Path) ->
     assert f"step-2: {TENSORS} is" in str(error.value)
 
 
-def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     for name in ("nothing", "file", "step-1"):
         told = f"given {tmp_path}/{name}; legal: one checkpoint, a folder step-N of a run; there is no manifest.json"
@@ -275,9 +270,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step-9"])
-def test_the_newest_intact_checkpoint_is_proposed_for_a_runs_folder_and_for_a_missing_step(
-    tmp_path: Path, given: str
-) -> None:
+def test_the_newest_intact_checkpoint_is_proposed_for_a_runs_folder_and_for_a_missing_step(tmp_path, given):
     two_checkpoints(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "step-3").mkdir()
     with pytest.raises(NoCheckpointError, match=f"such as {tmp_path}/checkpoints/step-2$"):
@@ -293,9 +286,7 @@ def test_the_newest_intact_checkpoint_is_proposed_for_a_runs_folder_and_for_a_mi
         ({"weights/block.0.w": None}, "weights/block.0.w is not part of it"),
     ],
 )
-def test_another_models_checkpoint_is_refused_with_the_tensors_that_differ(
-    tmp_path: Path, change: dict[str, Tensor | None], words: str
-) -> None:
+def test_another_models_checkpoint_is_refused_with_the_tensors_that_differ(tmp_path, change, words):
     path = Checkpointer(tmp_path).save(1, state_of(1), {"step": 1})
     target = {name: tensor for name, tensor in {**state_of(0), **change}.items() if tensor is not None}
     with pytest.raises(ForeignCheckpointError, match=words) as error:
@@ -305,15 +296,13 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_differ(
 
 
 @pytest.fixture(scope="module")
-def whole_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_checkpoint(tmp_path_factory):
     return Checkpointer(tmp_path_factory.mktemp("whole")).save(4, state_of(4), {"tokens": 99, "text": "abc"})
 
 
 @settings(max_examples=150, deadline=None)
 @given(file=st.integers(0, 2), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
-def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
-    whole_checkpoint: Path, file: int, place: float, bit: int, cut: bool
-) -> None:
+def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(whole_checkpoint, file, place, bit, cut):
     path = sorted(whole_checkpoint.iterdir())[file]
     content = path.read_bytes()
     position = int(place * len(content))
@@ -329,7 +318,7 @@ def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
     assert verify_checkpoint(whole_checkpoint) == load_checkpoint(whole_checkpoint, state_of(0)).step == 4
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(tmp_path):
     path = Checkpointer(tmp_path).save(1, {"w": torch.zeros(2)}, {})
     shutil.copy(path / TENSORS, path / "tensors-00001.safetensors")
     forge_manifest(path, lambda m: m["files"].update({"tensors-00001.safetensors": dict(m["files"][TENSORS])}))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchround.checkpoint import Checkpointer, uncached_io
 from torchround.checkpoint.tensor_file import plan_files
 from torchround.checkpoint.uncached_io import SMALLEST_BLOCK_BYTES, DirectFile
-from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 
@@ -32,7 +32,7 @@ PIECES = st.lists(
 WRITE = os.write
 
 
-def written(folder: Path, pieces: list[tuple[int, int]]) -> bytes:
+def written(folder, pieces):
     """Write `pieces` of the space, each (start, length), to a file. Returns the content of the file."""
     path = folder / "file"
     path.unlink(missing_ok=True)
@@ -43,17 +43,17 @@ def written(folder: Path, pieces: list[tuple[int, int]]) -> bytes:
     return path.read_bytes()
 
 
-def given_bytes(pieces: list[tuple[int, int]]) -> bytes:
+def given_bytes(pieces):
     return b"".join(SPACE[start : start + length] for start, length in pieces)
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def copied(monkeypatch):
     """Record the number of bytes of each copy into the buffer."""
-    sizes: list[int] = []
+    sizes = []
     hold = DirectFile._hold
 
-    def counted(file: DirectFile, memory: memoryview) -> None:
+    def counted(file, memory):
         sizes.append(len(memory))
         hold(file, memory)
 
@@ -64,14 +64,14 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Disk:
     """A disk behind `os.write` that refuses direct transfers unless they are whole blocks in memory and in the file."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cut_bytes: int | None = None) -> None:
+    def __init__(self, monkeypatch, block_bytes, cut_bytes=None):
         self.block_bytes = block_bytes
         self.cut_bytes = cut_bytes  # the first large direct transfer ends there
         self.direct_bytes = self.cached_bytes = self.refused = 0
         monkeypatch.setattr(os, "write", self._write)
         monkeypatch.setattr(os, "pwrite", self._pwrite)
 
-    def _write(self, descriptor: int, memory: memoryview) -> int:
+    def _write(self, descriptor, memory):
         place = os.lseek(descriptor, 0, os.SEEK_CUR)
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             self.cached_bytes += len(memory)
@@ -88,18 +88,18 @@ class Disk:
             self.direct_bytes += len(memory)
         return WRITE(descriptor, memory)
 
-    def _set_flags(self, descriptor: int, direct: bool) -> None:
+    def _set_flags(self, descriptor, direct):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
-    def _pwrite(self, descriptor: int, memory: memoryview, place: int) -> int:
+    def _pwrite(self, descriptor, memory, place):
         if len(memory) % self.block_bytes:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return len(memory)
 
 
 @pytest.fixture(autouse=True)
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_sizes(monkeypatch):
     """Make the sizes small, so that tests fill the buffer and transfer some pieces directly."""
     monkeypatch.setattr(uncached_io, "_BUFFER_BYTES", 8192)
     monkeypatch.setattr(uncached_io, "_DIRECT_BYTES", 4096)
@@ -107,7 +107,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=PIECES)
-def test_a_file_holds_what_it_was_given(pieces: list[tuple[int, int]]) -> None:
+def test_a_file_holds_what_it_was_given(pieces):
     with tempfile.TemporaryDirectory() as folder:
         assert written(Path(folder), pieces) == given_bytes(pieces)
 
@@ -115,18 +115,14 @@ def test_a_file_holds_what_it_was_given(pieces: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("block_bytes", [512, 4096])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=PIECES)
-def test_a_disk_gets_whole_blocks_and_all_but_the_last_directly(
-    monkeypatch: pytest.MonkeyPatch, block_bytes: int, pieces: list[tuple[int, int]]
-) -> None:
+def test_a_disk_gets_whole_blocks_and_all_but_the_last_directly(monkeypatch, block_bytes, pieces):
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
         disk = Disk(patch, block_bytes)
         assert written(Path(folder), pieces) == given_bytes(pieces)
     assert disk.refused == 0 and disk.cached_bytes < 8192
 
 
-def test_aligned_blocks_are_written_without_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
-) -> None:
+def test_aligned_blocks_are_written_without_a_copy(tmp_path, monkeypatch, copied):
     """Blocks after copied pieces are not copied either, once file and memory are aligned again."""
     disk = Disk(monkeypatch, 512)
     pieces = [(0, 512), (512, 2**16), (2**16, 100), (512 + 100, 2**18), (100, 512), (612, 412)]
@@ -135,9 +131,7 @@ def test_aligned_blocks_are_written_without_a_copy(
     assert disk.cached_bytes == 1024 and disk.direct_bytes == 512 + 2**16 + 2**18
 
 
-def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache(tmp_path, monkeypatch):
     pieces = [(0, 2**16), (77, 2**18)]
     disk = Disk(monkeypatch, 2**16)
     assert written(tmp_path, pieces) == given_bytes(pieces)
@@ -145,26 +139,20 @@ def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache(
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 512, 5000])
-def test_a_transfer_that_is_cut_short_continues_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_bytes: int
-) -> None:
+def test_a_transfer_that_is_cut_short_continues_where_it_stopped(tmp_path, monkeypatch, cut_bytes):
     disk = Disk(monkeypatch, 512, cut_bytes=cut_bytes)
     pieces = [(0, 2**17), (2**17, 2**17), (4096, 2**18), (0, 700)]
     assert written(tmp_path, pieces) == given_bytes(pieces)
     assert disk.refused == (cut_bytes % 512 != 0)
 
 
-def test_a_platform_without_direct_transfers_writes_ordinary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_platform_without_direct_transfers_writes_ordinary_files(tmp_path, monkeypatch):
     pieces = [(3, 10_000), (0, 2**18)]
     monkeypatch.delattr(os, "O_DIRECT")
     assert written(tmp_path, pieces) == given_bytes(pieces)
 
 
-def test_a_disk_without_direct_transfers_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_without_direct_transfers_is_one_warning(tmp_path, monkeypatch, caplog):
     uncached_io._warn_once.cache_clear()
     Disk(monkeypatch, 2**16)
     for _ in range(2):
@@ -172,8 +160,8 @@ def test_a_disk_without_direct_transfers_is_one_warning(
     assert [record.getMessage()[:41] for record in caplog.records] == ["the disk takes no direct transfers (O_DIR"]
 
 
-def test_a_file_whose_first_write_fails_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
+def test_a_file_whose_first_write_fails_is_closed(tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", fail)
@@ -183,14 +171,12 @@ def test_a_file_whose_first_write_fails_is_closed(tmp_path: Path, monkeypatch: p
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(tmp_path, monkeypatch):
     written(tmp_path, [(0, 10)])
     with pytest.raises(FileExistsError):
         DirectFile(tmp_path / "file")
 
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
@@ -201,9 +187,7 @@ def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
 @pytest.mark.parametrize("family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
-def test_the_host_store_is_written_without_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int], family: str, flavor: str, policy: UpdatePolicy
-) -> None:
+def test_the_host_store_is_written_without_a_copy(tmp_path, monkeypatch, copied, family, flavor, policy):
     """A copy is made only of the header and of parameters that are small or not whole blocks."""
     store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)
     views = store.named_views()

@@ -13,17 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "own disks"])
-def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(
-    tmp_path: Path, shared: bool
-) -> None:
+def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(tmp_path, shared):
     assert joint_kills.kill_everywhere(tmp_path, shared) >= 24
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("folders", ["shared", "own"])
-def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkpoint_for_all(
-    tmp_path: Path, folders: str
-) -> None:
+def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkpoint_for_all(tmp_path, folders):
     result = subprocess.run(
         [sys.executable, joint_kills.__file__, str(tmp_path), folders],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

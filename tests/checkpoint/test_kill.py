@@ -15,9 +15,7 @@ PROGRAM = ROOT / "tests" / "support" / "killed_saves.py"
 @pytest.mark.parametrize(
     ("scenario", "at_least_kills"), [("new step", 15), ("same step", 15), ("writes", 8), ("random times", 10)]
 )
-def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(
-    tmp_path: Path, scenario: str, at_least_kills: int
-) -> None:
+def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(tmp_path, scenario, at_least_kills):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path / "run"), scenario],

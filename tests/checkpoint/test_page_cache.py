@@ -4,8 +4,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ FILE_BYTES = 5 * PIECE_BYTES
 PAGES = FILE_BYTES // mmap.PAGESIZE
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     """Make `FILE_BYTES` of tensors, three of them, that end in the middle of pages."""
     half = FILE_BYTES // 8
     return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
 
 
-def cached_pages(path: Path) -> int:
+def cached_pages(path):
     """Count the file's pages that are in the page cache, without bringing any in."""
     libc = ctypes.CDLL(None, use_errno=True)
     nbytes = path.stat().st_size
@@ -36,12 +34,12 @@ def cached_pages(path: Path) -> int:
     return sum(page & 1 for page in residency)
 
 
-def tensor_file_in(checkpoint: Path) -> Path:
+def tensor_file_in(checkpoint):
     (path,) = checkpoint.glob("*.safetensors")
     return path
 
 
-def write_plainly(path: Path, nbytes: int) -> Path:
+def write_plainly(path, nbytes):
     """Write a file as any program does, and sync it, so that the kernel could drop all of its pages."""
     with open(path, "xb") as file:
         file.write(bytes(nbytes))
@@ -50,7 +48,7 @@ def write_plainly(path: Path, nbytes: int) -> Path:
     return path
 
 
-def load(checkpoint: Path) -> None:
+def load(checkpoint):
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     loaded = Checkpointer(checkpoint.parent).load_latest(target)
     assert loaded is not None and all(torch.equal(target[name], tensors()[name]) for name in target)
@@ -58,9 +56,7 @@ def load(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"])
-def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object], direct: bool
-) -> None:
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, use, direct):
     """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
@@ -74,12 +70,12 @@ def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
     assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + PAGES // 50
 
 
-def test_pages_are_given_back_while_a_file_is_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch):
     """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
-    told: list[tuple[int, int]] = []
+    told = []
     advise = os.posix_fadvise
 
-    def recorded(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+    def recorded(descriptor, offset, nbytes, advice):
         assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
         told.append((nbytes, os.fstat(descriptor).st_size))
         advise(descriptor, offset, nbytes, advice)
@@ -95,12 +91,10 @@ def test_pages_are_given_back_while_a_file_is_still_written(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_checkpoints_work_on_a_system_that_refuses_the_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch, there):
     """Python may have the call although the kernel does not."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)

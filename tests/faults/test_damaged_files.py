@@ -4,14 +4,12 @@ import logging
 import random
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, before_step, interrupt, small_runs
 from torchround.checkpoint import Checkpointer, DamagedCheckpointError, verify_checkpoint
 
 __all__ = ["small_runs"]
@@ -21,7 +19,7 @@ HEADER_BYTES = 3000  # of a tensor file: length, names and offsets
 
 
 @contextmanager
-def damaged(path: Path, moment: random.Random) -> Iterator[str]:
+def damaged(path, moment):
     """Flip one byte of the file or cut off its end. Returns a text that says what was done."""
     whole = path.read_bytes()
     in_header = path.suffix == ".safetensors" and moment.random() < 0.5
@@ -39,9 +37,7 @@ def damaged(path: Path, moment: random.Random) -> Iterator[str]:
         path.write_bytes(whole)
 
 
-def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_used(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_used(small_runs, caplog):
     assert small_runs("run", ASYNC, "--checkpoint.interval_steps=4") == 0
     checkpointer, expected = Checkpointer(small_runs.path("run") / "checkpoints"), small_runs.state("run", 4)
     newest = checkpointer.folder / f"step-{STEPS}"
@@ -68,8 +64,8 @@ def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors-00000.safetensors"])
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_and_ends_the_same(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+    small_runs, monkeypatch, caplog, name
+):
     assert small_runs("whole") == 0
     with monkeypatch.context() as patch:
         before_step(patch, 4, interrupt)
@@ -80,9 +76,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_an
     small_runs.assert_same("run", "whole")
 
 
-def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(small_runs, caplog, capsys):
     """All sizes stay the same, so a check of sizes alone would call the run complete."""
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0

@@ -213,7 +213,13 @@ HARMLESS = {"a group as a run leaves it"}  # without it, others could pass becau
 
 OWN = ("--run.name=run", "--training.steps=8")
 MEASURED = (*OWN, "--engine.plan=none", "--engine.measure_steps=1")
-EPOCHS = ("--run.name=run", "--training.steps=none", "--data.epochs=1", "--training.global_batch_size=56")
+EPOCHS = (
+    "--run.name=run",
+    "--training.steps=none",
+    "--data.epochs=1",
+    "--training.global_batch_size=400",
+    "--training.micro_batch_size=100",
+)
 
 
 def own(harm, says, arguments=OWN, code=0):

@@ -17,16 +17,16 @@ from torchround.machines.links import Purpose
 VALUES = [0.1 + 0.2, math.inf, 5e-324, None, "a name", [1, {"key": True}]]
 
 
-def test_each_machine_gathers_the_values_of_all_in_the_order_of_ranks() -> None:
-    def gather(group: MachineGroup) -> object:
+def test_each_machine_gathers_the_values_of_all_in_the_order_of_ranks():
+    def gather(group):
         return group.channel("steps").gather([group.rank, *VALUES], "the values")
 
     assert run_machines(3, gather) == [[[rank, *VALUES] for rank in range(3)]] * 3
 
 
 @pytest.mark.parametrize("num_bytes", [SHORT_BYTES - 2, SHORT_BYTES - 1, 3 * SHORT_BYTES])
-def test_a_value_of_any_length_arrives_whole(num_bytes: int) -> None:
-    def gather(group: MachineGroup) -> list[int]:
+def test_a_value_of_any_length_arrives_whole(num_bytes):
+    def gather(group):
         channel = group.channel("batches")
         texts = channel.gather("x" * (num_bytes if group.rank == 1 else 0), "the long text")
         return [*map(len, texts), *channel.gather(group.rank, "the next value")]
@@ -34,11 +34,11 @@ def test_a_value_of_any_length_arrives_whole(num_bytes: int) -> None:
     assert run_machines(2, gather) == [[0, num_bytes, 0, 1]] * 2
 
 
-def test_channels_never_mix_their_values() -> None:
-    def gather(group: MachineGroup) -> dict[str, list[object]]:
-        found: dict[str, list[object]] = {}
+def test_channels_never_mix_their_values():
+    def gather(group):
+        found = {}
 
-        def use(name: str) -> None:
+        def use(name):
             channel = group.channel(name)
             found[name] = [channel.gather([name, turn], "a value")[1] for turn in range(20)]
 
@@ -55,10 +55,10 @@ def test_channels_never_mix_their_values() -> None:
     assert run_machines(2, gather) == [expected] * 2
 
 
-def test_an_error_on_one_machine_ends_all_with_its_name_and_what_was_waited_for() -> None:
-    texts: dict[int, str] = {}
+def test_an_error_on_one_machine_ends_all_with_its_name_and_what_was_waited_for():
+    texts = {}
 
-    def fail(group: MachineGroup) -> None:
+    def fail(group):
         if group.rank == 1:
             raise ZeroDivisionError("by zero")
         try:
@@ -77,12 +77,12 @@ def test_an_error_on_one_machine_ends_all_with_its_name_and_what_was_waited_for(
     }
 
 
-def test_a_machine_that_waits_for_nothing_is_told_of_another_ones_failure() -> None:
-    told: list[MachineError] = []
+def test_a_machine_that_waits_for_nothing_is_told_of_another_ones_failure():
+    told = []
 
-    def fail(group: MachineGroup) -> None:
+    def fail(group):
         heard = threading.Event()
-        group.on_fault(lambda fault: (told.append(fault), heard.set()))  # type: ignore[func-returns-value]
+        group.on_fault(lambda fault: (told.append(fault), heard.set()))
         if group.rank == 1:
             raise ZeroDivisionError("by zero")
         heard.wait()
@@ -92,10 +92,10 @@ def test_a_machine_that_waits_for_nothing_is_told_of_another_ones_failure() -> N
     assert [str(fault) for fault in told] == ["machine 1 (node1) has failed: ZeroDivisionError: by zero"]
 
 
-def test_a_fault_is_told_to_a_call_that_comes_later() -> None:
-    told: list[MachineError] = []
+def test_a_fault_is_told_to_a_call_that_comes_later():
+    told = []
 
-    def fail(group: MachineGroup) -> None:
+    def fail(group):
         if group.rank == 1:
             raise ZeroDivisionError("by zero")
         with pytest.raises(MachineError):
@@ -107,11 +107,11 @@ def test_a_fault_is_told_to_a_call_that_comes_later() -> None:
     assert [fault.machine for fault in told] == [1]
 
 
-def test_abort_wakes_every_thread_that_waits_in_any_group() -> None:
-    def wait(group: MachineGroup) -> int:
+def test_abort_wakes_every_thread_that_waits_in_any_group():
+    def wait(group):
         woken = []
 
-        def receive(index: int) -> None:
+        def receive(index):
             try:
                 peer = (group.rank + 1) % group.size
                 list(group._groups.values())[index].recv([torch.zeros(1)], peer, 5).wait()
@@ -134,29 +134,29 @@ def test_abort_wakes_every_thread_that_waits_in_any_group() -> None:
 class HalfArrived:
     """A gloo group in which a message has arrived by half: no wait for it ever ends by itself."""
 
-    def __init__(self, looks: list[bool]) -> None:
+    def __init__(self, looks):
         self.looks = looks
 
-    def size(self) -> int:
+    def size(self):
         return 2
 
-    def allgather(self, *arguments: object) -> "HalfArrived":
+    def allgather(self, *arguments):
         return self
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return False
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout):
         assert timeout < timedelta(minutes=1), "a wait that nothing ends"
         self.looks.append(True)
         raise RuntimeError("Operation timed out!")
 
 
-def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ended() -> None:
-    looks: list[bool] = []
+def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ended():
+    looks = []
     explain = lambda error, peer, what: MachineError(f"{error} {what}")
     group = HalfArrived(looks)
-    channel = Channel(group, explain, timedelta(days=1), lambda: len(looks) == 3)  # type: ignore[arg-type]
+    channel = Channel(group, explain, timedelta(days=1), lambda: len(looks) == 3)
     with pytest.raises(MachineError, match="timed out! the losses"):
         channel.gather(0, "the losses")
     assert len(looks) == 3, "it waits on while the group lives"
@@ -165,24 +165,24 @@ def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ende
 class ArrivesLate(HalfArrived):
     """A gloo group whose values arrive just after a wait for them has ended."""
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return True
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self, timeout=None):
         if timeout is not None:
             super().wait(timeout)
 
 
-def test_a_value_that_arrives_between_two_waits_is_no_fault() -> None:
+def test_a_value_that_arrives_between_two_waits_is_no_fault():
     explain = lambda error, peer, what: MachineError(f"{error} {what}")
-    channel = Channel(ArrivesLate([]), explain, timedelta(days=1), lambda: False)  # type: ignore[arg-type]
+    channel = Channel(ArrivesLate([]), explain, timedelta(days=1), lambda: False)
     channel._exchange(b"a", 1, channel._first_options)
 
 
-def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines() -> None:
-    texts: dict[int, str] = {}
+def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines():
+    texts = {}
 
-    def exchange(group: MachineGroup) -> None:
+    def exchange(group):
         try:
             if group.rank == 0:
                 group.links.sender(1, Purpose.FILES).send(torch.ones(3), "three numbers")
@@ -198,7 +198,7 @@ def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines() -> N
     assert len(texts) == 2
 
 
-def test_machines_that_do_not_come_are_counted_and_named() -> None:
+def test_machines_that_do_not_come_are_counted_and_named():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(LaunchError, match=r"1 of 3 machines came within 0.2 s: machine 0 \(nodea\); missing: 1, 2"):
         MachineGroup(store, 0, 3, host="nodea", start_timeout_s=0.2)

@@ -4,28 +4,27 @@ import pytest
 
 from tests.support.machines import run_machines
 from torchround.machines import link_rate
-from torchround.machines.group import MachineGroup
 from torchround.machines.link_rate import measure_rate
 from torchround.machines.links import RateLimit
 
 
 @pytest.fixture(autouse=True)
-def short_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_measurement(monkeypatch):
     monkeypatch.setattr(link_rate, "TRIAL_BYTES", 1 << 16)
     monkeypatch.setattr(link_rate, "MEASURED_S", 0.01)
 
 
 @pytest.mark.parametrize("num_machines", [2, 3])
-def test_all_machines_learn_the_same_rate(num_machines: int) -> None:
+def test_all_machines_learn_the_same_rate(num_machines):
     rates = run_machines(num_machines, measure_rate, connections=2)
     assert rates[0] > 0
     assert len(set(rates)) == 1
 
 
-def test_the_rate_is_that_of_the_slowest_machine() -> None:
+def test_the_rate_is_that_of_the_slowest_machine():
     slow_bytes_per_s = 4e6
 
-    def slow_down_one(group: MachineGroup) -> float:
+    def slow_down_one(group):
         if group.rank == 1:
             group.links._outgoing = RateLimit(slow_bytes_per_s)
         return measure_rate(group)

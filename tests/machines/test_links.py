@@ -1,7 +1,6 @@
 """Links between machines: what is sent arrives whole and in order, in bounded memory, and errors have a name."""
 
 import threading
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.machines import links as links_module
-from torchround.machines.links import PeerLinks, Purpose, RateLimit, Receiver
+from torchround.machines.links import PeerLinks, Purpose, RateLimit
 
 LONGEST_WAIT_S = 60.0
 
@@ -24,13 +22,13 @@ class NamedError(Exception):
 class TwoMachines:
     """Two machines in this process with two connections between them."""
 
-    def __init__(self) -> None:
-        self.groups: list[list[dist.ProcessGroup]] = [[], []]
+    def __init__(self):
+        self.groups = [[], []]
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         run_together([lambda: self._connect(0), lambda: self._connect(1)])
         self.links = [PeerLinks(rank, 2, self.groups[rank], explain) for rank in range(2)]
 
-    def _connect(self, rank: int) -> None:
+    def _connect(self, rank):
         store = dist.TCPStore("127.0.0.1", self._store.port, is_master=False)
         for number in range(2):
             options = dist.ProcessGroupGloo._Options()
@@ -39,15 +37,15 @@ class TwoMachines:
             self.groups[rank].append(dist.ProcessGroupGloo(dist.PrefixStore(f"{number}/", store), rank, 2, options))
 
 
-def explain(error: Exception, peer: int | None, waited_for: str) -> Exception:
+def explain(error, peer, waited_for):
     return NamedError(f"{waited_for}, machine {peer}: {error}")
 
 
-def run_together(calls: Sequence[Callable[[], object]]) -> None:
+def run_together(calls):
     """Run each call on a thread of its own. Raises the first error."""
-    errors: list[BaseException] = []
+    errors = []
 
-    def run(call: Callable[[], object]) -> None:
+    def run(call):
         try:
             call()
         except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
@@ -64,16 +62,16 @@ def run_together(calls: Sequence[Callable[[], object]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def machines() -> TwoMachines:
+def machines():
     return TwoMachines()
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     monkeypatch.setattr(links_module, "CHUNK_BYTES", 64)
 
 
-def read_chunks(receiver: Receiver, like: Tensor) -> Tensor:
+def read_chunks(receiver, like):
     values = torch.empty_like(like)
     for start, chunk in receiver.chunks(like.numel(), like.dtype, "a message"):
         values[start : start + chunk.numel()] = chunk
@@ -86,17 +84,15 @@ def read_chunks(receiver: Receiver, like: Tensor) -> Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float16]),
     by_chunks=st.booleans(),
 )
-def test_messages_of_any_size_and_dtype_arrive_whole_and_in_order(
-    machines: TwoMachines, sizes: list[int], dtype: torch.dtype, by_chunks: bool
-) -> None:
+def test_messages_of_any_size_and_dtype_arrive_whole_and_in_order(machines, sizes, dtype, by_chunks):
     sent = [torch.randint(0, 200, (size,)).to(dtype) for size in sizes]
-    received: list[Tensor] = []
+    received = []
 
-    def send() -> None:
+    def send():
         for data in sent:
             machines.links[0].sender(1, Purpose.GRADIENTS).send(data, "a message")
 
-    def receive() -> None:
+    def receive():
         receiver = machines.links[1].receiver(0, Purpose.GRADIENTS)
         for data in sent:
             if by_chunks:
@@ -110,11 +106,11 @@ def test_messages_of_any_size_and_dtype_arrive_whole_and_in_order(
     assert all(torch.equal(one, other) for one, other in zip(received, sent, strict=True))
 
 
-def test_purposes_and_directions_do_not_mix(machines: TwoMachines) -> None:
+def test_purposes_and_directions_do_not_mix(machines):
     routes = [(source, purpose) for source in range(2) for purpose in Purpose]
     data = {route: torch.full((500,), number) for number, route in enumerate(routes)}
     received = {route: torch.empty(500, dtype=torch.int64) for route in routes}
-    calls: list[Callable[[], object]] = []
+    calls = []
     for source, purpose in routes:
         route = (source, purpose)
         sender = machines.links[source].sender(1 - source, purpose)
@@ -125,7 +121,7 @@ def test_purposes_and_directions_do_not_mix(machines: TwoMachines) -> None:
     assert all(torch.equal(received[route], data[route]) for route in routes)
 
 
-def test_a_part_of_a_tensor_fills_a_part_of_another_and_no_byte_around_it(machines: TwoMachines) -> None:
+def test_a_part_of_a_tensor_fills_a_part_of_another_and_no_byte_around_it(machines):
     data = torch.arange(300, dtype=torch.int16)
     into = torch.full((300,), -1, dtype=torch.int16)
     run_together(
@@ -138,11 +134,11 @@ def test_a_part_of_a_tensor_fills_a_part_of_another_and_no_byte_around_it(machin
     assert (into[:50] == -1).all() and (into[250:] == -1).all()
 
 
-def test_staging_holds_four_chunks_of_a_long_message(machines: TwoMachines) -> None:
+def test_staging_holds_four_chunks_of_a_long_message(machines):
     data = torch.arange(100 * links_module.CHUNK_BYTES, dtype=torch.uint8)
-    seen: set[int] = set()
+    seen = set()
 
-    def receive() -> None:
+    def receive():
         for _, values in machines.links[1].receiver(0, Purpose.FILES).chunks(data.numel(), data.dtype, "a message"):
             seen.add(values.data_ptr())
 
@@ -150,7 +146,7 @@ def test_staging_holds_four_chunks_of_a_long_message(machines: TwoMachines) -> N
     assert len(seen) == links_module.STAGED_CHUNKS
 
 
-def test_the_bytes_of_each_link_are_counted(machines: TwoMachines) -> None:
+def test_the_bytes_of_each_link_are_counted(machines):
     sender = machines.links[1].sender(0, Purpose.WEIGHTS)
     receiver = machines.links[0].receiver(1, Purpose.WEIGHTS)
     before = sender.bytes_sent, receiver.bytes_received
@@ -159,11 +155,11 @@ def test_the_bytes_of_each_link_are_counted(machines: TwoMachines) -> None:
     assert (sender.bytes_sent - before[0], receiver.bytes_received - before[1]) == (666, 666)
 
 
-def test_a_message_of_another_size_than_expected_is_an_error_and_fills_nothing() -> None:
+def test_a_message_of_another_size_than_expected_is_an_error_and_fills_nothing():
     machines = TwoMachines()
     into = torch.zeros(99)
 
-    def receive() -> None:
+    def receive():
         receiver = machines.links[1].receiver(0, Purpose.FILES)
         with pytest.raises(NamedError, match="part 3.*message 0 of 400 bytes came instead of message 0 of 396"):
             receiver.receive(into, "part 3")
@@ -175,11 +171,11 @@ def test_a_message_of_another_size_than_expected_is_an_error_and_fills_nothing()
     run_together([lambda: fail_to_send(machines, torch.ones(100)), receive])
 
 
-def test_a_reader_that_stops_early_does_not_hang_and_takes_no_rest_for_a_message() -> None:
+def test_a_reader_that_stops_early_does_not_hang_and_takes_no_rest_for_a_message():
     machines = TwoMachines()
     data = torch.ones(10 * links_module.CHUNK_BYTES, dtype=torch.uint8)
 
-    def receive() -> None:
+    def receive():
         receiver = machines.links[1].receiver(0, Purpose.FILES)
         with pytest.raises(ZeroDivisionError):
             for _ in receiver.chunks(data.numel(), data.dtype, "part 3"):
@@ -191,12 +187,12 @@ def test_a_reader_that_stops_early_does_not_hang_and_takes_no_rest_for_a_message
     run_together([lambda: fail_to_send(machines, data), receive])
 
 
-def test_a_reader_may_stop_after_the_last_chunk_without_asking_for_another(machines: TwoMachines) -> None:
+def test_a_reader_may_stop_after_the_last_chunk_without_asking_for_another(machines):
     sender = machines.links[0].sender(1, Purpose.FILES)
     receiver = machines.links[1].receiver(0, Purpose.FILES)
     data = torch.arange(links_module.CHUNK_BYTES, dtype=torch.uint8)
 
-    def receive() -> None:
+    def receive():
         for _ in range(2):
             start, values = next(iter(receiver.chunks(data.numel(), data.dtype, "a message")))
             assert start == 0 and torch.equal(values, data)
@@ -204,38 +200,38 @@ def test_a_reader_may_stop_after_the_last_chunk_without_asking_for_another(machi
     run_together([lambda: [sender.send(data, "a message") for _ in range(2)], receive])
 
 
-def fail_to_send(machines: TwoMachines, data: Tensor) -> None:
+def fail_to_send(machines, data):
     """Send from machine 0 to machine 1 until machine 1 closes its connections."""
     with pytest.raises(NamedError, match="sending a message"):
         machines.links[0].sender(1, Purpose.FILES).send(data, "a message")
 
 
-def abort(machines: TwoMachines, rank: int) -> None:
+def abort(machines, rank):
     """Close all connections of one machine, as its group does after a fault."""
     for group in machines.groups[rank]:
         with pytest.raises(RuntimeError):
             group.recv([torch.zeros(1)], 1 - rank, 99).wait(timedelta(milliseconds=1))
 
 
-def test_an_aborted_group_wakes_each_blocked_link_here_and_at_the_peer_with_a_named_error() -> None:
+def test_an_aborted_group_wakes_each_blocked_link_here_and_at_the_peer_with_a_named_error():
     machines = TwoMachines()
     data = torch.ones(1000)
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "receiving here": lambda: machines.links[0].receiver(1, Purpose.GRADIENTS).receive(data, "here"),
         "sending here": lambda: machines.links[0].sender(1, Purpose.WEIGHTS).send(data, "here"),
         "receiving there": lambda: read_chunks(machines.links[1].receiver(0, Purpose.FILES), data),
         "sending there": lambda: machines.links[1].sender(0, Purpose.FILES).send(data, "there"),
     }
-    raised: dict[str, NamedError] = {}
+    raised = {}
     started = threading.Barrier(len(calls) + 1)
 
-    def run(name: str, call: Callable[[], object]) -> None:
+    def run(name, call):
         started.wait(LONGEST_WAIT_S)
         with pytest.raises(NamedError) as caught:
             call()
         raised[name] = caught.value
 
-    def end() -> None:
+    def end():
         started.wait(LONGEST_WAIT_S)
         abort(machines, 0)
 
@@ -248,7 +244,7 @@ def test_an_aborted_group_wakes_each_blocked_link_here_and_at_the_peer_with_a_na
         machines.links[0].sender(1, Purpose.FILES).send(data, "later")
 
 
-def test_a_rate_is_shared_by_all_that_take_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_is_shared_by_all_that_take_from_it(monkeypatch):
     clock = StillClock()
     monkeypatch.setattr(links_module, "time", clock)
     limit = RateLimit(100.0)
@@ -257,7 +253,7 @@ def test_a_rate_is_shared_by_all_that_take_from_it(monkeypatch: pytest.MonkeyPat
     assert clock.slept_s == [0.5, 1.5, 1.75]
 
 
-def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(monkeypatch):
     clock = StillClock()
     monkeypatch.setattr(links_module, "time", clock)
     limit = RateLimit(100.0)
@@ -267,7 +263,7 @@ def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(monkeypa
     assert clock.slept_s == [0.0, 1.0]
 
 
-def test_a_chunk_starts_no_earlier_than_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_starts_no_earlier_than_it_was_asked_for(monkeypatch):
     clock = StillClock()
     monkeypatch.setattr(links_module, "time", clock)
     limit = RateLimit(100.0)
@@ -279,12 +275,12 @@ def test_a_chunk_starts_no_earlier_than_it_was_asked_for(monkeypatch: pytest.Mon
 class StillClock:
     """A clock that stands still and notes sleeps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
-        self.slept_s: list[float] = []
+        self.slept_s = []
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.slept_s.append(seconds)

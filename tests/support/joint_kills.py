@@ -11,13 +11,10 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchround.checkpoint import Checkpointer, MachineTeam
 
@@ -39,7 +36,7 @@ class Death:
     counts: dict[int, int] = field(default_factory=dict)
     has_come: bool = False
 
-    def pass_by(self, rank: int) -> None:
+    def pass_by(self, rank):
         """Count an operation of machine `rank`. Raises `Killed` if it is the one, or if all are dead."""
         if self.has_come and self.rank == ALL:
             raise Killed
@@ -49,19 +46,19 @@ class Death:
             raise Killed
 
 
-def together(work: Callable[[MachineTeam], Any], shared: bool, death: Death | None = None) -> list[Any]:
+def together(work, shared, death=None):
     """Return what `work(team)` returns on each machine. `death` counts exchanges; a dead machine's result is None."""
     barrier = threading.Barrier(MACHINES)
-    values: dict[int, str] = {}
-    files: dict[tuple[int, int, int], Tensor] = {}
-    results: list[Any] = [None] * MACHINES
-    errors: list[BaseException] = []
+    values = {}
+    files = {}
+    results = [None] * MACHINES
+    errors = []
     changed = threading.Condition()
 
-    def team_of(rank: int) -> MachineTeam:
+    def team_of(rank):
         sent, received = itertools.count(), itertools.count()
 
-        def gather(value: Any, what: str) -> list[Any]:
+        def gather(value, what):
             if death is not None:
                 death.pass_by(rank)
             values[rank] = json.dumps(value)
@@ -71,12 +68,12 @@ def together(work: Callable[[MachineTeam], Any], shared: bool, death: Death | No
             return found
 
         # Two machines have one peer each, so a message's number is its place among all of them.
-        def send(peer: int, data: Tensor, what: str) -> None:
+        def send(peer, data, what):
             with changed:
                 files[rank, peer, next(sent)] = data.clone()
                 changed.notify_all()
 
-        def receive(peer: int, into: Tensor, what: str) -> None:
+        def receive(peer, into, what):
             key = peer, rank, next(received)
             with changed:
                 changed.wait_for(lambda: key in files)
@@ -85,7 +82,7 @@ def together(work: Callable[[MachineTeam], Any], shared: bool, death: Death | No
         names = [f"machine {number}" for number in range(MACHINES)]
         return MachineTeam(rank, names, shared, gather, send, receive)
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
             results[rank] = work(team_of(rank))
         except (Killed, threading.BrokenBarrierError):
@@ -104,11 +101,11 @@ def together(work: Callable[[MachineTeam], Any], shared: bool, death: Death | No
     return results
 
 
-def tensors_of(rank: int, step: int) -> dict[str, Tensor]:
+def tensors_of(rank, step):
     return {f"{kind}/block.{rank}.w": torch.full((300,), float(step)) for kind in ("weights", "exp_avg")}
 
 
-def folder_of(root: Path, rank: int, shared: bool) -> Path:
+def folder_of(root, rank, shared):
     return root / ("run" if shared else f"disk{rank}")
 
 
@@ -117,23 +114,23 @@ class DyingCheckpointer(Checkpointer):
 
     death: Death | None = None
 
-    def publish(self, step: int) -> None:
+    def publish(self, step):
         self._pass_by()
         super().publish(step)
 
-    def delete(self, paths: Iterable[Path]) -> None:
+    def delete(self, paths):
         self._pass_by()
         super().delete(paths)
 
-    def _pass_by(self) -> None:
+    def _pass_by(self):
         if self.death is not None:
             self.death.pass_by(self.team.rank)
 
 
-def save(root: Path, shared: bool, step: int, mark: int, death: Death | None = None) -> bool:
+def save(root, shared, step, mark, death=None):
     """Save `step` with tensors of the value `mark`. Returns whether all machines finished."""
 
-    def work(team: MachineTeam) -> bool:
+    def work(team):
         checkpointer = DyingCheckpointer(folder_of(root, team.rank, shared), keep_latest_k=1, team=team)
         checkpointer.death = death
         checkpointer.save(step, tensors_of(team.rank, mark), {"mark": mark})
@@ -142,10 +139,10 @@ def save(root: Path, shared: bool, step: int, mark: int, death: Death | None = N
     return together(work, shared, death) == [True] * MACHINES
 
 
-def check(root: Path, shared: bool, former: tuple[int, int], new: tuple[int, int]) -> None:
+def check(root, shared, former, new):
     """Check that all machines load the former (step, mark) or the new one, whole, and that the next save leaves only itself."""
 
-    def load(team: MachineTeam) -> tuple[int, int]:
+    def load(team):
         tensors = tensors_of(team.rank, -1)
         loaded = Checkpointer(folder_of(root, team.rank, shared), team=team).load_latest(tensors)
         assert loaded is not None, "there is no checkpoint"
@@ -165,7 +162,7 @@ def check(root: Path, shared: bool, former: tuple[int, int], new: tuple[int, int
         assert left == {f"step-{step + 1}"}, left
 
 
-def kill_everywhere(root: Path, shared: bool, is_hooked: bool = False) -> int:
+def kill_everywhere(root, shared, is_hooked=False):
     """Kill each machine, and all at once, before its 1st, 2nd, .. operation of a save, until a save has no such operation.
 
     The save is of a new step, or of the newest one again. Operations are exchanges and changes of a step's folders, or
@@ -191,10 +188,10 @@ def kill_everywhere(root: Path, shared: bool, is_hooked: bool = False) -> int:
     return kills
 
 
-_HOOKED: list[Death] = []
+_HOOKED = []
 
 
-def hook(event: str, _: object) -> None:
+def hook(event, _):
     name = threading.current_thread().name
     if _HOOKED and event in FILE_SYSTEM_EVENTS and name.isdecimal():
         _HOOKED[0].pass_by(int(name))

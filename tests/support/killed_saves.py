@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,15 +21,15 @@ SMALL = 3_000
 LARGE = 600_000
 
 
-def tensors_of(step: int, numel: int) -> dict[str, torch.Tensor]:
+def tensors_of(step, numel):
     return {f"{kind}/block.0.w": torch.full((numel,), float(step)) for kind in ("weights", "exp_avg")}
 
 
-def save(folder: Path, step: int, numel: int) -> None:
+def save(folder, step, numel):
     Checkpointer(folder, keep_latest_k=1).save(step, tensors_of(step, numel), {"step": step})
 
 
-def in_child(work: Callable[[], None], seconds: float | None = None) -> bool:
+def in_child(work, seconds=None):
     """Run `work` in a forked process, and kill it after `seconds` if given. Returns whether it was killed."""
     child = os.fork()
     if child == 0:
@@ -50,7 +49,7 @@ def in_child(work: Callable[[], None], seconds: float | None = None) -> bool:
     return False
 
 
-def check(folder: Path, oldest_allowed: int, numel: int) -> int:
+def check(folder, oldest_allowed, numel):
     """Check that every listed checkpoint is whole and the newest at least `oldest_allowed`. Returns the newest."""
     checkpointer = Checkpointer(folder)
     listed = [path for path in folder.iterdir() if path.suffix not in (".tmp", ".trash")]
@@ -67,7 +66,7 @@ def check(folder: Path, oldest_allowed: int, numel: int) -> int:
     return loaded.step
 
 
-def check_and_tidy(folder: Path, oldest_allowed: int, next_step: int) -> None:
+def check_and_tidy(folder, oldest_allowed, next_step):
     """Check, then save once more: no leftover may stay."""
     check(folder, oldest_allowed, SMALL)
     assert not in_child(lambda: save(folder, next_step, SMALL))
@@ -75,11 +74,11 @@ def check_and_tidy(folder: Path, oldest_allowed: int, next_step: int) -> None:
     assert all(name.removeprefix("step-").isdecimal() for name in left) and len(left) == 1, left
 
 
-def kill_at_event(number: int) -> None:
+def kill_at_event(number):
     """Install a hook that kills this process instead of its `number`-th file-system operation."""
     seen = 0
 
-    def hook(event: str, _: object) -> None:
+    def hook(event, _):
         nonlocal seen
         if event in FILE_SYSTEM_EVENTS:
             seen += 1
@@ -89,16 +88,16 @@ def kill_at_event(number: int) -> None:
     sys.addaudithook(hook)
 
 
-def kill_at_every_operation(folder: Path, saved_again: bool) -> int:
+def kill_at_every_operation(folder, saved_again):
     """Kill a save before its 1st, 2nd, .. operation: of a new step, or of the newest step again."""
     step, number, killed = 2, 0, True
     for first in (1, 2):
-        in_child(lambda first=first: save(folder, first, SMALL))  # type: ignore[misc]
+        in_child(lambda first=first: save(folder, first, SMALL))
     while killed:
         number += 1
         target = step if saved_again else step + 1
 
-        def killed_save(target: int = target, number: int = number) -> None:
+        def killed_save(target=target, number=number):
             kill_at_event(number)
             save(folder, target, SMALL)
 
@@ -108,13 +107,13 @@ def kill_at_every_operation(folder: Path, saved_again: bool) -> int:
     return number - 1
 
 
-def kill_within_writes(folder: Path) -> int:
+def kill_within_writes(folder):
     """Let the kernel kill a save in the middle of a write, at several lengths of the file."""
     in_child(lambda: save(folder, 1, SMALL))
     lengths = [1, 7, 8, 100, 200, 1_000, 8_192, 2 * SMALL * 4]
     for step, length in enumerate(lengths, start=2):
 
-        def killed_save(step: int = step, length: int = length) -> None:
+        def killed_save(step=step, length=length):
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (length, length))
@@ -126,13 +125,13 @@ def kill_within_writes(folder: Path) -> int:
     return len(lengths)
 
 
-def kill_at_random_times(folder: Path) -> int:
+def kill_at_random_times(folder):
     """Kill a process that only saves after random times. The next process continues after the newest checkpoint."""
     generator = random.Random(7)
     newest, kills = 0, 10
     for _ in range(kills):
 
-        def keep_saving(newest: int = newest) -> None:
+        def keep_saving(newest=newest):
             for step in range(newest + 1, newest + 1000):
                 save(folder, step, LARGE)
 
@@ -143,7 +142,7 @@ def kill_at_random_times(folder: Path) -> int:
     return kills
 
 
-SCENARIOS: dict[str, Callable[[Path], int]] = {
+SCENARIOS = {
     "new step": lambda folder: kill_at_every_operation(folder, saved_again=False),
     "same step": lambda folder: kill_at_every_operation(folder, saved_again=True),
     "writes": kill_within_writes,

@@ -3,8 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 
@@ -17,7 +16,7 @@ JOIN_S = 120.0  # far beyond what any test of threads takes
 Result = TypeVar("Result")
 
 
-def run_machines(num_machines: int, function: Callable[[MachineGroup], Result], **group_settings: Any) -> list[Result]:
+def run_machines(num_machines, function, **group_settings):
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
     Machine r is called `node<r>`. The groups are closed once the function has returned on all. If it raises on one
@@ -25,10 +24,10 @@ def run_machines(num_machines: int, function: Callable[[MachineGroup], Result], 
     one that is no `MachineError`, if there is one.
     """
     master = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
+    results = {}
+    errors = []
 
-    def run(rank: int) -> None:
+    def run(rank):
         group = None
         try:
             store = TCPStore(LOOPBACK, master.port, is_master=False)
@@ -85,7 +84,7 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
     return machines
 
 
-_STORES: list[TCPStore] = []  # open until this process ends
+_STORES = []  # open until this process ends
 
 
 class MachineStarter(Processes):
@@ -112,7 +111,7 @@ def run_processes(num_machines, function, *arguments, folder):
     return machines
 
 
-def group_of_environment(**group_settings: Any) -> MachineGroup:
+def group_of_environment(**group_settings):
     """Join the group that the environment of `MachineStarter` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"

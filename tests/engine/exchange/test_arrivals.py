@@ -2,11 +2,6 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
-
-import pytest
-import torch
-from torch import Tensor
 
 from tests.support.shared_steps import Case, assert_equal_to_one_machine
 from tests.support.toy import toy_batches
@@ -14,11 +9,11 @@ from torchround.machines import links
 from torchround.machines.links import Receiver
 
 
-def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: dict[int, list[int]] = defaultdict(list)  # for each owner, which peers its chunks come from
+def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(monkeypatch):
+    taken = defaultdict(list)  # for each owner, which peers its chunks come from
     chunks = Receiver.chunks
 
-    def noted(receiver: Receiver, numel: int, dtype: torch.dtype, what: str) -> Iterator[tuple[int, Tensor]]:
+    def noted(receiver, numel, dtype, what):
         for chunk in chunks(receiver, numel, dtype, what):
             taken[id(receiver._groups)].append(receiver._peer)
             yield chunk
