@@ -37,7 +37,7 @@ def encoded(old, new):
     return encode(old, new, torch.empty(new.nbytes, dtype=torch.uint8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), st.integers(0, 999))
 def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_they_have(numel, dtype, share, seed):
     old, new = pair(numel, dtype, share, seed)
@@ -46,16 +46,9 @@ def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_the
     into = old.clone()
     decode(coded, into)
     assert torch.equal(bits(into), bits(new))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.02, 0.5, 1.0]), st.integers(0, 999))
-def test_weights_may_be_encoded_over_the_old_ones(numel, dtype, share, seed):
-    old, new = pair(numel, dtype, share, seed)
-    apart = encoded(old, new)
-    memory = old.clone()
+    memory = old.clone()  # they may also be encoded over the old ones
     over = encode(memory, new, memory.view(torch.uint8))
-    assert torch.equal(over.payload, apart.payload) and torch.equal(over.lengths, apart.lengths)
+    assert torch.equal(over.payload, coded.payload) and torch.equal(over.lengths, coded.lengths)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +94,7 @@ class Pipe:
             staging.fill_(99)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 400), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.05, 0.4, 1.0]), st.integers(0, 999))
 def test_pieces_that_cross_the_chunks_of_a_link_arrive_whole(numel, dtype, share, seed):
     old, new = pair(numel, dtype, share, seed)

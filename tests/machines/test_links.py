@@ -244,34 +244,6 @@ def test_an_aborted_group_wakes_each_blocked_link_here_and_at_the_peer_with_a_na
         machines.links[0].sender(1, Purpose.FILES).send(data, "later")
 
 
-def test_a_rate_is_shared_by_all_that_take_from_it(monkeypatch):
-    clock = StillClock()
-    monkeypatch.setattr(links_module, "time", clock)
-    limit = RateLimit(100.0)
-    for nbytes in (50, 100, 25):
-        limit.take(nbytes)
-    assert clock.slept_s == [0.5, 1.5, 1.75]
-
-
-def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(monkeypatch):
-    clock = StillClock()
-    monkeypatch.setattr(links_module, "time", clock)
-    limit = RateLimit(100.0)
-    clock.now_s = 10.0
-    limit.take(100, wanted_since=0.0)
-    limit.take(100, wanted_since=0.0)  # came at the same time from another machine, over the same card
-    assert clock.slept_s == [0.0, 1.0]
-
-
-def test_a_chunk_starts_no_earlier_than_it_was_asked_for(monkeypatch):
-    clock = StillClock()
-    monkeypatch.setattr(links_module, "time", clock)
-    limit = RateLimit(100.0)
-    clock.now_s = 10.0
-    limit.take(100, wanted_since=9.75)
-    assert clock.slept_s == [0.75]
-
-
 class StillClock:
     """A clock that stands still and notes sleeps."""
 
@@ -284,3 +256,25 @@ class StillClock:
 
     def sleep(self, seconds):
         self.slept_s.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = StillClock()
+    monkeypatch.setattr(links_module, "time", clock)
+    return clock
+
+
+def test_a_rate_is_shared_by_all_that_take_from_it(clock):
+    limit = RateLimit(100.0)
+    for nbytes in (50, 100, 25):
+        limit.take(nbytes)
+    assert clock.slept_s == [0.5, 1.5, 1.75]
+
+
+def test_a_chunk_that_a_sender_has_delayed_is_not_delayed_again_and_none_starts_before_it_was_asked_for(clock):
+    limit, late, clock.now_s = RateLimit(100.0), RateLimit(100.0), 10.0
+    limit.take(100, wanted_since=0.0)
+    limit.take(100, wanted_since=0.0)  # came at the same time from another machine, over the same card
+    late.take(100, wanted_since=9.75)
+    assert clock.slept_s == [0.0, 1.0, 0.75]

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 def run_machines(num_machines, function, **group_settings):
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
-    Machine r is called `node<r>`. The groups are closed once the function has returned on all. If it raises on one
+    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has returned on all. If it raises on one
     machine, that machine fails as a run does, which wakes the others. The error of the first cause is raised here:
     one that is no `MachineError`, if there is one.
     """
@@ -31,7 +31,8 @@ def run_machines(num_machines, function, **group_settings):
         group = None
         try:
             store = TCPStore(LOOPBACK, master.port, is_master=False)
-            settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **group_settings}
+            own = {key: value(rank) if callable(value) else value for key, value in group_settings.items()}
+            settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **own}
             group = MachineGroup(store, rank, num_machines, **settings)
             results[rank] = function(group)
             group.close()
