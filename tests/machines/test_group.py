@@ -85,34 +85,33 @@ def test_an_error_on_one_machine_ends_all_with_its_name_and_what_was_waited_for(
     assert str(told[3]) == FAILED and told[2].machine == told[3].machine == 1
 
 
-def test_abort_wakes_every_thread_that_waits_on_any_machine():
-    """Three kinds of wait on each machine: for a value of all, and for tensors from either side."""
+def test_abort_wakes_every_thread_that_waits_on_any_machine_with_a_named_error():
+    """On each machine: a thread for each channel, one that receives from, and one that sends to, another machine."""
 
     def wait(group):
-        woken = []
-
-        def receive(call):
-            try:
-                call()
-            except MachineError:
-                woken.append(call)
-
-        following, peer = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        calls = [lambda name=name: group.channel(name).gather(0, "a value") for name in CHANNELS if name != "start"]
-        for purpose in Purpose:
-            calls.append(
-                lambda purpose=purpose: group.links.receiver(following, purpose).receive(torch.zeros(1), "a tensor")
-            )
-        calls.append(lambda: list(group.links.receiver(peer, Purpose.FILES).chunks(9, torch.float32, "a tensor")))
+        following, large = (group.rank + 1) % group.size, torch.zeros(2**24)
+        calls = [lambda name=name: group.channel(name).gather(0, f"{name}'s") for name in CHANNELS if name != "start"]
         if group.rank == 0:  # otherwise the values would come
-            calls = calls[len(CHANNELS) - 1 :]
-        threads = threading.Thread(target=on_threads, args=([lambda call=call: receive(call) for call in calls],))
-        threads.start()
+            calls = []
+        calls.append(lambda: group.links.receiver(following, Purpose.GRADIENTS).receive(large, "a tensor"))
+        calls.append(lambda: list(group.links.receiver(following, Purpose.FILES).chunks(9, torch.float32, "some")))
+        calls.append(lambda: group.links.sender(following, Purpose.WEIGHTS).send(large, "a tensor"))
+        errors = []
+
+        def woken(call):
+            with pytest.raises(MachineError) as caught:
+                call()
+            errors.append(str(caught.value))
+
+        waiting = threading.Thread(target=on_threads, args=([lambda call=call: woken(call) for call in calls],))
+        waiting.start()
         group.channel("start").gather(0, "all to wait")
         if group.rank == 0:
             group.abort()
-        threads.join()
-        return len(woken) == len(calls)
+        waiting.join()
+        with pytest.raises(MachineError):
+            group.links.sender(following, Purpose.FILES).send(torch.zeros(1), "later")
+        return len(errors) == len(calls) and all(f"(node{group.rank}) waited for" in text for text in errors)
 
     assert run_machines(3, wait, timeout_s=2.0) == [True] * 3
 
