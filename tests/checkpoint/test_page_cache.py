@@ -23,8 +23,7 @@ def tensors():
 
 def cached_pages(path):
     """Count the file's pages that are in the page cache, without bringing any in."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    nbytes = path.stat().st_size
+    libc, nbytes = ctypes.CDLL(None, use_errno=True), path.stat().st_size
     residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
@@ -34,46 +33,34 @@ def cached_pages(path):
     return sum(page & 1 for page in residency)
 
 
-def tensor_file_in(checkpoint):
-    (path,) = checkpoint.glob("*.safetensors")
-    return path
-
-
-def write_plainly(path, nbytes):
-    """Write a file as any program does, and sync it, so that the kernel could drop all of its pages."""
-    with open(path, "xb") as file:
-        file.write(bytes(nbytes))
-        file.flush()
-        os.fsync(file.fileno())
-    return path
-
-
 def load(checkpoint):
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     loaded = Checkpointer(checkpoint.parent).load_latest(target)
-    assert loaded is not None and all(torch.equal(target[name], tensors()[name]) for name in target)
+    assert loaded is not None and all(torch.equal(target[name], tensor) for name, tensor in tensors().items())
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-@pytest.mark.parametrize("use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"])
-def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, use, direct):
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, direct):
     """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
-    plain = write_plainly(tmp_path / "plain", FILE_BYTES)
-    written = cached_pages(plain)
-    with open(plain, "rb") as file:
+    plain = tmp_path / "plain"
+    with open(plain, "xb") as file:
+        file.write(bytes(FILE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        assert cached_pages(plain) > PAGES // 2, "a plain file is cached: else nothing is shown below"
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert written > PAGES // 2, "a plain file is cached: else nothing is shown below"
     path = Checkpointer(tmp_path / "checkpoints").save(1, tensors(), {})
-    use(path)
-    assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + PAGES // 50
+    (tensor_file,) = path.glob("*.safetensors")
+    for use in (lambda path: None, load, verify_checkpoint):
+        use(path)
+        assert cached_pages(tensor_file) <= cached_pages(plain) + PAGES // 50
 
 
 def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch):
     """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
-    told = []
-    advise = os.posix_fadvise
+    told, advise = [], os.posix_fadvise
 
     def recorded(descriptor, offset, nbytes, advice):
         assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
@@ -84,7 +71,7 @@ def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatc
     monkeypatch.setattr(os, "posix_fadvise", recorded)
     path = Checkpointer(tmp_path).save(1, tensors(), {})
     *pieces, (last, length) = told
-    assert last == 0 and length == tensor_file_in(path).stat().st_size
+    assert last == 0 and [length] == [file.stat().st_size for file in path.glob("*.safetensors")]
     assert len(pieces) >= 4 and all(nbytes <= written for nbytes, written in pieces)
     before = [0, *(nbytes for nbytes, _ in pieces)]
     assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES

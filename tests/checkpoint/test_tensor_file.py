@@ -1,14 +1,13 @@
 """The tensor files: readable by the safetensors library, and written and read without a second copy."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import resource
 
 import pytest
 import safetensors.torch
 import torch
 
+from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
     Unwatched,
@@ -21,8 +20,6 @@ from torchround.checkpoint.uncached_io import DirectFile
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_of_each_dtype():
@@ -66,8 +63,10 @@ def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path)
     assert read_tensor_file(tmp_path / file.name, {}) == written
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
+@pytest.mark.parametrize(
+    ("family", "flavor", "policy"),
+    [("llama3", "debug", SYNC), ("qwen3", "debug_moe", ASYNC), ("gpt_oss", "debug", SYNC)],
+)
 def test_each_bundle_is_released_once_its_share_of_the_file_is_written(tmp_path, monkeypatch, family, flavor, policy):
     """Biases and norms, which are last in the file because of their size, delay no update until the whole file is written."""
 
@@ -106,32 +105,26 @@ def test_a_file_that_ends_early_is_an_error(tmp_path):
         read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)})
 
 
-def test_saving_and_loading_take_no_second_copy_of_the_state(tmp_path):
-    program = """
-import resource, sys, torch
-from torchround.checkpoint import Checkpointer
+def save_and_load(folder):
+    """Be a process of its own, and print how much memory a save and a load take on top of the state, and the state."""
 
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak_bytes():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-flat = torch.full((40 * 2**20,), 3.0)  # 160 MiB; one tensor takes most of it
-state = dict(zip(("large", "a", "b"), flat.split([30 * 2**20, 5 * 2**20, 5 * 2**20])))
-checkpointer = Checkpointer(sys.argv[1])
-checkpointer.save(1, {"small": torch.zeros(2)}, {})  # what is loaded on first use is not the state's
-before = peak_bytes()
-checkpointer.save(2, state, {})
-flat.zero_()
-checkpointer.load_latest(state)
-assert flat[::4096].eq(3.0).all()
-print(peak_bytes() - before, flat.nbytes)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    extra_bytes, state_bytes = map(int, result.stdout.split())
+    flat = torch.full((40 * 2**20,), 3.0)  # 160 MiB; one tensor takes most of it
+    state = dict(zip(("large", "a", "b"), flat.split([30 * 2**20, 5 * 2**20, 5 * 2**20]), strict=True))
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, {"small": torch.zeros(2)}, {})  # what is loaded on first use is not the state's
+    before = peak_bytes()
+    checkpointer.save(2, state, {})
+    flat.zero_()
+    checkpointer.load_latest(state)
+    assert flat[::4096].eq(3.0).all()
+    print(peak_bytes() - before, flat.nbytes)
+
+
+def test_saving_and_loading_take_no_second_copy_of_the_state(processes, tmp_path):
+    child = processes.run("tests.checkpoint.test_tensor_file:save_and_load", str(tmp_path), folder=tmp_path)
+    assert child.wait() == 0, child.text()
+    extra_bytes, state_bytes = map(int, child.text().split())
     assert extra_bytes < 0.05 * state_bytes
