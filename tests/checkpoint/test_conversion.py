@@ -1,8 +1,5 @@
 """Loads of tensors that are stored in another form than the wanted one: piece by piece, in any order of the files."""
 
-import re
-import shutil
-
 import pytest
 import torch
 
@@ -21,33 +18,35 @@ from torchround.checkpoint.conversion import ReadingPlan, layout_of
 
 # 5000 elements are several pieces of 4096 bytes in 16 bits, and their bytes are no whole blocks of a disk.
 NAMES = ("a", "b")
-NUMEL = 5000
+SHAPE = (10, 500)
+FROZEN = {"weights/frozen": torch.arange(7.0)}
 
 
 def whole_values():
     generator = torch.Generator().manual_seed(1)
-    return {f"weights/{name}": torch.randn(10, NUMEL // 10, generator=generator) for name in NAMES}
+    return {f"weights/{name}": torch.randn(SHAPE, generator=generator) for name in NAMES}
 
 
 def halves(whole):
     """Return the upper and the lower 16 bits of fp32 values as tensors of their own."""
     found = {}
     for name, tensor in whole.items():
-        bits = tensor.view(torch.int32)
-        path = name.partition("/")[2]
+        bits, path = tensor.view(torch.int32), name.partition("/")[2]
         found[f"upper/{path}"] = (bits >> 16).to(torch.int16)
         found[f"lower/{path}"] = (bits & 0xFFFF).sub(0x8000).to(torch.int16)
     return found
 
 
 class HalvesConverter:
-    """A stand-in converter between fp32 values and their two halves."""
+    """A converter between fp32 values and their two halves, which notes the largest piece that it was given."""
+
+    largest_bytes = 0
 
     def conversions(self, stored, wanted):
         found = []
         for name in NAMES:
-            whole = {f"weights/{name}": (torch.float32, (10, NUMEL // 10))}
-            parts = {f"{kind}/{name}": (torch.int16, (10, NUMEL // 10)) for kind in ("upper", "lower")}
+            whole = {f"weights/{name}": (torch.float32, SHAPE)}
+            parts = {f"{kind}/{name}": (torch.int16, SHAPE) for kind in ("upper", "lower")}
             if whole.items() <= stored.items() and parts.items() <= wanted.items():
                 found.append(Conversion(whole, parts, self._split))
             elif parts.items() <= stored.items() and whole.items() <= wanted.items():
@@ -59,6 +58,7 @@ class HalvesConverter:
         [name] = {f"weights/{name.partition('/')[2]}" for name in wanted}
 
         def take(start, elements):
+            self.largest_bytes = max(self.largest_bytes, elements.nbytes)
             found = halves({"weights/": elements})
             upper[start : start + len(elements)] = found["upper/"]
             lower[start : start + len(elements)] = found["lower/"]
@@ -72,26 +72,12 @@ class HalvesConverter:
 
         def taker(change):
             def take(start, elements):
+                self.largest_bytes = max(self.largest_bytes, elements.nbytes)
                 bits[start : start + len(elements)] |= change(elements.int())
 
             return take
 
         return {f"upper/{path}": taker(lambda part: part << 16), f"lower/{path}": taker(lambda part: part + 0x8000)}
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Read pieces of 4096 bytes. Returns the sizes of the buffers that pieces were read into."""
-    sizes = []
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
-    read = tensor_file._read_into
-
-    def counting(file, one_pass, memory):
-        sizes.append(len(memory))
-        read(file, one_pass, memory)
-
-    monkeypatch.setattr(tensor_file, "_read_into", counting)
-    return sizes
 
 
 def room_for(tensors):
@@ -104,50 +90,32 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], expected[name]), name
 
 
-def in_order(tensors, order):
-    return {name: tensors[name] for name in order}
-
-
-@pytest.mark.parametrize("file_bytes", [1, 2**30], ids=["a file each", "one file"])
 @pytest.mark.parametrize(
-    "order", [sorted, lambda names: sorted(names, reverse=True)], ids=["lower first", "upper first"]
+    ("stored", "wanted", "file_bytes"),
+    [
+        (halves(whole_values()), whole_values(), 1),  # a file for each tensor, upper halves first
+        (dict(sorted(halves(whole_values()).items())), whole_values(), 2**30),
+        (whole_values(), halves(whole_values()), 2**30),
+    ],
+    ids=["two become one, in files", "two become one, lower first", "one becomes two"],
 )
-def test_two_stored_tensors_become_one_in_any_order(tmp_path, monkeypatch, small_pieces, order, file_bytes):
+def test_stored_tensors_become_others_in_any_order_in_pieces(tmp_path, monkeypatch, stored, wanted, file_bytes):
+    """A tensor that is stored as it is wanted is read in place beside them."""
     monkeypatch.setattr(tensor_file, "FILE_BYTES", file_bytes)
-    stored = halves(whole_values())
-    path = Checkpointer(tmp_path).save(3, in_order(stored, order(stored)), {})
-    target = room_for(whole_values())
-    loaded = load_checkpoint(path, target, converter=HalvesConverter())
-    assert_equal(target, whole_values())
-    assert loaded.filled == loaded.converted == target.keys()
-    assert max(small_pieces) <= 4096, "a piece was larger, so a tensor had a second copy"
-
-
-def test_one_stored_tensor_becomes_two(tmp_path, small_pieces):
-    path = Checkpointer(tmp_path).save(3, whole_values(), {})
-    target = room_for(halves(whole_values()))
-    loaded = load_checkpoint(path, target, converter=HalvesConverter())
-    assert_equal(target, halves(whole_values()))
-    assert loaded.filled == loaded.converted == target.keys()
-    assert max(small_pieces) <= 4096
-
-
-def test_a_tensor_that_is_stored_as_it_is_wanted_is_read_in_place_beside_others(tmp_path):
-    frozen = {"weights/frozen": torch.arange(7.0)}
-    path = Checkpointer(tmp_path).save(3, {**halves(whole_values()), **frozen}, {})
-    target = room_for({**whole_values(), **frozen})
-    loaded = load_checkpoint(path, target, converter=HalvesConverter())
-    assert_equal(target, {**whole_values(), **frozen})
-    assert loaded.filled == target.keys() and loaded.converted == whole_values().keys()
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
+    path, converter = Checkpointer(tmp_path).save(3, {**stored, **FROZEN}, {}), HalvesConverter()
+    target = room_for({**wanted, **FROZEN})
+    loaded = load_checkpoint(path, target, converter=converter)
+    assert_equal(target, {**wanted, **FROZEN})
+    assert loaded.filled == target.keys() and loaded.converted == wanted.keys()
+    assert converter.largest_bytes == 4096, "a piece was larger, so a tensor had a second copy"
 
 
 def test_a_missing_half_is_named_and_nothing_is_written(tmp_path):
     stored = halves(whole_values())
     del stored["lower/b"]
-    path = Checkpointer(tmp_path).save(3, stored, {})
-    target = room_for(whole_values())
-    words = re.escape("2 tensors are not this model's: weights/b is missing; upper/b is not part of it")
-    with pytest.raises(ForeignCheckpointError, match=words):
+    path, target = Checkpointer(tmp_path).save(3, stored, {}), room_for(whole_values())
+    with pytest.raises(ForeignCheckpointError, match="2 tensors .*: weights/b is missing; upper/b is not part of it"):
         load_checkpoint(path, target, converter=HalvesConverter())
     assert_equal(target, room_for(target))
 
@@ -156,10 +124,9 @@ def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(3, halves(whole_values()), {})
     newest = checkpointer.save(4, halves({name: -tensor for name, tensor in whole_values().items()}), {})
-    file = newest / "tensors-00000.safetensors"
-    content = bytearray(file.read_bytes())
+    content = bytearray((newest / "tensors-00000.safetensors").read_bytes())
     content[-5] ^= 1
-    file.write_bytes(content)
+    (newest / "tensors-00000.safetensors").write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match="has checksum"):
         load_checkpoint(newest, room_for(whole_values()), converter=HalvesConverter())
     target = room_for(whole_values())
@@ -171,13 +138,8 @@ def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_
 def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflows_no_tensor(tmp_path, monkeypatch):
     path = Checkpointer(tmp_path / "run").save(3, halves(whole_values()), {})
     longer = {name: tensor.repeat(1, 3) for name, tensor in halves(whole_values()).items()}
-    other = Checkpointer(tmp_path / "other").save(3, longer, {})
-    read = step_folder.read_tensor_file
-
-    def read_another(file, tensors):
-        return read(other / file.name, tensors)
-
-    monkeypatch.setattr(step_folder, "read_tensor_file", read_another)
+    other, read = Checkpointer(tmp_path / "other").save(3, longer, {}), step_folder.read_tensor_file
+    monkeypatch.setattr(step_folder, "read_tensor_file", lambda file, tensors: read(other / file.name, tensors))
     with pytest.raises(DamagedCheckpointError, match="has checksum"):
         load_checkpoint(path, room_for(whole_values()), converter=HalvesConverter())
 
@@ -186,20 +148,19 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
 def test_machines_read_halves_that_others_saved(tmp_path, shared):
     """Three machines load what two saved, and the files lie on the disks of two."""
 
-    def folder_of(rank):
-        return tmp_path / ("run" if shared else f"disk{rank}")
+    def checkpointer_of(group):
+        folder = tmp_path / ("run" if shared else f"disk{group.rank}")
+        return Checkpointer(folder, team=MachineTeam.of(group, shared))
 
     def save(group):
-        name = NAMES[group.rank]
-        own = {key: tensor for key, tensor in halves(whole_values()).items() if key.endswith(f"/{name}")}
-        Checkpointer(folder_of(group.rank), team=MachineTeam.of(group, shared)).save(3, own, {})
+        own = {key: t for key, t in halves(whole_values()).items() if key.endswith(f"/{NAMES[group.rank]}")}
+        checkpointer_of(group).save(3, own, {})
 
     def load(group):
         # Machine 2 has b, machine 1 nothing, machine 0 a.
         own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[group.rank]
         target = room_for({name: whole_values()[name] for name in own})
-        checkpointer = Checkpointer(folder_of(group.rank), team=MachineTeam.of(group, shared))
-        loaded = checkpointer.load_latest(target, converter=HalvesConverter())
+        loaded = checkpointer_of(group).load_latest(target, converter=HalvesConverter())
         return loaded, all(torch.equal(tensor, whole_values()[name]) for name, tensor in target.items())
 
     run_machines(2, save)
@@ -209,8 +170,7 @@ def test_machines_read_halves_that_others_saved(tmp_path, shared):
 
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
-    frozen = {"weights/frozen": torch.arange(7.0)}
-    stored, wanted = (layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values()))
+    stored, wanted = (layout_of({**tensors, **FROZEN}) for tensors in (halves(whole_values()), whole_values()))
     plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
     own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
     assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
@@ -219,18 +179,17 @@ def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
 
 def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path):
     """Codes, scales and residuals go to the file from their own memory, as weights do."""
+    numbers = torch.arange(64 * 512).view(64, 512)
     tensors = {
         "weights/a": torch.randn(64, 512).bfloat16(),
-        "residual/a": torch.arange(64 * 512).view(64, 512).to(torch.int16),
-        "exp_avg/a": torch.arange(64 * 512).view(64, 512).to(torch.int8),
+        "residual/a": numbers.to(torch.int16),
+        "exp_avg/a": numbers.to(torch.int8),
         "exp_avg_scale/a": torch.rand(256).bfloat16(),
-        "exp_avg_sq/a": torch.arange(64 * 512).view(64, 512).to(torch.uint8),
+        "exp_avg_sq/a": numbers.to(torch.uint8),
     }
     [file] = tensor_file.plan_files(tensors)
     assert list(file.tensors) == list(tensors), "whole blocks keep their order"
     assert all(file.tensors[name] is tensor for name, tensor in tensors.items()), "a tensor was copied"
-    path = Checkpointer(tmp_path / "run").save(1, tensors, {})
-    shutil.copytree(path, tmp_path / "moved" / "step-1")
     target = room_for(tensors)
-    load_checkpoint(tmp_path / "moved" / "step-1", target)
+    load_checkpoint(Checkpointer(tmp_path / "run").save(1, tensors, {}), target)
     assert_equal(target, tensors)
