@@ -284,13 +284,3 @@ def test_every_byte_is_synced_before_the_rename_and_the_rename_after(tmp_path, m
     before = [path for path, renamed in synced if not renamed]
     assert written <= set(before) and before[-1] == "step-1.tmp"
     assert synced[-1] == (str(tmp_path), True)
-
-
-def test_files_are_created_with_the_users_mask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        path = Checkpointer(tmp_path).save(1, flat_state(), STATE)
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
-    assert path.stat().st_mode & 0o777 == 0o750

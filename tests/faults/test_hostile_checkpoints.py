@@ -151,23 +151,18 @@ def hole(name):
 
 # Forgeries of the files: a run that loads them and an export meet the same reader.
 FILES = {
-    "a manifest that is a pickle": (written("manifest.json", BOMB), "manifest.json is not JSON"),
     "a manifest nested without end": (written("manifest.json", DEEP), "manifest.json is not JSON"),
     "a manifest of a terabyte": (hole("manifest.json"), "manifest.json cannot be read: 1099511627776 bytes"),
     "a manifest that is a pipe": (pipe("manifest.json"), "manifest.json cannot be read: not an ordinary file"),
     "a manifest that is a link": (linked("manifest.json"), "manifest.json cannot be read"),
     "a name that climbs": (listed("../precious"), "strange file '../precious'"),
-    "an absolute name": (listed("/etc/passwd"), "strange file '/etc/passwd'"),
     "a name of two lines": (listed("tensors-00001.safetensors\n"), "strange file"),
     "a name that is a terminal's command": (listed(TITLE), "strange file"),
-    "tensors that are a link": (linked(TENSORS), "is not an ordinary file"),
     "tensors that are a pipe": (pipe(TENSORS), "is not an ordinary file"),
     "tensors that are a pickle": (instead(TENSORS, BOMB), "the header of tensors-0|its header would"),
     "a header longer than all memory": (header(lambda entries: None, 2**63), "its header would take"),
     "a header nested without end": (header(lambda entries: DEEP), "header .*is damaged"),
-    "a header that is a list": (header(lambda entries: b"[]      "), "header .*is damaged"),
     "a shape beyond all memory": (header(first(shape=[2**40, 2**40])), "header .*is damaged"),
-    "a shape below nothing": (header(first(shape=[-1])), r"has shape \(-1,\)"),
     "a type that does not exist": (header(first(dtype="O")), "header .*is damaged|of type O"),
     "offsets that overlap": (header(first(data_offsets=[4, 8])), "header .*is damaged"),
     "a state that is a pickle": (instead("state.json", BOMB), "state.json is not JSON"),
@@ -175,12 +170,10 @@ FILES = {
     "a state of a terabyte": (hole("state.json"), "bytes long instead of"),
 }
 LOADS = FILES | {
-    "a step that is no number": (manifest(step=math.nan), "manifest.json was altered"),
     "a step beyond all": (manifest(step=10**30), "is after step 10000"),
     "a size beyond all": (record(size_bytes=2**70), "bytes long instead of"),
     "a format of the future": (manifest(format=10**9), "has format 1000000000"),
     "a checksum that is a terminal's command": (record(xxh3_128=TITLE), "manifest.json was altered"),
-    "a checksum that is a list": (record(xxh3_128=[TITLE]), "manifest.json was altered"),
     "a tensor that is there twice": (header(twice), "header of .* is damaged|not this model's"),
     "a tensor that is a terminal's command": (
         header(lambda entries: entries.update({TITLE: {"dtype": "F32", "shape": [0], "data_offsets": [1, 0]}})),
@@ -189,20 +182,15 @@ LOADS = FILES | {
     "a tensor too many that is a terminal's command": (header(renamed_to(TITLE)), rf"{ESCAPED}\\x07 is not part of it"),
     "a tensor of a name without end": (header(renamed_to("a" * 10**6)), r"not this model's(?s:.{0,2500})$"),
     "a state that is a list": (instead("state.json", b"[]"), "state.json is not a JSON object"),
-    "a state of nothing": (instead("state.json", b"{}"), "invalid run state"),
     "tokens that are a terminal's command": (state(tokens=TITLE), f"tokens is {ESCAPED}"),
     "tokens that are infinite": (state(tokens=math.inf), "tokens is inf"),
-    "tokens below nothing": (state(tokens=-1), "tokens is -1"),
-    "updates that are no number": (state(applied_updates=math.nan), "applied_updates is nan"),
     "updates beyond all": (state(applied_updates=10**400), "applied_updates is 1000"),
     "skipped steps that are true": (state(skipped_steps=True), "skipped_steps is True"),
     "spikes of words": (state(spikes={"loss": ["high"]}), "invalid run state"),
     "spikes that are no numbers": (state(spikes={"loss": [math.nan] * 10}), "invalid run state"),
-    "spikes that are a number": (state(spikes=1), "invalid run state"),
     "stale layers of words": (state(stale_layers="x"), "invalid run state"),
     "a name of an optimizer that is a table": (config(optimizer={"name": {}}), "another optimizer"),
     "a configuration that is a terminal's command": (config("model", flavor=TITLE), "is of another model"),
-    "no position": (state(data={}), "data position"),
     "a position of tokens of no vocabulary": (position(tokens=[10**6]), "invalid data position"),
 }
 GROUPS = {
@@ -211,15 +199,10 @@ GROUPS = {
 }
 HARMLESS = {"a group as a run leaves it"}  # without it, others could pass because every checkpoint is refused
 
-OWN = ("--run.name=run", "--training.steps=8")
+OWN = ("--run.name=run", "--training.steps=8", NO_WINDOW)
 MEASURED = (*OWN, "--engine.plan=none", "--engine.measure_steps=1")
-EPOCHS = (
-    "--run.name=run",
-    "--training.steps=none",
-    "--data.epochs=1",
-    "--training.global_batch_size=400",
-    "--training.micro_batch_size=100",
-)
+EPOCHS = (NO_WINDOW, "--run.name=run", "--training.steps=none", "--data.epochs=1", "--training.global_batch_size=300")
+EPOCHS += ("--training.micro_batch_size=100",)
 
 
 def own(harm, says, arguments=OWN, code=0):
@@ -269,7 +252,6 @@ RUNS = {
     ),
     "a checkpoint that is a link": own(outside("step-9"), "step-9: manifest.json cannot be read"),
     "leftovers that are a link": own(outside("step-9.tmp"), "step-9.tmp is a link, so only"),
-    "trash that is a link": own(outside("step-9.trash"), "step-9.trash is a link, so only"),
     "checkpoints that are a file": own(checkpoints_that_are_a_file, "CheckpointError: .*File exists", code=1),
     "metrics nested without end": own(written("metrics.jsonl", DEEP + b"\n"), "the run is complete"),
     "metrics that are a pipe": own(pipe("metrics.jsonl"), "metrics.jsonl .*not an ordinary file", code=2),
@@ -280,7 +262,6 @@ RUNS = {
         written("plan.json", NUMBERS_BEYOND_ALL), "the run is complete", (*OWN, "--engine.plan=none")
     ),
     "a plan with a terminal's command": plan(stage={"first_layer": TITLE, "kind": "\x1b[2J"}),
-    "a plan of seconds in words": plan(stage={"seconds": "x"}),
     "a plan without stages that is infinite": plan(stages=[], bubble=math.inf),
     "a validation that no run had": own(newest(state(validation=[1])), "invalid run state .*validation is", code=2),
     "steps of epochs that are a pipe": own(pipe("epoch_steps.json"), "epoch_steps.json .*not an ordin", EPOCHS, 2),
@@ -330,13 +311,10 @@ POSITIONS = {
     "a number": 1,
     "nothing": {},
     "tokens beyond all numbers": changed(POSITION, tokens=[10**30]),
-    "tokens that are no numbers": changed(POSITION, tokens=[math.nan]),
     "tokens that are a table": changed(POSITION, tokens={}),
     "labels of words": changed(POSITION, learn=["x"]),
-    "a place below nothing": changed(POSITION, place=[-3]),
     "a place that is a fraction": changed(POSITION, place=[0.5]),
     "a place of too many numbers": changed(POSITION, place=[0, 0, 0]),
-    "an epoch that is infinite": changed(POSITION, epoch=math.inf),
     "a source without its place": {**POSITION, "reader": {**READER, "sources": [{"epoch": 0, "used": 7}]}},
     "a field that no source has": changed(POSITION, __class__=1),
     "no reader": changed(POSITION, reader=None),
@@ -382,12 +360,7 @@ EXPORTS = {
     "a name in Markdown": (config("run", name="x\n# [click](evil)"), "run.name: given"),
     "a name of letters without end": (config("run", name="x" * 10**6), "run.name: given(?s:.{0,2500})$"),
     "no configuration": (state(lambda content: content.pop("config")), "holds no configuration"),
-    "a configuration that is a list": (state(config=[1]), "holds no configuration"),
-    "a model that is a list": (config(model=[]), "model: given"),
-    "no model": (state(lambda content: content["config"].pop("model")), "model"),
     "a family that does not exist": (config("model", family="evil"), "there is no family"),
-    "a family that is a number": (config("model", family=7), "model.family: given 7"),
-    "a flavor that does not exist": (config("model", flavor="evil"), "no flavor"),
     "a shape of words": (config("model", flavor=None, shape={"dim": "big"}), "model.shape"),
     "layers without end": (config("model", family="llama3", flavor=None, shape=SHAPE), "lacks block"),
     "adapters without end": (config("lora", rank=10**9, targets=["q"]), "lora|target|not this model's"),

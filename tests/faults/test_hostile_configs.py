@@ -55,11 +55,8 @@ def option(argument, says, *others):
 SHELL = "outputs/$HOME $(touch pwned) `touch pwned`;touch pwned"
 CASES = {
     "a name that climbs": Case(small('\n[run]\nname = "../x"\n'), r"run.name: given \"../x\""),
-    "an absolute name": option("--run.name=/etc/x", "run.name"),
-    "a name with NUL": Case(small('\n[run]\nname = "a\\u0000b"\n'), "run.name"),
     "a name of two lines": Case(small('\n[run]\nname = "a\\nb"\n'), "run.name"),
     "a name too long": option(f"--run.name={'a' * 5000}", "run.name"),
-    "a folder with NUL": Case(small('\n[run]\nfolder = "a\\u0000b"\n'), "run.folder"),
     "a folder of a user that does not exist": option("--run.folder=~nobody-there/x", "run.folder"),
     "a folder in a file": Case(lambda folder: (folder / "outputs").touch(), "run.folder: .* cannot be used"),
     "a folder of a shell's words": Case(
@@ -73,18 +70,14 @@ CASES = {
     "bases without end": Case(many_bases, "base"),
     "a pipe as a base": Case(pipe_base, "there is no such file"),
     "deep arrays": Case(only(b"a = " + b"[" * 100_000), "nested too deeply|not valid TOML"),
-    "deep tables": Case(only(b"a = " + b"{a = " * 50_000), "nested too deeply|not valid TOML"),
     "a key without end": Case(only(b"x = 1\n" + b".".join([b"a"] * 60_000) + b" = 1"), "over 500 dots"),
     "a file without end": Case(only(b"# comment\n" * 100_000), "longer than 256 KiB"),
     "tables without number": Case(
         only(b"".join(b"[t%d]\n" % number for number in range(20_000))), r"and 199\d\d more(?s:.{0,2500})$"
     ),
-    "a long number": Case(only(b"a = " + b"9" * 100_000), "not valid TOML"),
     "a number beyond all": option(f"--training.steps={'9' * 40}", "training.steps"),
     "no number": option("--optimizer.lr=nan", "optimizer.lr"),
-    "an infinite number": option("--training.max_norm=inf", "max_norm"),
     "no text": Case(only(b"\xff\xfe\x00"), "not UTF-8"),
-    "a key of the class": Case(small("\n[run]\n__class__ = 1\n"), "run.__class__: unknown key"),
     "a key of pydantic's": Case(small("\n[run]\nmodel_config = 1\n"), "run.model_config: unknown key"),
     "a key that is a terminal's command": Case(small('\n[run]\n"\\u001b]0;pwned" = 1\n'), f"run.{ESCAPED}: unknown"),
     "a plan that is a terminal's command": option('--engine.plan="\\u001b]0;pwned"', ESCAPED),
@@ -92,11 +85,8 @@ CASES = {
         only(b'model = { family = "small", hf_path = "a\\u0000b" }\ndata = { sources = [{ path = "a" }] }\n'),
         "model.hf_path",
     ),
-    "a tokenizer with NUL": option('--tokenizer.path="a\\u0000b"', "tokenizer", "--tokenizer.name=none"),
     "data with NUL": option('--data.sources=[{ path = "a\\u0000b" }]', "data.sources"),
-    "a plan with NUL": option('--engine.plan="a\\u0000b"', "engine.plan"),
     "a checkpoint with NUL": option('--checkpoint.load_path="a\\u0000b"', "checkpoint.load_path"),
-    "adapters with NUL": option('--lora.path="a\\u0000b"', "lora.path", "--lora.rank=2"),
     "a template with NUL": option('--tokenizer.chat_template="a\\u0000b"', "template"),
     "a model that is a program": option("--model.family=__import__('os')", "model.family"),
 }

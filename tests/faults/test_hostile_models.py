@@ -71,38 +71,28 @@ def model_s_program(folder):
 
 MODELS = {
     "weights that are a pickle": file("model.safetensors", BOMB, "model.safetensors: "),
-    "weights that are a zipped pickle": file("model.safetensors", b"PK\x03\x04" + BOMB, "model.safetensors: "),
     "a pickle alone": file("pytorch_model.bin", BOMB, "neither model.safetensors .*_model.bin", "model.safetensors"),
     "a header longer than all memory": header(lambda entries: None, "model.safetensors: ", 2**63),
-    "a header of nothing": header(lambda entries: None, "model.safetensors: ", 0),
     "a header nested without end": header(lambda entries: DEEP),
-    "a header that is a list": header(lambda entries: b"[]      "),
     "offsets past the end": header(first(data_offsets=[10**15, 10**15 + 64]), "truncated|damaged"),
     "offsets that overlap": header(first(data_offsets=[32, 96])),
-    "offsets that are words": header(first(data_offsets=["0", "64"])),
     "a type that does not exist": header(first(dtype="O"), "of a type that is not read"),
     "a shape beyond all memory": header(first(shape=[2**40, 2**40])),
-    "a shape of fractions": header(first(shape=[16.5])),
     "a tensor that is a terminal's command": header(renamed_to(TITLE), f"not part of the model: {ESCAPED}"),
     "a tensor of a name without end": header(renamed_to("a" * 10**6), r"not part of the model: a(?s:.{0,2500})$"),
     "a file in the index that is a terminal's command": index({"a": TITLE}, f"files are missing: {ESCAPED}"),
     "an index that climbs": index({"a": "../outside.safetensors"}, "is not the name of a file"),
-    "an index with an absolute name": index({"a": "/etc/passwd"}, "is not the name of a file"),
     "an index of lists": index({"a": ["b"]}, "index.json"),
     "an index nested without end": file("model.safetensors.index.json", DEEP, "index.json", "model.safetensors"),
     "a config nested without end": file("config.json", DEEP, "config.json cannot be read"),
     "a config that is no object": file("config.json", b"[1]", "does not hold a JSON object"),
     "a width below nothing": config("hidden_size", hidden_size=-16),
-    "a width of nothing": config("hidden_size", hidden_size=0),
     "a width that is no number": config("hidden_size", hidden_size=math.nan),
-    "a width in words": config("hidden_size", hidden_size="16"),
     "a width beyond all memory": config("hidden_size|memory|missing", hidden_size=2**62),
     "layers without end": config("num_hidden_layers", num_hidden_layers=10**9),
     "a vocabulary without end": config("vocab_size|memory|missing", vocab_size=2**62),
     "heads that do not fit": config("num_key_value_heads|kv", num_key_value_heads=7),
-    "no heads": config("num_attention_heads", num_attention_heads=0),
     "a theta that is no number": config("rope_theta|theta", rope_theta=math.nan),
-    "an infinite epsilon": config("rms_norm_eps|eps", rms_norm_eps=math.inf),
     "a program that the config names": Case(model_s_program, "the run is complete", (*PRETRAINED, ONE_STEP), 0),
 }
 
@@ -128,10 +118,7 @@ LATER = TURNS + "{% if 'later' in messages[0].content %}{{ 'a' * 10**10 }}{% end
 TEMPLATES = {
     "a class by its attribute": template("{{ ''.__class__.__mro__ }}", "unsafe"),
     "a function's globals": template("{{ raise_exception.__globals__.x }}", "unsafe|chat template"),
-    "a format's attribute": template("{{ '{0.__class__}'.format(messages) }}", "unsafe|chat template"),
     "a file included": template("{% include 'secret' %}", "(?!.*hunter2)chat template"),
-    "a file imported": template("{% import 'secret' as s %}", "(?!.*hunter2)chat template"),
-    "a parent": template("{% extends '/etc/passwd' %}", "chat template"),
     "loops without end": template(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "chat template .*s of the processor",
@@ -183,7 +170,6 @@ def token(number, says="tokenizer.json"):
 
 TOKENIZERS = {
     "a vocabulary nested without end": tokenizer(lambda content: DEEP),
-    "a vocabulary that is a pickle": tokenizer(lambda content: BOMB),
     "a pattern that takes for ever": pattern(r"(?:a|a|aa)+(?=b)|\s+|\S+", "tokenizer|pattern", 1),
     "a pattern that is none": pattern("(((("),
     "a pattern of nothing": pattern("", r"^(?!(?s:.*)panicked).*tokenizer.json: .*empty"),
@@ -191,7 +177,6 @@ TOKENIZERS = {
     "ids below nothing": token(-5),
     "ids beyond all memory": token(2**62, "tokenizer"),
     "ids that are twice there": token(5),
-    "ids in words": token("x"),
     "a merge of what is not there": tokenizer(lambda content: content["model"].update(merges=["zz yy"])),
     "a special token of another's id": tokenizer(lambda content: content["added_tokens"][0].update(id=3)),
 }
@@ -223,17 +208,14 @@ ADAPTERS = {
     "adapters as a pickle": adapter("neither .*safetensors .*adapter_model.bin", BOMB, name="adapter_model.bin"),
     "a pickle called adapters": adapter("adapter_model.safetensors: ", BOMB),
     "an adapter's config nested without end": adapter("adapter_config.json cannot be read", config=DEEP.decode()),
-    "an adapter's config that is a list": adapter("adapter_config.json", config=[]),
     "an adapter's offsets that overlap": adapter_header(
         lambda entries: entries.update(other={"dtype": "F32", "shape": [2, 16], "data_offsets": [0, 128]})
     ),
-    "an adapter's offsets past the end": adapter_header(first(data_offsets=[2**40, 2**40 + 128]), "truncated"),
     "an adapter's name that is there twice": adapter_header(twice),
     "an adapter's name that climbs": adapter_header(renamed_to("../../../etc/passwd"), "missing|not part"),
     "an adapter of another shape": adapter(r"\[3, 16\]|missing", save({TENSOR: torch.zeros(3, 16)})),
     "a rank without end": adapter_config("r is 1000000000000000000", r=10**18),
     "a rank that is no number": adapter_config("r is nan", r=math.nan),
-    "a rank that is true": adapter_config("r is True", r=True),
     "a scale that is infinite": adapter_config("lora_alpha is inf", lora_alpha=math.inf),
     "patterns that rename": adapter_config("rank_pattern is not supported", rank_pattern={"(a+)+$": 2}),
     "a kind of its own": adapter_config("peft_type is", peft_type=TITLE),

@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 
-import train
 from tests.support.machines import start_machines
 from tests.support.namespaces import ADDRESSES, enter, networks_of
+from tests.support.scenarios import prepare
+from tests.support.small_machines import SHARED, small_main
 from torchround.config import Config
 from torchround.machines.errors import MachineError
 from torchround.machines.launch import join
@@ -56,41 +57,11 @@ def exchange_for_ever(networks):
     return 0
 
 
-CONFIG = """
-[model]
-family = "llama3"
-flavor = "debug"
-
-[tokenizer]
-name = "bytes"
-
-[data]
-sources = [{ path = "python-stdlib" }]
-
-[training]
-steps = 100000
-seq_len = 32
-global_batch_size = 2
-
-[engine]
-devices = "cpu"
-num_devices = 1
-measure_steps = 0
-
-[checkpoint]
-interval_steps = 5
-
-[machines]
-share_host = true
-timeout_s = 3
-"""
-
-
-def train_in(networks):
-    """Train `run.toml` as a machine in its own namespace."""
+def train_in(networks, arguments):
+    """Train a small run as a machine in its own namespace."""
     enter(networks[int(os.environ["RANK"])])
     os.environ["MASTER_ADDR"] = ADDRESSES[0]
-    return train.main(["--config", "run.toml"])
+    return small_main(arguments)
 
 
 def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
@@ -113,10 +84,14 @@ def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_othe
 
 @pytest.mark.nightly
 def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(processes, tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
+    prepare(tmp_path)
+    arguments = ["--config", "small.toml", "--run.name=run", *SHARED, "--engine.rounds=6", "--training.steps=100000"]
+    arguments += ["--checkpoint.interval_steps=5", "--machines.timeout_s=3"]
     with networks_of(MBIT_PER_S) as networks:
         function = "tests.machines.test_network_namespaces:train_in"
-        machines = start_machines(processes, 2, function, networks.names, first_holds_store=True, folder=tmp_path)
+        machines = start_machines(
+            processes, 2, function, networks.names, arguments, first_holds_store=True, folder=tmp_path
+        )
         machines[0].wait_until_printed("saved outputs/run/checkpoints/step-5 ")
         networks.cut()
         codes = [machine.wait() for machine in machines]

@@ -3,17 +3,15 @@
 import os
 import socket
 import threading
-from typing import TypeVar
 
 from torch.distributed import TCPStore
 
-from tests.support.processes import Child, Processes
+from tests.support.processes import Processes
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 
 LOOPBACK = "127.0.0.1"
 JOIN_S = 120.0  # far beyond what any test of threads takes
-Result = TypeVar("Result")
 
 
 def run_machines(num_machines, function, **group_settings):
@@ -88,32 +86,20 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
 _STORES = []  # open until this process ends
 
 
-class MachineStarter(Processes):
-    """The former way to start machines."""
-
-    def start(self, *arguments, environment=None, **settings):
-        if environment is None:
-            return start_machines(self, *arguments, **settings)
-        return super().start(*arguments, environment=environment, **settings)
-
-
-MachineProcess = Child
-
-
 def run_processes(num_machines, function, *arguments, folder):
     """Run `function` ("module:name") on processes of their own, to the end of all."""
-    starter = MachineStarter(folder)
+    processes = Processes(folder)
     try:
-        machines = starter.start(num_machines, function, *arguments, folder=folder)
+        machines = start_machines(processes, num_machines, function, *arguments, folder=folder)
         for machine in machines:
             machine.wait()
     finally:
-        starter.close()
+        processes.close()
     return machines
 
 
 def group_of_environment(**group_settings):
-    """Join the group that the environment of `MachineStarter` names. Machine r is called `node<r>`."""
+    """Join the group that the environment of `start_machines` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])
