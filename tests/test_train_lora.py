@@ -50,7 +50,7 @@ def test_adapters_on_random_weights_are_a_warning(small_runs, caplog):
     assert "lora.rank" in warning and "model.hf_path" in warning
 
 
-def test_a_learning_rate_of_one_is_a_warning(small_runs: SmallRuns, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learning_rate_of_one_is_a_warning(small_runs, caplog):
     assert small_runs("usual", "--training.steps=1") == 0 and "optimizer.lr" not in caplog.text
     assert small_runs("high", "--training.steps=1", "--optimizer.lr=1") == 0
     assert "optimizer.lr = 1 is far above" in caplog.text

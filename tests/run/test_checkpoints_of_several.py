@@ -99,7 +99,7 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
         overrides += ["--run.name=other", f"--checkpoint.load_path={path}"]
 
     def restore(group):
-        options, positions = options_of(*overrides), list()
+        options, positions = options_of(*overrides), []
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         assert checkpoints.restore(store, a_loader(positions))
         assert checkpoints.position.step == store.step == STEPS
