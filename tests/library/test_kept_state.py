@@ -15,11 +15,11 @@ CHOICES = [(name, state) for name in optimizer_tables() for state in ("exact", "
 class FusedAttention(nn.Module):
     """Attention of one head whose query, key and value come from one fused matrix."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         query, key, value = self.qkv(hidden).chunk(3, dim=-1)
         return hidden + self.out(functional.scaled_dot_product_attention(query, key, value))
 
@@ -27,19 +27,19 @@ class FusedAttention(nn.Module):
 class Experts(nn.Module):
     """Three experts as a stack of matrices, each with an equal part in the output."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.up = nn.Parameter(torch.randn(3, width, width) / width**0.5)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden + torch.einsum("btd,edf->btf", hidden, self.up).tanh()
 
 
-def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(output, labels):
     return functional.cross_entropy(output.flatten(0, 1).float(), labels.flatten())
 
 
-def trained(name: str, state: str, devices: int, update: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(name, state, devices, update):
     """Train a net of bfloat16, whose weights are split if nothing predicts them."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), FusedAttention(16), Experts(16), nn.Linear(16, 3)).bfloat16()

@@ -19,12 +19,12 @@ from torchround.library.refusals import PipelineUsageError
 ADAMW = partial(OurAdamW, lr=0.1)
 
 
-def mlp() -> nn.Sequential:
+def mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
+def batches(count=4, samples=7):
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator))
@@ -33,7 +33,7 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
+def test_losses_and_weights_are_those_of_a_plain_loop(devices):
     net = mlp()
     loop = PlainNet(net, ADAMW)
     with Pipeline(net, devices, lr=0.1) as pipeline:
@@ -46,7 +46,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_compact_state_takes_less_memory_and_trains_nearly_alike(update) -> None:
+def test_compact_state_takes_less_memory_and_trains_nearly_alike(update):
     found = []
     for state in ("exact", "compact"):
         with Pipeline(mlp(), 2, lr=0.01, update=update, state=state) as pipeline:
@@ -63,7 +63,7 @@ def test_compact_state_takes_less_memory_and_trains_nearly_alike(update) -> None
     assert compact == pytest.approx(exact, abs=0.05)
 
 
-def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
+def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step():
     """They are halves in host memory, so a parameter that was read before the step does not follow it."""
     with Pipeline(mlp().bfloat16(), 2, lr=0.1) as pipeline:
         assert pipeline.store.splits_weights
@@ -79,7 +79,7 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
                 assert torch.equal(value, state[name].float() * 0.5)
 
 
-def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
+def test_losses_depend_neither_on_cuts_nor_on_devices():
     found = []
     for partition in (None, Partition((2, 2), 2, (1, 3)), Partition((), 6, ()), Partition((1,) * 5, 1, (1,) * 5)):
         with Pipeline(mlp(), [CpuDevice(0), CpuDevice(1)], lr=0.1, partition=partition) as pipeline:
@@ -91,7 +91,7 @@ def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
     assert all(other == found[0] for other in found)
 
 
-def test_gradients_of_several_calls_add_up_until_the_step() -> None:
+def test_gradients_of_several_calls_add_up_until_the_step():
     net = mlp()
     loop = PlainNet(net, ADAMW)
     with Pipeline(net, 2, lr=0.1) as pipeline:
@@ -104,7 +104,7 @@ def test_gradients_of_several_calls_add_up_until_the_step() -> None:
         assert_same_state(pipeline.weights(), loop.net)
 
 
-def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
+def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order():
     net = mlp()
     inputs, labels = batches()[0]
     with Pipeline(net, 2, lr=0.1) as pipeline:
@@ -120,7 +120,7 @@ def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
         assert not torch.equal(after, before)
 
 
-def test_an_evaluation_between_steps_changes_no_dropout_mask() -> None:
+def test_an_evaluation_between_steps_changes_no_dropout_mask():
     found = []
     for evaluates in (False, True):
         with Pipeline(mlp(), 2, lr=0.1) as pipeline:
@@ -133,7 +133,7 @@ def test_an_evaluation_between_steps_changes_no_dropout_mask() -> None:
     assert found[0] == found[1]
 
 
-def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
+def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over():
     net, other = mlp(), mlp()
     before = copy.deepcopy(net.state_dict())
     with Pipeline(net, 1) as pipeline, Pipeline(other, 1, takes_over=True) as taken:
@@ -149,23 +149,23 @@ def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
 class Head(nn.Module):
     """A head whose weight may be an embedding's, with a buffer and one that no state dict holds."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight):
         super().__init__()
         self.weight = weight
         self.register_buffer("scale", torch.tensor(0.5))
         self.register_buffer("shift", torch.tensor(1.0), persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return functional.linear(hidden, self.weight) * self.scale + self.shift
 
 
-def tied() -> nn.Sequential:
+def tied():
     torch.manual_seed(0)
     embedding = nn.Embedding(11, 8)
     return nn.Sequential(embedding, nn.LayerNorm(8), nn.Linear(8, 8).bfloat16().float(), Head(embedding.weight))
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_loss(logits, labels):
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -173,7 +173,7 @@ TOKENS = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
+def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices):
     net = tied()
     loop = PlainNet(net, ADAMW)
     with Pipeline(net, devices, lr=0.1) as pipeline:
@@ -188,7 +188,7 @@ def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
         loop.net.load_state_dict(state, strict=True)
 
 
-def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices() -> None:
+def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices():
     net = tied()
     with Pipeline(net, 2, lr=0.1) as pipeline:
         pipeline.forward_backward(TOKENS, TOKENS, token_loss)
@@ -221,7 +221,7 @@ def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(
     """Each row has dropout and a rate that falls, float16 also a loss scale that falls. The file holds plain values alone."""
     net, options, found = mlp().to(dtype), {"lr": 0.05, **options}, []
 
-    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss_fn(outputs, labels):
         return functional.cross_entropy(outputs.float(), labels) * 2
 
     for stops in ([8], [5, 8]):
@@ -246,7 +246,7 @@ def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(
         assert 0 < state["optimizer"]["resume"]["applied_updates"] < 8
 
 
-def assert_same_values(actual, expected) -> None:
+def assert_same_values(actual, expected):
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key in expected:
@@ -257,7 +257,7 @@ def assert_same_values(actual, expected) -> None:
         assert actual == expected
 
 
-def test_a_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
+def test_a_state_of_another_optimizer_is_refused_and_nothing_changes():
     with Pipeline(mlp(), 1, optimizer="muon") as other, Pipeline(mlp(), 1, lr=0.1) as pipeline:
         train_once(pipeline)
         before = pipeline.state_dict()
@@ -272,7 +272,7 @@ def test_a_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
         assert pipeline.state_dict()["optimizer"]["step"] == 1
 
 
-def test_a_state_of_another_class_of_torch_optim_is_refused() -> None:
+def test_a_state_of_another_class_of_torch_optim_is_refused():
     with (
         Pipeline(mlp(), 1, optimizer=torch.optim.Adagrad) as other,
         Pipeline(mlp(), 1, optimizer=SGD) as pipeline,
@@ -281,7 +281,7 @@ def test_a_state_of_another_class_of_torch_optim_is_refused() -> None:
         pipeline.load_state_dict(other.state_dict())
 
 
-def test_a_step_without_its_update_is_not_saved() -> None:
+def test_a_step_without_its_update_is_not_saved():
     with Pipeline(mlp(), 1) as pipeline:
         inputs, labels = batches(1)[0]
         pipeline.forward_backward(inputs, labels, functional.cross_entropy)
@@ -289,13 +289,13 @@ def test_a_step_without_its_update_is_not_saved() -> None:
             pipeline.state_dict()
 
 
-def train_once(pipeline: Pipeline) -> None:
+def train_once(pipeline):
     inputs, labels = batches(1)[0]
     pipeline.forward_backward(inputs, labels, functional.cross_entropy)
     pipeline.step()
 
 
-def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes() -> None:
+def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes():
     with Pipeline(mlp(), 1) as pipeline:
         state = pipeline.weights()
         wrong = {name: value + 1 for name, value in state.items() if name != "0.bias"}
@@ -307,13 +307,13 @@ def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes() -> None:
         assert_same_state(pipeline.weights(), mlp())
 
 
-def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused() -> None:
+def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused():
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
     layer_gib = 128 * 128 * 4 / 2**30
     inputs = torch.randn(4, 128)
 
-    def square(outputs: Tensor, labels: None) -> Tensor:
+    def square(outputs, labels):
         return outputs.square().sum()
 
     with Pipeline(net, 2, lr=1e-3) as pipeline:
@@ -328,7 +328,7 @@ def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused(
         pipeline.forward_backward(inputs, None, square)
 
 
-def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
+def test_weight_decay_is_for_all_parameters_but_those_named():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     inputs = torch.zeros(2, 4)
     with Pipeline(net, 1, lr=0.5, weight_decay=0.5, no_decay=["1.weight", "1.bias"]) as pipeline:
@@ -340,7 +340,7 @@ def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
         assert torch.equal(state[name], before[name] * (1.0 if name.startswith("1") else 0.75)), name
 
 
-def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
+def test_parameters_are_the_host_weights_by_the_plain_names():
     net = tied()
     with Pipeline(net, 2, lr=0.1) as pipeline:
         assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in net.named_parameters()]
@@ -353,7 +353,7 @@ def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
         assert torch.equal(first, pipeline.weights()["0.weight"])
 
 
-def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> None:
+def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs():
     net = mlp()
     for parameter in (*net[0].parameters(), *net[5].parameters()):
         parameter.requires_grad_(False)
@@ -370,7 +370,7 @@ def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> N
         assert torch.equal(pipeline(inputs, 1), net(inputs))
 
 
-def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code() -> None:
+def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():
     """The devices are inside a kernel as the program ends. Each exit code but its own would be an abort."""
     program = """
         import sys, torch

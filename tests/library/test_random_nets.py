@@ -5,7 +5,6 @@ from functools import partial
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from tests.support.random_nets import WIDTH, layer_kinds, make_net
@@ -19,10 +18,10 @@ OPTIMIZERS = {
 }
 
 
-def random_partition(num_layers: int, cuts: list[bool]) -> Partition:
+def random_partition(num_layers, cuts):
     """Cut the layers where `cuts` says: its first flags are for the forward, its last ones for the backward."""
 
-    def lengths(count: int, flags: list[bool]) -> tuple[int, ...]:
+    def lengths(count, flags):
         stops = [stop for stop in range(1, count) if flags[stop]] + [count] * bool(count)
         return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
 
@@ -31,7 +30,7 @@ def random_partition(num_layers: int, cuts: list[bool]) -> Partition:
     return Partition(lengths(before, cuts), fused, lengths(before, cuts[::-1]))
 
 
-def distance(outputs: Tensor, labels: dict[str, Tensor]) -> Tensor:
+def distance(outputs, labels):
     return (outputs - labels["target"]).square().mean()
 
 
@@ -45,9 +44,7 @@ def distance(outputs: Tensor, labels: dict[str, Tensor]) -> Tensor:
     calls=st.integers(1, 2),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
 )
-def test_random_nets_train_bit_for_bit_as_in_a_plain_loop(
-    kinds, cuts, ties, devices, samples, calls, optimizer
-) -> None:
+def test_random_nets_train_bit_for_bit_as_in_a_plain_loop(kinds, cuts, ties, devices, samples, calls, optimizer):
     net = make_net(kinds, ties)
     ours, plain = OPTIMIZERS[optimizer]
     loop = PlainNet(net, plain)

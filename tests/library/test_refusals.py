@@ -17,54 +17,54 @@ from torchround.optim import SlowerOptimizerWarning
 class Hides(nn.Module):
     """A module with a member that PyTorch does not know of."""
 
-    def __init__(self, member: object) -> None:
+    def __init__(self, member):
         super().__init__()
         self.members = {"first": [member]}
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden
 
 
 class Backwards(nn.Sequential):
     """A Sequential that runs its layers in reverse."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         for layer in reversed(self):
             hidden = layer(hidden)
         return hidden
 
 
-def hooked(method: str) -> nn.Module:
+def hooked(method):
     layer = nn.Linear(2, 2)
     getattr(layer, method)(lambda *args: None)
     return layer
 
 
-def with_parameter_hook() -> nn.Module:
+def with_parameter_hook():
     layer = nn.Linear(2, 2)
     layer.weight.register_hook(lambda gradient: gradient)
     return layer
 
 
-def compiled() -> nn.Module:
+def compiled():
     layer = nn.Linear(2, 2)
     layer.compile()
     return layer
 
 
-def with_weight(value: torch.Tensor, trained: bool = True) -> nn.Module:
+def with_weight(value, trained=True):
     layer = nn.Linear(2, 2)
     layer.weight = nn.Parameter(value, requires_grad=trained)
     return layer
 
 
-def own_parameter() -> nn.Sequential:
+def own_parameter():
     net = nn.Sequential(nn.Linear(2, 2))
     net.register_parameter("scale", nn.Parameter(torch.ones(1)))
     return net
 
 
-def linear() -> nn.Linear:
+def linear():
     return nn.Linear(2, 2)
 
 
@@ -98,26 +98,26 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", NETS)
-def test_a_net_that_cannot_work_is_refused(case) -> None:
+def test_a_net_that_cannot_work_is_refused(case):
     make, message = NETS[case]
     with pytest.raises(PipelineUsageError, match=message):
         check_net(make())
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_a_layer_that_cannot_work_is_refused_by_name(case) -> None:
+def test_a_layer_that_cannot_work_is_refused_by_name(case):
     make, message = LAYERS[case]
     layer = make()
     with pytest.raises(PipelineUsageError, match=rf"^layer 1 \({type(layer).__name__}\).*{message}"):
         check_net(nn.Sequential(nn.Identity(), layer))
 
 
-def test_a_part_inside_a_layer_is_named_by_its_path() -> None:
+def test_a_part_inside_a_layer_is_named_by_its_path():
     with pytest.raises(PipelineUsageError, match=r"layer 0 \(Sequential\), 1 has a forward hook"):
         check_net(nn.Sequential(nn.Sequential(linear(), hooked("register_forward_hook"))))
 
 
-def test_ordinary_nets_are_not_refused() -> None:
+def test_ordinary_nets_are_not_refused():
     inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     normed = nn.utils.parametrizations.weight_norm(linear())
@@ -129,23 +129,23 @@ def test_ordinary_nets_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))])
-def test_running_statistics_are_refused_for_training_alone(layer) -> None:
+def test_running_statistics_are_refused_for_training_alone(layer):
     check_net(nn.Sequential(layer))
     with pytest.raises(PipelineUsageError, match="layer 3 .*running statistics.*GroupNorm"):
         check_training({"3": layer})
     check_training({"3": copy.deepcopy(layer).eval()})
 
 
-def test_a_layer_that_cannot_be_copied_is_refused() -> None:
+def test_a_layer_that_cannot_be_copied_is_refused():
     class Unique(nn.Identity):
-        def __deepcopy__(self, memo: object) -> "Unique":
+        def __deepcopy__(self, memo):
             raise TypeError("there is only one")
 
     with pytest.raises(PipelineUsageError, match=r"layer 0 \(Unique\) cannot be copied.*there is only one"):
         wrap(nn.Sequential(Unique()), lambda name: True)
 
 
-def test_a_loss_is_a_callable_without_parameters() -> None:
+def test_a_loss_is_a_callable_without_parameters():
     check_loss(nn.CrossEntropyLoss(weight=torch.ones(3)))
     with pytest.raises(PipelineUsageError, match=r"loss_fn \(Linear\) has parameters \(weight, bias\)"):
         check_loss(linear())
@@ -167,19 +167,19 @@ def test_a_loss_is_a_callable_without_parameters() -> None:
         ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, "SGD has no betas"),
     ],
 )
-def test_settings_that_are_not_legal_are_refused_at_once(settings, message) -> None:
+def test_settings_that_are_not_legal_are_refused_at_once(settings, message):
     with pytest.raises(PipelineUsageError, match=message):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), **settings)
 
 
-def test_a_net_without_trained_parameters_computes_but_does_not_train() -> None:
+def test_a_net_without_trained_parameters_computes_but_does_not_train():
     with Pipeline(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)) as pipeline:
         assert pipeline.forward(torch.ones(2, 2)).shape == (2, 2)
         with pytest.raises(PipelineUsageError, match="no parameter of the net is trained"):
             pipeline.forward_backward(torch.ones(2, 2), None, lambda outputs, _: outputs.sum())
 
 
-def test_a_closed_pipeline_takes_no_batch() -> None:
+def test_a_closed_pipeline_takes_no_batch():
     with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
         pipeline.forward(torch.ones(2, 2))
     with pytest.raises(EngineUsageError, match="closed"):
@@ -187,7 +187,7 @@ def test_a_closed_pipeline_takes_no_batch() -> None:
     assert pipeline.weights()["0.weight"].shape == (2, 2)
 
 
-def test_a_failing_loss_is_named() -> None:
+def test_a_failing_loss_is_named():
     def broken(outputs, labels):
         raise ValueError("no labels")
 
@@ -198,7 +198,7 @@ def test_a_failing_loss_is_named() -> None:
         pipeline.forward_backward(torch.ones(2, 2), None, broken)
 
 
-def test_a_step_that_was_left_out_is_told(caplog) -> None:
+def test_a_step_that_was_left_out_is_told(caplog):
     with Pipeline(nn.Sequential(nn.Linear(2, 2))) as pipeline:
         pipeline.forward_backward(torch.full((2, 2), float("nan")), None, lambda outputs, _: outputs.sum())
         pipeline.step()
@@ -217,7 +217,7 @@ def test_a_step_that_was_left_out_is_told(caplog) -> None:
     ],
     ids=["unknown", "unknown format", "format of another's state", "out of range", "too few"],
 )
-def test_settings_of_our_own_optimizers_are_checked_by_their_tables(options, words) -> None:
+def test_settings_of_our_own_optimizers_are_checked_by_their_tables(options, words):
     with pytest.raises(PipelineUsageError, match=words):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), **options)
 
@@ -250,12 +250,12 @@ def sum_of(outputs, labels):
     ],
     ids=["train", "to", "zero_grad", "backward", "loss.backward", "RoundPipe's arguments", "RoundPipe's step"],
 )
-def test_a_call_of_another_loop_is_answered_with_what_takes_its_place(call, error, words) -> None:
+def test_a_call_of_another_loop_is_answered_with_what_takes_its_place(call, error, words):
     with Pipeline(nn.Sequential(nn.Linear(2, 2)), 1) as pipeline, pytest.raises(error, match=words):
         call(pipeline)
 
 
-def test_a_loop_whose_optimizer_is_its_own_is_told_that_nothing_trains() -> None:
+def test_a_loop_whose_optimizer_is_its_own_is_told_that_nothing_trains():
     with Pipeline(nn.Sequential(nn.Linear(2, 2)), 1) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters())
         with warnings.catch_warnings(record=True) as warned:
@@ -266,7 +266,7 @@ def test_a_loop_whose_optimizer_is_its_own_is_told_that_nothing_trains() -> None
     assert warning.filename == __file__ and "no step() of the Pipeline" in str(warning.message)
 
 
-def test_a_slower_optimizer_is_told_where_it_is_asked_for() -> None:
+def test_a_slower_optimizer_is_told_where_it_is_asked_for():
     with pytest.warns(SlowerOptimizerWarning) as warned:
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, optimizer=torch.optim.SGD)
     assert [warning.filename for warning in warned] == [__file__]

@@ -7,14 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.step_records import record
 from torchround.config import MetricsTable
-from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
+from torchround.observe import MetricsFile, MetricsLogger, open_metrics
 from torchround.observe.reporters import ConsoleReport
 from torchround.observe.wandb_logger import _connect
 
@@ -24,16 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Failing:
     """A reporter that fails at everything."""
 
-    def log(self, record: StepRecord) -> None:
+    def log(self, record):
         raise ConnectionError(f"step {record.step} was not sent")
 
-    def close(self) -> None:
+    def close(self):
         raise ConnectionError("still no network")
 
 
-def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_reporter_costs_one_warning_and_the_others_continue(tmp_path, caplog):
     stream = io.StringIO()
     with caplog.at_level(logging.WARNING):
         metrics = MetricsLogger(
@@ -57,9 +54,7 @@ def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
     ]
 
 
-def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reporter_that_cannot_be_made_costs_one_warning_too(tmp_path, caplog, capsys):
     (tmp_path / "run").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         metrics = open_metrics(MetricsTable(), tmp_path / "run", "run", total_steps=3, config={})
@@ -69,7 +64,7 @@ def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
     assert len(caplog.records) == 1 and "metrics.jsonl failed" in caplog.text
 
 
-def test_a_closed_standard_output_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_standard_output_does_not_stop_the_others(tmp_path, caplog):
     stream = io.StringIO()
     metrics = MetricsLogger(
         {
@@ -87,7 +82,7 @@ def test_a_closed_standard_output_does_not_stop_the_others(tmp_path: Path, caplo
     assert len(caplog.records) == 1
 
 
-def test_a_resumed_run_continues_file_and_step_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_continues_file_and_step_count(tmp_path, capsys):
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         metrics = open_metrics(MetricsTable(), tmp_path, "run", 4, config={}, resumed_step=resumed)
         for step in steps:
@@ -122,7 +117,7 @@ print("run id:", metrics.wandb_run_id)
 """
 
 
-def run_with_wandb(folder: Path, mode: str, resumed_step: int = 0, run_id: str = "", **environment: str):
+def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
     """The program's output lines as a dict, and what it wrote to standard error."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     result = subprocess.run(
@@ -137,7 +132,7 @@ def run_with_wandb(folder: Path, mode: str, resumed_step: int = 0, run_id: str =
     return pairs, result.stderr
 
 
-def entries_of(path: Path) -> Iterator[bytes]:
+def entries_of(path):
     """The entries of one of wandb's own files: LevelDB's log format after a header of 7 bytes."""
     content, position, entry = path.read_bytes(), 7, b""
     while position + 7 <= len(content):
@@ -152,7 +147,7 @@ def entries_of(path: Path) -> Iterator[bytes]:
             entry = b""
 
 
-def logged_by_wandb(folder: Path, run_id: str) -> list[dict[str, float]]:
+def logged_by_wandb(folder, run_id):
     """The records in wandb's own files of this run, in the order they were started."""
     from wandb.proto import wandb_internal_pb2
 
@@ -165,7 +160,7 @@ def logged_by_wandb(folder: Path, run_id: str) -> list[dict[str, float]]:
     return records
 
 
-def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> None:
+def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path):
     first, printed = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline", WANDB_SILENT="false")
     assert "wandb sync" in printed and "engine/" not in printed  # what to do, without dozens of last values
     second, _ = run_with_wandb(tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline")
@@ -177,21 +172,21 @@ def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> N
     assert all(curves.items() <= entry.items() for entry in records)
 
 
-def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
+def test_wandb_is_not_imported_when_it_is_off(tmp_path):
     output, _ = run_with_wandb(tmp_path, "off")
     assert output == {"wandb imported": "False", "run id": "None"}
 
 
 @pytest.fixture
-def closed_port() -> int:
+def closed_port():
     """Return a port of this machine at which nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
+        port = taken.getsockname()[1]
     return port
 
 
-def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path: Path, closed_port: int) -> None:
+def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path, closed_port):
     """The run it had is still the one to rejoin, and all records are there to be sent later."""
     url = f"http://127.0.0.1:{closed_port}"
     output, stderr = run_with_wandb(tmp_path, "online", run_id="abc12345", WANDB_BASE_URL=url, **WITH_A_KEY)
@@ -202,7 +197,7 @@ def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path: Path, c
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
+def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "wandb.py").write_text("raise RuntimeError('a broken installation')")
     search = f"{tmp_path / 'broken'}{os.pathsep}{ROOT}"
@@ -213,9 +208,7 @@ def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_pa
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_is_asked_in_place_of_the_server_behind_it(
-    monkeypatch: pytest.MonkeyPatch, closed_port: int, scheme: str
-) -> None:
+def test_a_proxy_is_asked_in_place_of_the_server_behind_it(monkeypatch, closed_port, scheme):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("no_proxy", "")
         monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
@@ -225,7 +218,7 @@ def test_a_proxy_is_asked_in_place_of_the_server_behind_it(
             _connect(f"{scheme}://127.0.0.1:{closed_port}")
 
 
-def test_wandb_processes_that_die_cost_one_warning(tmp_path: Path) -> None:
+def test_wandb_processes_that_die_cost_one_warning(tmp_path):
     _, stderr = run_with_wandb(tmp_path, "offline", KILL_WANDB="1")
     assert stderr.count("reporting to wandb failed") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -8,8 +8,6 @@ import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,47 +32,47 @@ HOSTILE_NAMES = [
 class Elements(HTMLParser):
     """The elements of a page, and the text in each kind."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
+        self.found = []
+        self.texts = {}
         self._ended = True
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         """Collect an element."""
         self._ended = False
         self.found.append((tag, dict(attrs)))
         self.texts.setdefault(tag, []).append("")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         """Add text to the newest element, until it ends."""
         if not self._ended:
             self.texts[self.found[-1][0]][-1] += data
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         """End the newest element."""
         self._ended = True
 
 
-def page_of(*folders: Path) -> Elements:
+def page_of(*folders):
     output = folders[0].parent / "page-of-test.html"
     write_page(folders, output)
     return Elements(output.read_text(encoding="utf-8"))
 
 
-def figures(page: Elements) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(page.texts["script"][0])
+def figures(page):
+    content = json.loads(page.texts["script"][0])
     return content
 
 
-def curve(run: dict[str, Any], panel: str, label: str = "") -> list[list[float]]:
+def curve(run, panel, label=""):
     (found,) = [one["points"] for one in run["curves"][panel] if one["label"] == label]
-    points: list[list[float]] = found
+    points = found
     return points
 
 
-def test_a_page_has_the_figures_of_the_metrics(tmp_path: Path) -> None:
+def test_a_page_has_the_figures_of_the_metrics(tmp_path):
     write_run(tmp_path / "run", range(1, 7), validated=(3, 6), **ENGINE)
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -89,13 +87,13 @@ def test_a_page_has_the_figures_of_the_metrics(tmp_path: Path) -> None:
     assert (run["step"], run["best"][1]) == (6, 6)
 
 
-def test_metrics_without_devices_give_the_bubble_and_memory_of_the_whole_line(tmp_path: Path) -> None:
+def test_metrics_without_devices_give_the_bubble_and_memory_of_the_whole_line(tmp_path):
     write_run(tmp_path, range(1, 3))
     assert curve(read_run(tmp_path, "run"), "bubble") == [[1, 0.1], [2, 0.1]]
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_no_name_of_a_run_becomes_a_part_of_the_page(tmp_path: Path, name: str) -> None:
+def test_no_name_of_a_run_becomes_a_part_of_the_page(tmp_path, name):
     plain, named = tmp_path / "plain", tmp_path / name.replace("/", "")
     write_run(plain, range(1, 3))
     named.mkdir()
@@ -108,14 +106,14 @@ def test_no_name_of_a_run_becomes_a_part_of_the_page(tmp_path: Path, name: str) 
     assert found.texts["script"][1] == expected.texts["script"][1]
 
 
-def test_a_name_with_a_slash_cannot_end_the_element_of_the_figures(tmp_path: Path) -> None:
+def test_a_name_with_a_slash_cannot_end_the_element_of_the_figures(tmp_path):
     run = {**read_run(write_run(tmp_path, range(1, 3)), HOSTILE_NAMES[0])}
     found = Elements(run_page.page_text([run]))
     assert [tag for tag, _ in found.found].count("script") == 2
     assert figures(found)["runs"][0]["name"] == HOSTILE_NAMES[0] == found.texts["title"][0]
 
 
-def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path: Path) -> None:
+def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path):
     page = page_of(write_run(tmp_path / "run", range(1, 3)))
     (policy,) = [a["content"] for tag, a in page.found if tag == "meta" and "http-equiv" in a]
     digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
@@ -144,7 +142,7 @@ def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path: Path) -
     ],
     ids=lambda line: line[:30],
 )
-def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path: Path, line: str) -> None:
+def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path, line):
     write_run(tmp_path / "run", range(1, 3))
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.write(line.encode("utf-8", "surrogateescape"))
@@ -152,9 +150,7 @@ def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path: Pa
     assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
 
 
-def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(tmp_path, monkeypatch, capsys):
     """A run's folder may come from a stranger."""
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
@@ -170,7 +166,7 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
 
 
 @pytest.mark.parametrize("values", [1, MOST_POINTS, MOST_POINTS + 1, 25 * MOST_POINTS + 3])
-def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values: int) -> None:
+def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values):
     samples = CurveSamples()
     for step in range(1, values + 1):
         samples.add(step, 1000.0 if step == values // 2 else float(step % 7))
@@ -184,27 +180,25 @@ def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values: int) -> No
     assert min(point.low for point in points) == min(given)
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     folders = [write_run(tmp_path / parent / "run", range(1, 3)) for parent in ("a", "b")]
     names = [run["name"] for run in figures(page_of(*folders))["runs"]]
     assert names == [str(folder) for folder in folders]
 
 
-def test_a_run_that_has_ended_has_a_picture_and_a_page(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_has_a_picture_and_a_page(tmp_path):
     draw_pictures(write_run(tmp_path, range(1, 4)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
 
 
-def test_a_run_without_a_step_has_no_page_and_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_step_has_no_page_and_no_warning(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").touch()
     draw_pictures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and not caplog.messages
 
 
-def test_a_page_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
+def test_a_page_that_cannot_be_written_is_one_warning(tmp_path, caplog, monkeypatch):
+    def full(path, text):
         raise OSError("no space left")
 
     monkeypatch.setattr(run_page, "write_whole", full)
@@ -214,7 +208,7 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     assert "page.html was not drawn: OSError: no space left" in warning
 
 
-def test_the_command_writes_the_page_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_of_several_runs(tmp_path, capsys):
     runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
     page = tmp_path / "both.html"
     assert main([*map(str, runs), "--output", str(page)]) == 0
@@ -223,7 +217,7 @@ def test_the_command_writes_the_page_of_several_runs(tmp_path: Path, capsys: pyt
     assert names == ["first", "second"]
 
 
-def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_duration(tmp_path: Path) -> None:
+def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_duration(tmp_path):
     folders = []
     for lr, last_s in ((1e-3, 90.0), (2e-3, 30.0)):
         folders.append(write_run(tmp_path / str(lr), range(1, 3), elapsed_s=60.0))
@@ -249,13 +243,7 @@ def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_dura
         (["empty"], "no step is logged in empty/metrics.jsonl"),
     ],
 )
-def test_a_mistake_is_one_message_and_writes_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_a_mistake_is_one_message_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", range(1, 3))
     (tmp_path / "empty").mkdir()
@@ -268,7 +256,7 @@ def test_a_mistake_is_one_message_and_writes_nothing(
 
 
 @pytest.mark.parametrize("command", [draw_page, plot_loss])
-def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command: Any, tmp_path: Path) -> None:
+def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command, tmp_path):
     folder, precious = write_run(tmp_path / "run", range(1, 5)), tmp_path / "precious"
     precious.write_text("precious")
     names = ("page.html", "loss.png")
@@ -283,7 +271,7 @@ def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command: Any, 
     assert command.main([str(folder), f"--output={pipe}"]) == 2 and pipe.is_fifo()
 
 
-def test_a_page_has_the_newest_continuations_of_each_run(tmp_path: Path) -> None:
+def test_a_page_has_the_newest_continuations_of_each_run(tmp_path):
     folder = write_run(tmp_path / "run", range(1, 3), samples=(PromptSample("a", " b"),))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 3, "loss": 1.0, "samples": [{"prompt": "a", "text": "\x1b"}, {}, 5]}) + "\n")

@@ -1,7 +1,6 @@
 """AdamW against torch.optim and float64, its independence of cuts, and what a failure leaves behind."""
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bfloat16) -> Buffers:
+def random_buffers(numel, seed=0, gradient=torch.bfloat16):
     """(weight, exp_avg, exp_avg_sq, gradient, device_weight) with the spread of a model in training."""
     generator = torch.Generator().manual_seed(seed)
     weight, exp_avg, grads = (torch.randn(numel, generator=generator) for _ in range(3))
@@ -32,23 +31,21 @@ def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bflo
     return weight, exp_avg.mul_(0.1), exp_avg_sq, grads.to(gradient), device_weight
 
 
-def update(
-    buffers: Buffers, step: int = 3, scale: float = 0.7, progress: UpdateProgress | None = None, predicts: bool = False
-) -> None:
+def update(buffers, step=3, scale=0.7, progress=None, predicts=False):
     adamw_update_(
         *buffers, **HYPER, bias_correction_step=step, gradient_scale=scale, progress=progress, predicts=predicts
     )
 
 
-def same_bits(left: Buffers, right: Buffers) -> bool:
+def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def copy_of(buffers: Buffers) -> Buffers:
-    return tuple(tensor.clone() for tensor in buffers)  # type: ignore[return-value]
+def copy_of(buffers):
+    return tuple(tensor.clone() for tensor in buffers)
 
 
-def adamw_float64(start: Tensor, gradient_of: Callable[[int], Tensor], num_steps: int) -> Tensor:
+def adamw_float64(start, gradient_of, num_steps):
     """Apply the textbook formula in float64 (Loshchilov & Hutter, algorithm 2)."""
     weight = start.double()
     first = torch.zeros_like(weight)
@@ -64,14 +61,14 @@ def adamw_float64(start: Tensor, gradient_of: Callable[[int], Tensor], num_steps
     return weight
 
 
-def gradients(numel: int) -> Callable[[int], Tensor]:
-    def gradient_of(step: int) -> Tensor:
+def gradients(numel):
+    def gradient_of(step):
         return torch.randn(numel, generator=torch.Generator().manual_seed(step)) * 0.1
 
     return gradient_of
 
 
-def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64() -> None:
+def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64():
     numel, num_steps = 20_001, 100
     start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
     gradient_of = gradients(numel)
@@ -100,12 +97,12 @@ def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_gradient_is_scaled_in_fp32_before_anything_else(dtype: torch.dtype) -> None:
+def test_the_gradient_is_scaled_in_fp32_before_anything_else(dtype):
     scaled_inside = random_buffers(1000, gradient=dtype)
     scaled_outside = copy_of(scaled_inside)[:3] + (scaled_inside[3].float() * 0.3, scaled_inside[4].clone())
     update(scaled_inside, scale=0.3)
     update(scaled_outside, scale=1.0)
-    assert same_bits(scaled_inside[:3], scaled_outside[:3])  # type: ignore[arg-type]
+    assert same_bits(scaled_inside[:3], scaled_outside[:3])
 
 
 @settings(max_examples=15, deadline=None)
@@ -115,19 +112,17 @@ def test_the_gradient_is_scaled_in_fp32_before_anything_else(dtype: torch.dtype)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_bits_do_not_depend_on_where_the_buffer_is_cut(
-    numel: int, cuts: list[int], dtype: torch.dtype, seed: int
-) -> None:
+def test_bits_do_not_depend_on_where_the_buffer_is_cut(numel, cuts, dtype, seed):
     whole = random_buffers(numel, seed, dtype)
     pieces = copy_of(whole)
     update(whole)
     bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for start, stop in itertools.pairwise(bounds):
-        update(tuple(tensor[start:stop] for tensor in pieces))  # type: ignore[arg-type]
+        update(tuple(tensor[start:stop] for tensor in pieces))
     assert same_bits(whole, pieces)
 
 
-def test_bits_of_a_layer_updated_whole_and_parameter_by_parameter_are_the_same() -> None:
+def test_bits_of_a_layer_updated_whole_and_parameter_by_parameter_are_the_same():
     sizes = [37, CHUNK_ELEMENTS, 1, 5003, 2 * CHUNK_ELEMENTS + 11]
     whole = random_buffers(sum(sizes))
     parameters = copy_of(whole)
@@ -137,7 +132,7 @@ def test_bits_of_a_layer_updated_whole_and_parameter_by_parameter_are_the_same()
     assert same_bits(whole, parameters)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+def test_bits_do_not_depend_on_the_number_of_threads():
     before = torch.get_num_threads()
     results = []
     try:
@@ -151,7 +146,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
-def test_the_device_weight_may_be_the_fp32_weight_itself() -> None:
+def test_the_device_weight_may_be_the_fp32_weight_itself():
     weight, exp_avg, exp_avg_sq, gradient, device_weight = random_buffers(500)
     shared = weight.clone()
     moments = (exp_avg.clone(), exp_avg_sq.clone())
@@ -160,7 +155,7 @@ def test_the_device_weight_may_be_the_fp32_weight_itself() -> None:
     assert torch.equal(shared, weight)
 
 
-def test_a_prediction_into_the_fp32_weight_itself_is_refused_untouched() -> None:
+def test_a_prediction_into_the_fp32_weight_itself_is_refused_untouched():
     buffers = random_buffers(500)
     shared = (*buffers[:4], buffers[0])
     before = copy_of(shared)
@@ -169,7 +164,7 @@ def test_a_prediction_into_the_fp32_weight_itself_is_refused_untouched() -> None
     assert same_bits(shared, before)
 
 
-def test_bits_are_those_of_ieee_arithmetic_in_numpy() -> None:
+def test_bits_are_those_of_ieee_arithmetic_in_numpy():
     buffers = random_buffers(10_007)
     weight, exp_avg, exp_avg_sq, gradient, _ = (tensor.float().numpy().copy() for tensor in buffers)
     update(buffers, step=3, scale=0.7)
@@ -187,14 +182,14 @@ def test_bits_are_those_of_ieee_arithmetic_in_numpy() -> None:
         assert torch.equal(ours, torch.from_numpy(theirs))
 
 
-def operations_of_an_update(buffers: Buffers, predicts: bool) -> int:
+def operations_of_an_update(buffers, predicts):
     with FailAtOperation(fatal=0) as counter:
         update(buffers, predicts=predicts)
     return counter.seen
 
 
 @pytest.mark.parametrize("predicts", [False, True])
-def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(predicts: bool) -> None:
+def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(predicts):
     start = random_buffers(2 * CHUNK_ELEMENTS + 100)
     finished = copy_of(start)
     for fatal in range(1, operations_of_an_update(finished, predicts) + 1):
@@ -210,12 +205,12 @@ def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(pred
         assert same_bits(buffers, finished)
 
 
-def test_a_predicted_device_weight_is_one_more_step_along_the_same_direction_rounded_once() -> None:
+def test_a_predicted_device_weight_is_one_more_step_along_the_same_direction_rounded_once():
     buffers = random_buffers(CHUNK_ELEMENTS + 10_007)
     plain = copy_of(buffers)
     update(plain)
     update(buffers, predicts=True)
-    assert same_bits(buffers[:4], plain[:4])  # type: ignore[arg-type]
+    assert same_bits(buffers[:4], plain[:4])
     weight, first, second = (tensor.numpy() for tensor in buffers[:3])
     beta1, beta2 = HYPER["betas"]
     spread = np.sqrt(second) * np.float32((1 - beta2**3) ** -0.5) + np.float32(HYPER["eps"])
@@ -225,7 +220,7 @@ def test_a_predicted_device_weight_is_one_more_step_along_the_same_direction_rou
 
 @settings(max_examples=15, deadline=None)
 @given(numel=st.integers(1, 3000), step=st.integers(1, 10**6), seed=st.integers(0, 1000))
-def test_predicted_device_weights_follow_from_the_state_bit_for_bit(numel: int, step: int, seed: int) -> None:
+def test_predicted_device_weights_follow_from_the_state_bit_for_bit(numel, step, seed):
     buffers = random_buffers(numel, seed)
     update(buffers, step=step, predicts=True)
     weight, exp_avg, exp_avg_sq, _, device_weight = buffers
@@ -235,7 +230,7 @@ def test_predicted_device_weights_follow_from_the_state_bit_for_bit(numel: int, 
     assert torch.equal(derived, device_weight)
 
 
-def test_a_prediction_costs_one_step_of_the_moments_a_chunk_and_no_second_pass() -> None:
+def test_a_prediction_costs_one_step_of_the_moments_a_chunk_and_no_second_pass():
     """Every other operation of an update is there without it; nothing reads or writes a whole buffer again."""
     numel = 2 * CHUNK_ELEMENTS + 100
     plain, predicting = (operations_of_an_update(random_buffers(numel), predicts) for predicts in (False, True))
@@ -257,14 +252,14 @@ def test_a_prediction_costs_one_step_of_the_moments_a_chunk_and_no_second_pass()
         ({4: torch.zeros(2, 5)}, "written has shape"),
     ],
 )
-def test_buffers_that_do_not_fit_together_are_refused_untouched(change: dict[int, Tensor], words: str) -> None:
+def test_buffers_that_do_not_fit_together_are_refused_untouched(change, words):
     buffers = tuple(change.get(i, tensor) for i, tensor in enumerate(random_buffers(10)))
-    before = copy_of(buffers)  # type: ignore[arg-type]
+    before = copy_of(buffers)
     with pytest.raises(ValueError, match=words):
-        update(buffers)  # type: ignore[arg-type]
-    assert same_bits(buffers, before)  # type: ignore[arg-type]
+        update(buffers)
+    assert same_bits(buffers, before)
 
 
-def test_a_step_count_below_one_is_refused() -> None:
+def test_a_step_count_below_one_is_refused():
     with pytest.raises(ValueError, match="counts from 1, got 0"):
         update(random_buffers(10), step=0)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.optim.formats import BLOCK, COMPACT, EXACT, StateValue
 
@@ -15,7 +14,7 @@ FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
 ROUNDINGS = 8 * 2.0**-24
 
 
-def values(numel: int, is_signed: bool, seed: int = 0) -> Tensor:
+def values(numel, is_signed, seed=0):
     """Return numbers over many magnitudes; every block has its own largest one."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(numel, generator=generator)
@@ -26,11 +25,11 @@ def values(numel: int, is_signed: bool, seed: int = 0) -> Tensor:
     return numbers if is_signed else numbers.square()
 
 
-def by_block(scales: Tensor, numel: int) -> Tensor:
+def by_block(scales, numel):
     return scales.double().repeat_interleave(BLOCK)[:numel]
 
 
-def numpy_codes(block: np.ndarray, is_signed: bool) -> tuple[np.ndarray, np.float32]:
+def numpy_codes(block, is_signed):
     """Return the codes and the scale of one block, each operation rounded once to fp32."""
     f32 = np.float32
     x = block if is_signed else np.sqrt(block)
@@ -47,7 +46,7 @@ def numpy_codes(block: np.ndarray, is_signed: bool) -> tuple[np.ndarray, np.floa
 
 @pytest.mark.parametrize("value", [FIRST, SECOND])
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 300 * BLOCK + 17])
-def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value: StateValue, numel: int) -> None:
+def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value, numel):
     numbers = values(numel, value.is_signed)
     codes, scales = COMPACT.encode(value, numbers)
     decoded = COMPACT.decode(value, (codes, scales))
@@ -64,7 +63,7 @@ def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value: StateVal
         assert np.array_equal(decoded[block].numpy(), again)
 
 
-def test_a_first_moment_is_off_by_at_most_half_a_code() -> None:
+def test_a_first_moment_is_off_by_at_most_half_a_code():
     """A code is 1/127 of y = 2x / (1 + |x|), so y is off by 1/254, and dx/dy = (1 + |x|)^2 / 2 grows with |x|."""
     numbers = values(1000 * BLOCK, is_signed=True)
     codes, scales = COMPACT.encode(FIRST, numbers)
@@ -77,7 +76,7 @@ def test_a_first_moment_is_off_by_at_most_half_a_code() -> None:
     assert torch.any(error > 0.9 * bound), "the bound is far from what codes do"
 
 
-def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_zero() -> None:
+def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_zero():
     numbers = values(1000 * BLOCK, is_signed=False)
     codes, scales = COMPACT.encode(SECOND, numbers)
     root, scale = numbers.double().sqrt(), by_block(scales, len(numbers))
@@ -91,7 +90,7 @@ def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_z
 
 
 @pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_scale_is_the_largest_magnitude_rounded_up_to_bf16(value: StateValue) -> None:
+def test_a_scale_is_the_largest_magnitude_rounded_up_to_bf16(value):
     numbers = values(200 * BLOCK, value.is_signed)
     _, scales = COMPACT.encode(value, numbers)
     magnitudes = numbers.abs() if value.is_signed else torch.from_numpy(np.sqrt(numbers.numpy()))
@@ -106,7 +105,7 @@ MAGNITUDES = st.floats(0, 2.0**126, width=32) | st.floats(0, 2.0**-120, width=32
 
 @settings(deadline=None)
 @given(st.lists(MAGNITUDES, min_size=1, max_size=2 * BLOCK + 3), st.booleans())
-def test_no_code_overflows_or_changes_its_sign(magnitudes: list[float], is_negative: bool) -> None:
+def test_no_code_overflows_or_changes_its_sign(magnitudes, is_negative):
     numbers = torch.tensor(magnitudes)
     if is_negative:
         numbers[::2] *= -1
@@ -125,7 +124,7 @@ def test_no_code_overflows_or_changes_its_sign(magnitudes: list[float], is_negat
 
 
 @pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_block_of_zeros_stays_zero_beside_others(value: StateValue) -> None:
+def test_a_block_of_zeros_stays_zero_beside_others(value):
     numbers = values(3 * BLOCK, value.is_signed)
     numbers[BLOCK : 2 * BLOCK] = 0
     kept = COMPACT.encode(value, numbers)
@@ -135,7 +134,7 @@ def test_a_block_of_zeros_stays_zero_beside_others(value: StateValue) -> None:
     assert decoded[2 * BLOCK :].any()
 
 
-def test_moments_at_the_ends_of_the_range_stay_finite() -> None:
+def test_moments_at_the_ends_of_the_range_stay_finite():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     for number in (tiny, 2.0**-126, 2.0**-101, 2.0**-99, 1.0, 1e38, huge):
         # The square of a root that was rounded up may overflow in the last 1.6 % below the largest number.
@@ -148,7 +147,7 @@ def test_moments_at_the_ends_of_the_range_stay_finite() -> None:
 
 
 @pytest.mark.parametrize(("state", "expected"), [(EXACT, 4.0), (COMPACT, 1 + 2 / 128)])
-def test_bytes_of_an_element_are_those_of_the_parts(state: object, expected: float) -> None:
+def test_bytes_of_an_element_are_those_of_the_parts(state, expected):
     for value in (FIRST, SECOND):
         assert state.element_bytes(value) == expected
         numel = 100 * BLOCK
@@ -158,7 +157,7 @@ def test_bytes_of_an_element_are_those_of_the_parts(state: object, expected: flo
 
 
 @pytest.mark.parametrize("state", [EXACT, COMPACT])
-def test_a_range_is_written_and_read_alone(state: object) -> None:
+def test_a_range_is_written_and_read_alone(state):
     numel, start, stop = 5 * BLOCK + 7, 2 * BLOCK, 5 * BLOCK + 7
     parts = {part.name: torch.zeros(part.numel(numel), dtype=part.dtype) for part in state.parts(FIRST)}
     numbers = values(numel, is_signed=True)
@@ -168,7 +167,7 @@ def test_a_range_is_written_and_read_alone(state: object) -> None:
     assert not state.read(FIRST, parts, 0, start).any()
 
 
-def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy() -> None:
+def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy():
     """255 / s is one division. Computed as a reciprocal and a product, it differs for a fifth of all scales."""
     scales = (torch.arange(128) / 128 + 1).numpy()
     edges = (np.arange(1, 128) + 0.5) / 255

@@ -5,10 +5,7 @@ are.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -36,10 +33,10 @@ class InterruptedAtLineError(Exception):
 class AtLine:
     """A trace function that raises before the `hit`-th line of the optimizer's room, once."""
 
-    def __init__(self, hit: int) -> None:
+    def __init__(self, hit):
         self.left, self.has_raised = hit, False
 
-    def __call__(self, frame: FrameType, event: str, _: object) -> "Callable[..., Any] | None":
+    def __call__(self, frame, event, _):
         if self.has_raised or not frame.f_code.co_filename.startswith(FOLDER):
             return None
         if event == "line":
@@ -50,7 +47,7 @@ class AtLine:
         return self
 
 
-def buffers(name: str, form: str) -> UpdateBuffers:
+def buffers(name, form):
     """Make a segment with some state: `form` is "split", "split, two versions", "predicts" or "fp32"."""
     optimizer = make_optimizer(OPTIMIZERS[name])
     rule = optimizer.rule_of(ParameterFacts("block.w", torch.Size((32, 12)), True, True))
@@ -80,13 +77,13 @@ def buffers(name: str, form: str) -> UpdateBuffers:
     )
 
 
-def content(made: UpdateBuffers) -> list[torch.Tensor]:
+def content(made):
     """Return all that an update may change, and the versions before it."""
     kept = [made.weight, made.residual, made.current, made.written, *made.parts.values()]
     return [tensor for tensor in kept if tensor is not None]
 
 
-def run(made: UpdateBuffers, form: str, progress: UpdateProgress) -> None:
+def run(made, form, progress):
     update_(made, lr=1e-2, update=3, gradient_scale=0.5, progress=progress, predicts=form == "predicts")
 
 

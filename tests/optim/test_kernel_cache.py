@@ -6,19 +6,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
-from torchround.optim import UpdateBuffers, UpdateKernel, kernel, kernel_kind
+from torchround.optim import kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
 from torchround.optim.kernel_check import example_buffers
 from torchround.optim.kernel_kind import KernelKind
@@ -30,21 +27,19 @@ pytestmark = pytest.mark.compiles
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[KernelKind, UpdateKernel]:
+def kernels():
     found = get_kernels([SPLIT[0]], lambda: None)
     assert found.keys() == {SPLIT[0]}
     return found
 
 
-def test_a_second_run_finds_the_library_without_a_compiler(
-    kernels: dict[KernelKind, UpdateKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_finds_the_library_without_a_compiler(kernels, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("PATH", "")
     assert get_kernels([SPLIT[0]], lambda: None).keys() == {SPLIT[0]}
 
 
-def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
     libraries = [kind.library() for kind in KINDS]
     assert len(set(libraries)) == len(KINDS)
     assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
@@ -52,7 +47,7 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.Monke
     assert kind_of(ADAMW).library() not in libraries
 
 
-def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype() -> None:
+def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype():
     buffers = example_buffers(SPLIT[0], 10)
     assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
     assert KernelKind.of(replace(buffers, gradient=torch.ones(10).double()), predicts=False) is None
@@ -82,9 +77,7 @@ print(get_kernels([kind], lambda: None))
 @pytest.mark.parametrize(
     ("compiler", "words"), [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")]
 )
-def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
-    tmp_path: Path, compiler: str, words: str
-) -> None:
+def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(tmp_path, compiler, words):
     command = (sys.executable, "-c", UPDATE_WITHOUT_COMPILER)
     path = "" if compiler == "/nonexistent" else os.environ["PATH"]
     environment = {
@@ -100,9 +93,7 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     assert words in line and line.endswith("the optimizer uses its uncompiled update, which is several times slower")
 
 
-def test_a_library_that_cannot_be_loaded_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_cannot_be_loaded_is_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     library = tmp_path / "torchround" / SPLIT[0].library()
     library.parent.mkdir(mode=0o700)
@@ -113,30 +104,24 @@ def test_a_library_that_cannot_be_loaded_is_one_warning(
     assert "cannot be loaded" in record.getMessage()
 
 
-def harm_parent(cache: Path, planted: Path) -> None:
+def harm_parent(cache, planted):
     """Leave the folder above open to all: another user could put a folder in the place of the cache."""
     cache.parent.chmod(0o777)
 
 
-def harm_folder(cache: Path, planted: Path) -> None:
+def harm_folder(cache, planted):
     """Leave the folder open to all."""
     cache.chmod(0o777)
 
 
-def harm_file(cache: Path, planted: Path) -> None:
+def harm_file(cache, planted):
     """Put a link to code from elsewhere into the cache."""
     (cache / planted.name).unlink()
     (cache / planted.name).symlink_to(planted)
 
 
 @pytest.mark.parametrize("harm", [harm_parent, harm_folder, harm_file])
-def test_code_that_another_user_could_have_put_there_is_not_loaded(
-    kernels: dict[KernelKind, UpdateKernel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    harm: Callable[[Path, Path], None],
-) -> None:
+def test_code_that_another_user_could_have_put_there_is_not_loaded(kernels, tmp_path, monkeypatch, caplog, harm):
     library = kernel.private_folder() / SPLIT[0].library()
     cache = tmp_path / "shared" / "torchround"
     cache.mkdir(parents=True, mode=0o700)
@@ -149,13 +134,11 @@ def test_code_that_another_user_could_have_put_there_is_not_loaded(
         assert get_kernels([SPLIT[0]], lambda: None) == {}
 
 
-def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(
-    kernels: dict[KernelKind, UpdateKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(kernels, tmp_path, monkeypatch):
     library = tmp_path / "update.so"
     shutil.copyfile(kernel.private_folder() / SPLIT[0].library(), library)
 
-    def opened_then_replaced(path: Path) -> FileIO:
+    def opened_then_replaced(path):
         file = open_regular(path)
         path.unlink()
         path.write_bytes(b"another user's code")
@@ -166,9 +149,7 @@ def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then
 
 
 @pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
-def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, harm: str
-) -> None:
+def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(tmp_path, monkeypatch, caplog, harm):
     """Inductor itself takes any folder of its name in /tmp."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
@@ -191,12 +172,10 @@ class RunStopped(Exception):
     pass
 
 
-def test_a_kernel_with_other_bits_is_not_used(
-    kernels: dict[KernelKind, UpdateKernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_with_other_bits_is_not_used(kernels, monkeypatch, caplog):
     original = CompiledUpdate.__call__
 
-    def one_bit_off(self: CompiledUpdate, buffers: UpdateBuffers, numbers: tuple[Tensor, ...]) -> None:
+    def one_bit_off(self, buffers, numbers):
         original(self, buffers, numbers)
         assert buffers.residual is not None
         buffers.residual[-1:].bitwise_xor_(1)
@@ -215,7 +194,7 @@ wait
 """
 
 
-def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path, monkeypatch):
     """The processes that compilers start end too: a pipe that these write to has no writer left."""
     cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -225,7 +204,7 @@ def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path: Path, mo
     monkeypatch.setenv("CXX", str(compiler))
     said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
-    def stop() -> None:
+    def stop():
         with suppress(BlockingIOError):
             if os.read(said, 100) == b"begun\n":
                 raise RunStopped

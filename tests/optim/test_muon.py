@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.borrowed import peak_of_tensors
@@ -17,7 +16,7 @@ from torchround.engine.worker.orthogonalise import (
     scratch_bytes,
     slot_bytes,
 )
-from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, UpdateRule, make_optimizer, update_
+from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, make_optimizer, update_
 from torchround.optim.update_pass import look_ahead_
 from torchround.pipeline import update_costs
 from torchround.pipeline.update_costs import newton_schulz_flops, row_bands
@@ -27,19 +26,19 @@ LARGE = {"tall": (1, 1300, 1100), "square": (1, 1024, 1024), "experts": (2, 1030
 SHAPES = {"tall": (96, 40), "wide": (24, 80), "square": (48, 48), "experts": (5, 32, 24)}
 
 
-def rule_of(shape: tuple[int, ...], is_block_matrix: bool = True, **keys: object) -> UpdateRule:
+def rule_of(shape, is_block_matrix=True, **keys):
     facts = ParameterFacts("block.weight", torch.Size(shape), len(shape) > 1, is_block_matrix)
     return make_optimizer(MuonTable(**keys)).rule_of(facts)
 
 
-def buffers_of(rule: UpdateRule, weight: Tensor, momentum: Tensor, gradient: Tensor) -> UpdateBuffers:
+def buffers_of(rule, weight, momentum, gradient):
     direction = torch.empty(weight.numel(), dtype=torch.bfloat16)
     flat = weight.reshape(-1)
     parts = {"momentum_buffer": momentum.reshape(-1)}
     return UpdateBuffers(rule, EXACT, flat, None, None, flat, parts, gradient.reshape(-1), direction)
 
 
-def our_step(buffers: UpdateBuffers, shape: tuple[int, ...], lr: float, gradient_scale: float = 1.0) -> None:
+def our_step(buffers, shape, lr, gradient_scale=1.0):
     look_ahead_(buffers, gradient_scale)
     assert buffers.direction is not None
     for piece in pieces(buffers.direction, shape):
@@ -47,7 +46,7 @@ def our_step(buffers: UpdateBuffers, shape: tuple[int, ...], lr: float, gradient
     update_(buffers, lr=lr, update=1, gradient_scale=gradient_scale)
 
 
-def their_steps(weight: Tensor, gradients: list[Tensor], table: MuonTable) -> Tensor:
+def their_steps(weight, gradients, table):
     """Return the weight after steps of `torch.optim.Muon`, which takes each expert as a matrix of its own."""
     stack = weight.clone().reshape(-1, *weight.shape[-2:])
     matrices = [torch.nn.Parameter(matrix.clone()) for matrix in stack]
@@ -68,7 +67,7 @@ def their_steps(weight: Tensor, gradients: list[Tensor], table: MuonTable) -> Te
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("keys", [{}, {"nesterov": False}, {"adjust_lr": "original", "weight_decay": 0.0, "lr": 0.02}])
-def test_one_step_equals_the_muon_of_torch(shape: tuple[int, ...], keys: dict[str, object]) -> None:
+def test_one_step_equals_the_muon_of_torch(shape, keys):
     generator = torch.Generator().manual_seed(5)
     weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
     table = MuonTable(**keys)
@@ -84,9 +83,7 @@ def test_one_step_equals_the_muon_of_torch(shape: tuple[int, ...], keys: dict[st
 @pytest.mark.parametrize(
     "keys", [{}, {"nesterov": False}, {"adjust_lr": "original"}], ids=["nesterov", "momentum", "original"]
 )
-def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(
-    shape: tuple[int, ...], keys: dict[str, object]
-) -> None:
+def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(shape, keys):
     """Whole gradients and a momentum of a half leave nothing to round, so that both orthogonalise the same numbers.
 
     A rate of 1 makes a step as large as a weight: an error of the step cannot hide in the weight's size.
@@ -104,7 +101,7 @@ def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_twelve_steps_equal_the_muon_of_torch(shape: tuple[int, ...]) -> None:
+def test_twelve_steps_equal_the_muon_of_torch(shape):
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(shape, generator=generator)
     gradients = [torch.randn(shape, generator=generator) for _ in range(12)]
@@ -119,7 +116,7 @@ def test_twelve_steps_equal_the_muon_of_torch(shape: tuple[int, ...]) -> None:
     assert (weight - expected).norm() <= 2**-8 * (expected - start).norm()
 
 
-def test_a_scale_of_the_gradient_is_undone_before_the_momentum() -> None:
+def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
     shape, generator = SHAPES["wide"], torch.Generator().manual_seed(7)
     weight, momentum, gradient = (torch.randn(shape, generator=generator) for _ in range(3))
     results = []
@@ -130,7 +127,7 @@ def test_a_scale_of_the_gradient_is_undone_before_the_momentum() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_a_look_ahead_leaves_the_momentum_as_it_is() -> None:
+def test_a_look_ahead_leaves_the_momentum_as_it_is():
     shape = SHAPES["square"]
     momentum = torch.randn(shape)
     before = momentum.clone()
@@ -138,19 +135,19 @@ def test_a_look_ahead_leaves_the_momentum_as_it_is() -> None:
     assert torch.equal(momentum, before)
 
 
-def test_directions_have_singular_values_near_one() -> None:
+def test_directions_have_singular_values_near_one():
     matrices = torch.randn(4, 40, 64, generator=torch.Generator().manual_seed(8)).bfloat16()
     values = torch.linalg.svdvals(orthogonalised(matrices).float())
     # Jordan's coefficients leave them between 0.7 and 1.2, and bf16 adds a little.
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_a_matrix_of_zeros_has_no_direction() -> None:
+def test_a_matrix_of_zeros_has_no_direction():
     assert not orthogonalised(torch.zeros(1, 8, 16, dtype=torch.bfloat16)).any()
 
 
 @pytest.fixture
-def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow_bands(monkeypatch):
     """Cut matrices of some hundred rows into five bands."""
     monkeypatch.setattr(update_costs, "LEAST_BAND_ROWS", 32)
     monkeypatch.setattr(update_costs, "BAND_EDGE_ROWS", 8)
@@ -161,7 +158,7 @@ BANDED = {"tall": (1, 330, 203), "wide": (1, 170, 500), "square": (1, 256, 256),
 
 @pytest.mark.parametrize("shape", BANDED.values(), ids=BANDED.keys())
 @pytest.mark.usefixtures("narrow_bands")
-def test_products_in_bands_are_those_of_whole_matrices(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+def test_products_in_bands_are_those_of_whole_matrices(monkeypatch, shape):
     """Both compute in float64 here, so that a wrong element could not hide behind rounding."""
     assert len(row_bands(min(shape[1:]))) == 5
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
@@ -172,7 +169,7 @@ def test_products_in_bands_are_those_of_whole_matrices(monkeypatch: pytest.Monke
     torch.testing.assert_close(iterated_batch(given.double()), expected, rtol=1e-9, atol=1e-12)
 
 
-def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def newton_schulz(matrix, dtype):
     """Iterate on a whole matrix as `torch.optim.Muon` does, which always computes in bfloat16."""
     a, b, c = COEFFICIENTS
     found = matrix.to(dtype)
@@ -184,7 +181,7 @@ def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return found.T if matrix.shape[0] > matrix.shape[1] else found
 
 
-def iterated_batch(given: Tensor) -> Tensor:
+def iterated_batch(given):
     is_tall = given.shape[-2] > given.shape[-1]
     matrices = given.mT if is_tall else given
     found = iterated(matrices / matrices.flatten(1).norm(dim=1)[:, None, None])
@@ -193,9 +190,7 @@ def iterated_batch(given: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
-def test_bands_round_no_worse_than_whole_matrices(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_bands_round_no_worse_than_whole_matrices(monkeypatch, shape, dtype):
     given = torch.randn(shape, generator=torch.Generator().manual_seed(10)).to(dtype)
     exact = [newton_schulz(matrix, torch.float64) for matrix in given]
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype, copy=True))
@@ -207,24 +202,24 @@ def test_bands_round_no_worse_than_whole_matrices(
 
 
 @pytest.mark.parametrize("shape", [*LARGE.values(), (3, 96, 40)], ids=[*LARGE.keys(), "small stack"])
-def test_counted_flops_are_those_of_the_products_that_run(shape: tuple[int, ...]) -> None:
+def test_counted_flops_are_those_of_the_products_that_run(shape):
     with FlopCounterMode(display=False) as counter:
         orthogonalised(torch.zeros(shape, dtype=torch.bfloat16))
     assert counter.get_total_flops() == newton_schulz_flops(shape, STEPS)
 
 
-def test_bands_cover_the_triangle_and_small_matrices_have_one() -> None:
+def test_bands_cover_the_triangle_and_small_matrices_have_one():
     assert row_bands(1023) == [(0, 1023)] and row_bands(1024) == [(0, 512), (512, 1024)]
     assert row_bands(4096) == [(0, 768), (768, 1664), (1664, 2432), (2432, 3328), (3328, 4096)]
 
 
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
-def test_a_piece_takes_no_more_memory_than_is_counted(shape: tuple[int, ...]) -> None:
+def test_a_piece_takes_no_more_memory_than_is_counted(shape):
     given = torch.zeros(shape, dtype=torch.bfloat16)
     assert peak_of_tensors(lambda: iterated_batch(given)) <= scratch_bytes(shape)
 
 
-def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch):
     monkeypatch.setattr("torchround.engine.worker.orthogonalise.PIECE_ELEMENTS", 2 * 32 * 24 + 5)
     shape = SHAPES["experts"]
     flat = torch.randn(5 * 32 * 24).bfloat16()
@@ -235,7 +230,7 @@ def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch: pytest.Monkey
     assert slot_bytes(shape) == 2 * 2 * 2 * 32 * 24
 
 
-def test_parameters_outside_blocks_get_adamw_at_their_own_rate() -> None:
+def test_parameters_outside_blocks_get_adamw_at_their_own_rate():
     rule = rule_of((64, 32), is_block_matrix=False, lr=0.02, adamw_lr=0.005)
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.005, betas=(0.9, 0.95), weight_decay=0.1)
     (parameter,) = adamw.param_groups[0]["params"]

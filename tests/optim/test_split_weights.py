@@ -3,7 +3,6 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.optim.split_weights import join, split
 
@@ -11,17 +10,17 @@ from torchround.optim.split_weights import join, split
 LOWER = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 
-def every_upper_half() -> Tensor:
+def every_upper_half():
     """Return fp32 numbers of all bit patterns that end in one of `LOWER`, infinities and NaN among them."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     return torch.cat([upper + lower for lower in LOWER]).view(torch.float32)
 
 
-def bits(weight: Tensor) -> Tensor:
+def bits(weight):
     return weight.view(torch.int32)
 
 
-def test_every_weight_comes_back_bit_for_bit() -> None:
+def test_every_weight_comes_back_bit_for_bit():
     weight = every_upper_half()
     device_weight, residual = split(weight)
     assert (device_weight.dtype, residual.dtype) == (torch.bfloat16, torch.int16)
@@ -29,12 +28,12 @@ def test_every_weight_comes_back_bit_for_bit() -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
-def test_any_pattern_comes_back_bit_for_bit(patterns: list[int]) -> None:
+def test_any_pattern_comes_back_bit_for_bit(patterns):
     weight = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
     assert torch.equal(bits(join(*split(weight))), bits(weight))
 
 
-def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude() -> None:
+def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude():
     weight = every_upper_half()
     weight = weight[weight.isfinite()]
     device_weight, _ = split(weight)
@@ -47,7 +46,7 @@ def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude() -
     assert (device_weight[is_tie] != cast[is_tie]).float().mean() > 0.4
 
 
-def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16_weight() -> None:
+def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16_weight():
     """One in 8 of all normal float16 numbers is a tie, as `docs/optimizers.md` says."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     released = patterns.view(torch.float16)
@@ -61,7 +60,7 @@ def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16
     assert not residual.any()
 
 
-def test_splitting_changes_no_argument_and_the_halves_share_no_memory_with_it() -> None:
+def test_splitting_changes_no_argument_and_the_halves_share_no_memory_with_it():
     weight = torch.randn(300)
     before = weight.clone()
     device_weight, residual = split(weight)

@@ -1,6 +1,5 @@
 """The plain update over segments: split and fp32 weights, both formats, one or two versions, and interruptions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -29,7 +28,7 @@ class Kept:
     versions: int = 1
     predicts: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         weights = "split" if self.is_split else "fp32"
         return f"{self.format.name} {weights} {self.versions}{' predicted' if self.predicts else ''}"
 
@@ -45,12 +44,12 @@ WAYS = [
 ]
 
 
-def buffers_of(way: Kept, numel: int, seed: int = 0) -> UpdateBuffers:
+def buffers_of(way, numel, seed=0):
     """Return a segment in the middle of training: random weights and moments, a bf16 gradient."""
     generator = torch.Generator().manual_seed(seed)
     weight, first, second, gradient = (torch.randn(numel, generator=generator) for _ in range(4))
     moments = (first * 0.1, second.square() * 0.01)
-    parts: dict[str, Tensor] = {}
+    parts = {}
     for value, numbers in zip(RULE.values, moments, strict=True):
         for part in way.format.parts(value):
             parts[part.name] = torch.zeros(part.numel(numel), dtype=part.dtype)
@@ -61,28 +60,28 @@ def buffers_of(way: Kept, numel: int, seed: int = 0) -> UpdateBuffers:
     return UpdateBuffers(RULE, way.format, *halves, written, parts, gradient.bfloat16())
 
 
-def update(way: Kept, buffers: UpdateBuffers, number: int = 3, progress: UpdateProgress | None = None) -> None:
+def update(way, buffers, number=3, progress=None):
     update_(buffers, lr=LR, update=number, gradient_scale=0.7, progress=progress, predicts=way.predicts)
 
 
-def tensors(buffers: UpdateBuffers) -> dict[str, Tensor]:
+def tensors(buffers):
     found = {f.name: getattr(buffers, f.name) for f in fields(buffers)}
     return {name: t for name, t in found.items() if isinstance(t, Tensor)} | dict(buffers.parts)
 
 
-def copy_of(buffers: UpdateBuffers) -> UpdateBuffers:
+def copy_of(buffers):
     """Copy all tensors; `written` stays `current` if it was."""
     copies = {id(t): t.clone() for t in tensors(buffers).values()}
     changed = {f.name: copies[id(t)] for f in fields(buffers) if id(t := getattr(buffers, f.name)) in copies}
     return replace(buffers, **changed, parts={name: copies[id(t)] for name, t in buffers.parts.items()})
 
 
-def same(left: UpdateBuffers, right: UpdateBuffers) -> bool:
+def same(left, right):
     rights = tensors(right)
     return all(torch.equal(tensor, rights[name]) for name, tensor in tensors(left).items())
 
 
-def numpy_adamw(numel: int, steps: int, gradient_of: Callable[[int], Tensor]) -> np.ndarray:
+def numpy_adamw(numel, steps, gradient_of):
     """Train fp32 weights in NumPy's arithmetic, from the weights of `buffers_of`, with zero moments."""
     f32, (beta1, beta2) = np.float32, RULE.betas
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(0)).numpy()
@@ -97,12 +96,12 @@ def numpy_adamw(numel: int, steps: int, gradient_of: Callable[[int], Tensor]) ->
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_thousand_steps_with_split_weights_are_fp32_adamw_bit_for_bit(versions: int) -> None:
+def test_a_thousand_steps_with_split_weights_are_fp32_adamw_bit_for_bit(versions):
     numel, steps = 1000, 1000
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(numel, generator=generator).bfloat16() for _ in range(50)]
 
-    def gradient_of(step: int) -> Tensor:
+    def gradient_of(step):
         return gradients[step % 50] * (1 + step % 7)
 
     way = Kept(EXACT, is_split=True, versions=versions)
@@ -123,9 +122,7 @@ def test_a_thousand_steps_with_split_weights_are_fp32_adamw_bit_for_bit(versions
 
 # The others differ from one of these in what they do not write.
 @pytest.mark.parametrize("way", [WAYS[1], WAYS[3], WAYS[6]], ids=str)
-def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(
-    way: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(way, monkeypatch):
     monkeypatch.setattr(update_pass, "CHUNK_ELEMENTS", CHUNK)
     start = buffers_of(way, CHUNK + 100)
     finished = copy_of(start)
@@ -147,7 +144,7 @@ def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_chunks_change_no_bit(way: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_no_bit(way, monkeypatch):
     whole = buffers_of(way, 7 * CHUNK + 5)
     cut = copy_of(whole)
     update(way, whole)
@@ -157,7 +154,7 @@ def test_chunks_change_no_bit(way: Kept, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.predicts], ids=str)
-def test_predicted_device_weights_follow_from_the_kept_state_bit_for_bit(way: Kept) -> None:
+def test_predicted_device_weights_follow_from_the_kept_state_bit_for_bit(way):
     for number in (1, 3, 1000):
         buffers = buffers_of(way, 5 * CHUNK + 77, seed=number)
         update(way, buffers, number)
@@ -168,7 +165,7 @@ def test_predicted_device_weights_follow_from_the_kept_state_bit_for_bit(way: Ke
         assert not torch.equal(buffers.written, buffers.weight.bfloat16())
 
 
-def test_a_compact_prediction_uses_the_moments_as_they_are_kept() -> None:
+def test_a_compact_prediction_uses_the_moments_as_they_are_kept():
     """The unrounded moments give another step, so this fails if the update predicts from them."""
     exact, compact = (buffers_of(Kept(state, False, predicts=True), 5000) for state in (EXACT, COMPACT))
     compact.written = compact.written.float()
@@ -196,7 +193,7 @@ def test_a_compact_prediction_uses_the_moments_as_they_are_kept() -> None:
         ({"parts": {}}, "exp_avg is missing"),
     ],
 )
-def test_buffers_that_do_not_fit_together_are_refused_untouched(change: dict[str, object], words: str) -> None:
+def test_buffers_that_do_not_fit_together_are_refused_untouched(change, words):
     way = Kept(COMPACT, is_split=True)
     buffers = replace(buffers_of(way, 300), **change)
     before = copy_of(buffers)
@@ -205,7 +202,7 @@ def test_buffers_that_do_not_fit_together_are_refused_untouched(change: dict[str
     assert same(buffers, before)
 
 
-def test_split_weights_are_not_predicted() -> None:
+def test_split_weights_are_not_predicted():
     buffers = buffers_of(Kept(EXACT, is_split=True), 300)
     with pytest.raises(ValueError, match="a prediction needs fp32 weights"):
         update_(buffers, lr=LR, update=1, predicts=True)

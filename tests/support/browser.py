@@ -4,9 +4,7 @@ It opens files alone and asks no network: its own background requests are switch
 """
 
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -22,7 +20,7 @@ PATIENCE_S = 300  # for one command; a loaded machine takes seconds for the firs
 
 
 @contextmanager
-def headless_browser(folder: Path) -> Iterator[webdriver.Chrome]:
+def headless_browser(folder):
     """Start a browser with a fresh profile in `folder`. Skips the test if this machine has none."""
     browser = next((found for name in NAMES if (found := shutil.which(name))), None)
     driver = shutil.which("chromedriver")

@@ -3,7 +3,6 @@
 from itertools import product
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.interpreted import assert_rounded, random
@@ -14,12 +13,12 @@ LIMIT, ALPHA = 1.5, 1.7
 TERMS = 128
 
 
-def exact_gated_product(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str) -> Tensor:
+def exact_gated_product(gate, up, weights, activation):
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return active * up if weights is None else active * up * weights[:, None]
 
 
-def exact_clamped_product(gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def exact_clamped_product(gate_up, bias, experts, weights):
     biased = gate_up + bias[experts]
     gate, up = biased[:, ::2], biased[:, 1::2]
     # At the limit itself the gradient passes. PyTorch 2.15 stops it in its clamp.
@@ -27,11 +26,11 @@ def exact_clamped_product(gate_up: Tensor, bias: Tensor, experts: Tensor, weight
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1) * weights[:, None]
 
 
-def wide(*tensors: Tensor) -> list[Tensor]:
+def wide(*tensors):
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
-def routed(rows: int, experts: int) -> tuple[Tensor, Tensor]:
+def routed(rows, experts):
     """Return the sorted expert of each row and the end of each expert's rows. The last but one has none."""
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.randint(experts, (rows,), generator=generator).sort().values
@@ -40,7 +39,7 @@ def routed(rows: int, experts: int) -> tuple[Tensor, Tensor]:
     return chosen, ends
 
 
-def case_gated_product_and_its_backward() -> None:
+def case_gated_product_and_its_backward():
     from torchround.models.kernels.gated_products_triton import launch_gated_product, launch_gated_product_backward
 
     # 1030 columns are two passes of a program, the second one mostly empty.
@@ -63,7 +62,7 @@ def case_gated_product_and_its_backward() -> None:
             assert_rounded(grad_weights, expected[2], TERMS + width, 40.0 * width, "weights")
 
 
-def case_clamped_product_and_its_backward() -> None:
+def case_clamped_product_and_its_backward():
     from torchround.models.kernels.gated_products_triton import launch_clamped_product, launch_clamped_product_backward
 
     for (rows, width), dtype in product([(7, 16), (2, 1030), (0, 8)], DTYPES):
@@ -85,7 +84,7 @@ def case_clamped_product_and_its_backward() -> None:
         assert_rounded(gradients[1], expected[1], TERMS + width, 10.0 * width, "weights")
 
 
-def case_biases_of_experts() -> None:
+def case_biases_of_experts():
     from torchround.models.kernels.gated_products_triton import (
         launch_dot_with_bias,
         launch_expert_bias,

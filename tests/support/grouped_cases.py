@@ -3,7 +3,6 @@
 from itertools import pairwise, product
 
 import torch
-from torch import Tensor
 
 from tests.support.interpreted import UNITS, assert_rounded, random
 
@@ -14,19 +13,19 @@ ENDS = ([5], [0, 7, 7, 150, 160, 160], [128, 257], [0, 0, 1, 1, 1, 2, 2, 2, 2], 
 SIZES = ((40, 33), (3, 130), (130, 5))
 
 
-def shapes() -> list[tuple[Tensor, int, int, torch.dtype]]:
+def shapes():
     """Every combination of ends, inputs, outputs and dtype."""
     return [
         (torch.tensor(ends, dtype=torch.int32), *sizes, dtype) for ends, sizes, dtype in product(ENDS, SIZES, UNITS)
     ]
 
 
-def exact_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def exact_rows(rows, weights, ends):
     parts = pairwise([0, *ends.tolist()])
     return torch.cat([rows[start:stop] @ weights[index] for index, (start, stop) in enumerate(parts)])
 
 
-def case_rows_times_matrices_in_any_strides() -> None:
+def case_rows_times_matrices_in_any_strides():
     from torchround.models.kernels.grouped_triton import launch_rows
 
     for ends, inputs, outputs, dtype in shapes():
@@ -46,7 +45,7 @@ def case_rows_times_matrices_in_any_strides() -> None:
                 assert_rounded(found, exact_rows(rows.double(), weights.double(), ends), inputs, 25.0 * inputs)
 
 
-def case_a_gradient_is_added_in_float32() -> None:
+def case_a_gradient_is_added_in_float32():
     from torchround.models.kernels.grouped_triton import launch_gradient
 
     for ends, inputs, outputs, dtype in shapes():
@@ -64,7 +63,7 @@ def case_a_gradient_is_added_in_float32() -> None:
                 assert_rounded(total[index], before[index].double() + added, terms, 25.0 * terms)
 
 
-def case_a_gradient_is_added_to_a_sum_of_16_bits() -> None:
+def case_a_gradient_is_added_to_a_sum_of_16_bits():
     from torchround.models.kernels.grouped_triton import launch_gradient
 
     ends = torch.tensor([0, 7, 40], dtype=torch.int32)

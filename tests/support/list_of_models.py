@@ -10,19 +10,17 @@ documents. A type that builds and computes anything else is an error here, and n
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support import model_tools
 from tests.support.rounding import assert_close_in_sums
 from tests.support.toy_decoders import MOST_PARAMETERS, VOCAB, causal_types, toy_config, toy_decoder
-from tests.support.transformers_loop import Pair, document_logits, loss_sum, pair_of
+from tests.support.transformers_loop import document_logits, loss_sum, pair_of
 from torchround.models import FAMILIES, ModelConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models_of_transformers.md"
@@ -49,12 +47,12 @@ class ListedModel:
     model_type: str
     reason: str | None
 
-    def row(self) -> str:
+    def row(self):
         """Return the row of a table; a type that fits is its only cell."""
         return f"| `{self.model_type}` | {self.reason} |" if self.reason else f"`{self.model_type}`"
 
 
-def look_at(model_type: str) -> ListedModel:
+def look_at(model_type):
     """Build a type at toy size and compare it with the reference. Raises `AssertionError` if it computes anything else."""
     family = FAMILIES["transformers"]
     config, is_toy = _config(model_type)
@@ -75,7 +73,7 @@ def look_at(model_type: str) -> ListedModel:
     return ListedModel(model_type, None)
 
 
-def compare(pair: Pair) -> None:
+def compare(pair):
     """Check logits, loss and gradients of a packed batch. Raises `AssertionError`."""
     batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
     with torch.no_grad():
@@ -95,14 +93,14 @@ def compare(pair: Pair) -> None:
         _assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
 
 
-def _assert_close_in_norm(found: Tensor | None, expected: Tensor, name: str) -> None:
+def _assert_close_in_norm(found, expected, name):
     error = (expected if found is None else found - expected).norm()
     # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
     # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
     assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
 
 
-def page(rows: Sequence[ListedModel]) -> str:
+def page(rows):
     """Return the whole page."""
     fits = [listed.row() for listed in rows if listed.reason is None]
     refused = [listed.row() for listed in rows if listed.reason is not None]
@@ -114,7 +112,7 @@ def page(rows: Sequence[ListedModel]) -> str:
     return "\n".join(parts)
 
 
-def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool]:
+def _config(model_type):
     """Return the toy config; if its class refuses it, the default one, which still shows whether a type is refused."""
     for make, is_toy in ((toy_config, True), (lambda name: CONFIG_MAPPING[name](), False)):
         try:
@@ -124,14 +122,14 @@ def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool
     return None, False
 
 
-def _reason(message: str, model_type: str) -> str:
+def _reason(message, model_type):
     """Return a refusal without what it says of every type, as a cell."""
     message = message.removeprefix(f"model_type {model_type!r} of transformers ")
     message = message.removeprefix("does not fit torchround's layers: ")
     return " ".join(message.replace("|", "\\|").split())
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Print or write the page, or print the rows of some types."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

@@ -1,7 +1,6 @@
 """Cases for Triton's interpreter: softmax, loss and gradient over the logits."""
 
 import torch
-from torch import Tensor
 
 from tests.support.interpreted import UNITS
 from tests.support.rounding import FP32, assert_close_in_sums
@@ -13,14 +12,14 @@ FACTOR = 0.37
 VOCABULARIES = (1, 50, 8192, 2 * 8192 + 77)
 
 
-def kernel(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+def kernel(logits, labels, losses, factor, differentiate):
     from torchround.models.kernels.softmax_loss_triton import COLUMNS, launch_softmax_loss
 
     assert COLUMNS in VOCABULARIES, "the vocabularies are chosen by the kernel's step"
     launch_softmax_loss(logits, labels, losses, factor, differentiate)
 
 
-def inputs(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def inputs(tokens, vocab, dtype):
     """Logits with a gap between rows, and labels of which one is ignored, except of a single token."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(tokens, vocab + 8, generator=generator)).to(dtype)[:, :vocab]
@@ -30,9 +29,7 @@ def inputs(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return logits, labels
 
 
-def both(
-    tokens: int, vocab: int, dtype: torch.dtype, differentiate: bool
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def both(tokens, vocab, dtype, differentiate):
     """Return what the kernel and its reference make of the same logits, losses and logits each; and the labels."""
     results = []
     for compute in (kernel, reference_softmax_loss_):
@@ -43,7 +40,7 @@ def both(
     return results, labels
 
 
-def case_losses_and_gradients_equal_the_reference() -> None:
+def case_losses_and_gradients_equal_the_reference():
     for dtype, unit in UNITS.items():
         for vocab in VOCABULARIES:
             for tokens in (1, 3):
@@ -58,14 +55,14 @@ def case_losses_and_gradients_equal_the_reference() -> None:
                 assert not losses[ignored].any(), "an ignored label has no loss"
 
 
-def case_an_evaluation_leaves_the_logits_as_they_are() -> None:
+def case_an_evaluation_leaves_the_logits_as_they_are():
     for dtype in UNITS:
         [(losses, logits), (expected_losses, _)], _ = both(3, 50, dtype, False)
         assert torch.equal(logits, inputs(3, 50, dtype)[0])
         assert_close_in_sums(losses, expected_losses, 50, scale=20.0)
 
 
-def case_huge_logits_do_not_overflow() -> None:
+def case_huge_logits_do_not_overflow():
     logits = torch.tensor([[3e4, -3e4, 2.99e4]], dtype=torch.float16)
     losses = torch.empty(1)
     kernel(logits, torch.tensor([2]), losses, 1.0, True)
@@ -74,7 +71,7 @@ def case_huge_logits_do_not_overflow() -> None:
     assert logits.isfinite().all()
 
 
-def case_a_logit_that_is_not_finite_shows_in_the_loss() -> None:
+def case_a_logit_that_is_not_finite_shows_in_the_loss():
     for bad in (torch.nan, torch.inf):
         logits, losses = torch.zeros(2, 9), torch.empty(2)
         logits[1, 4] = bad
@@ -82,5 +79,5 @@ def case_a_logit_that_is_not_finite_shows_in_the_loss() -> None:
         assert losses.isfinite().tolist() == [True, False]
 
 
-def case_no_tokens_launch_nothing() -> None:
+def case_no_tokens_launch_nothing():
     kernel(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), torch.empty(0), 1.0, True)

@@ -3,7 +3,6 @@
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from tests.support.interpreted import assert_rounded, random
 from torchround.models.kernels.norms import num_partials, tokens_each
@@ -12,11 +11,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-5
 
 
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+def exact_norm(x, weight):
     return x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def exact_rotation(heads: Tensor, positions: Tensor, frequencies: Tensor, magnitude: float) -> Tensor:
+def exact_rotation(heads, positions, frequencies, magnitude):
     # The angle is rounded to fp32, as in the kernel: a rounding of it is a rotation of its own, which is no error here.
     angles = (positions[..., None, None].float() * frequencies).double()
     first, second = heads.chunk(2, dim=-1)
@@ -24,11 +23,11 @@ def exact_rotation(heads: Tensor, positions: Tensor, frequencies: Tensor, magnit
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def leaf(x: Tensor) -> Tensor:
+def leaf(x):
     return x.double().requires_grad_()
 
 
-def case_norm() -> None:
+def case_norm():
     from torchround.models.kernels.norms_triton import launch_norm
 
     # A width that is a power of two, others, and a single token or channel.
@@ -40,7 +39,7 @@ def case_norm() -> None:
             assert_rounded(normed, exact_norm(x.double(), weight.double()), width + 8)
 
 
-def case_norm_of_a_sum() -> None:
+def case_norm_of_a_sum():
     from torchround.models.kernels.norms_triton import launch_norm
 
     for (tokens, width), dtype in product([(5, 64), (1, 33)], DTYPES):
@@ -54,7 +53,7 @@ def case_norm_of_a_sum() -> None:
         assert_rounded(scales, exact_scales, width + 8)
 
 
-def case_norm_backward() -> None:
+def case_norm_backward():
     from torchround.models.kernels.norms_triton import launch_norm_backward
 
     every = product([(5, 64), (1, 33)], DTYPES, (False, True), (False, True))
@@ -78,7 +77,7 @@ def case_norm_backward() -> None:
             assert_rounded(partials.sum(dim=0), exact_weight, tokens + width + 8, each * tokens, "weight")
 
 
-def case_rotation() -> None:
+def case_rotation():
     from torchround.models.kernels.norms_triton import launch_rotation
 
     # Heads of 6 channels have 3 pairs: neither number is a power of two.
@@ -93,7 +92,7 @@ def case_rotation() -> None:
             assert_rounded(rotated, exact, 8, 3 * exact.abs().max().item())
 
 
-def case_normed_rotation_and_its_backward() -> None:
+def case_normed_rotation_and_its_backward():
     from torchround.models.kernels.norms_triton import launch_rotation, launch_rotation_backward
 
     for (heads, channels), dtype, trains in product([(4, 16), (3, 6)], DTYPES, (False, True)):

@@ -4,12 +4,9 @@ Each layer takes the structure that the layer before it returns: a tensor `x` of
 or a mixture with integers and plain values.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 WIDTH = 5
 Shape = str  # "x", "pair", "dict" or "mixed"
@@ -18,55 +15,55 @@ Shape = str  # "x", "pair", "dict" or "mixed"
 class Function(nn.Module):
     """A layer of one function of its input and, if it has any, its inner module."""
 
-    def __init__(self, function: Callable[..., Any], inner: nn.Module | None = None) -> None:
+    def __init__(self, function, inner=None):
         super().__init__()
         self.function = function
         self.inner = inner
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden):
         return self.function(hidden) if self.inner is None else self.function(hidden, self.inner)
 
 
-def linear() -> nn.Linear:
+def linear():
     return nn.Linear(WIDTH, WIDTH)
 
 
-def frozen() -> nn.Module:
+def frozen():
     return linear().requires_grad_(False)
 
 
-def partly_frozen() -> nn.Module:
+def partly_frozen():
     layer = linear()
     layer.weight.requires_grad_(False)
     return layer
 
 
-def sixteen_bits() -> nn.Module:
+def sixteen_bits():
     return Function(lambda x, inner: inner(x.bfloat16()).float(), linear().bfloat16())
 
 
-def same_weight_twice() -> nn.Module:
+def same_weight_twice():
     one, other = linear(), linear()
     other.weight = one.weight
     return nn.Sequential(one, nn.Tanh(), other)
 
 
-def same_module_twice() -> nn.Module:
+def same_module_twice():
     one = linear()
     return nn.Sequential(one, nn.GELU(), one)
 
 
-def mixed(x: Tensor) -> tuple[Any, ...]:
+def mixed(x):
     return {"x": x, "largest": x.detach().argmax(-1)}, None, [x[:, :2], "text", 3, x.detach() > 0]
 
 
-def unmixed(value: Any, inner: nn.Module) -> Tensor:
+def unmixed(value, inner):
     named, _, (part, _, number, mask) = value
     return named["x"] * number + inner(named["largest"]) + part.sum(-1, keepdim=True) * mask
 
 
 # For each structure the kinds of layers that take it: what they return, and how they are made.
-KINDS: dict[Shape, dict[str, tuple[Shape, Callable[[], nn.Module]]]] = {
+KINDS = {
     "x": {
         "linear": ("x", linear),
         "tanh": ("x", nn.Tanh),
@@ -102,7 +99,7 @@ CLOSERS = {"x": [], "pair": ["sum"], "dict": ["product"], "mixed": ["unmixed"]}
 
 
 @st.composite
-def layer_kinds(draw: st.DrawFn) -> list[str]:
+def layer_kinds(draw):
     """Draw the kinds of a net's layers, so that each fits the one before and the last one returns a tensor."""
     shape, names = "x", []
     for _ in range(draw(st.integers(1, 6))):
@@ -112,7 +109,7 @@ def layer_kinds(draw: st.DrawFn) -> list[str]:
     return names + CLOSERS[shape]
 
 
-def make_net(names: list[str], ties: int, seed: int = 0) -> nn.Sequential:
+def make_net(names, ties, seed=0):
     """Make the net. The first `ties` linear layers behind the first one share its weight; the last one is its module again."""
     torch.manual_seed(seed)
     layers, shape = [], "x"

@@ -3,24 +3,23 @@
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from tests.support.interpreted import assert_rounded, random
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def exact_join(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def exact_join(output, log_sums, sinks):
     joined = torch.logaddexp(log_sums, sinks[:, None])
     return output * (log_sums - joined).exp().T[..., None], joined
 
 
-def inputs_of(tokens: int, heads: int, channels: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs_of(tokens, heads, channels, dtype):
     log_sums = 3 * random(heads, tokens)
     return [random(tokens, heads, channels, dtype=dtype), log_sums, 3 * random(heads, dtype=dtype)]
 
 
-def exact_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def exact_gradient(grad, output, log_sums, sinks):
     """Differentiate the softmax's share of the sinks: the output falls by what they take."""
     scores = sinks.detach().clone().requires_grad_()
     # With the sink's share s, d output / d score = -s output.
@@ -28,7 +27,7 @@ def exact_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor
     return torch.autograd.grad(-(share.T[..., None] * output * grad).sum(), scores)[0]
 
 
-def case_sinks_and_their_gradient() -> None:
+def case_sinks_and_their_gradient():
     from torchround.models.kernels.sink_scores_triton import launch_join_sinks, launch_join_sinks_backward
 
     for (tokens, heads, channels), dtype in product([(5, 4, 16), (1, 3, 6), (0, 2, 4)], DTYPES):

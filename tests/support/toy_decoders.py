@@ -6,11 +6,9 @@ lost bias would hardly change a logit. So `random_weights` draws larger ones.
 """
 
 import warnings
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,7 +17,7 @@ VOCAB = 64
 MOST_PARAMETERS = 3_000_000
 
 # Keys that a config has in common with this table get its value.
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -126,7 +124,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 # Sizes that depend on each other, and lists that give four layers all kinds of layer that the type has.
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "bailing_hybrid": LINEAR | {"num_key_value_heads": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
@@ -191,7 +189,7 @@ for _latent in (
     OWN[_latent] = {"num_key_value_heads": 4}
 
 
-def toy_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+def toy_config(model_type, **overrides):
     """Return the toy config of a type; `overrides` replace keys. Raises whatever its class raises."""
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
@@ -208,7 +206,7 @@ def toy_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 CALMER = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def toy_decoder(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+def toy_decoder(config, seed=0):
     """Build the decoder of a config in fp32, in evaluation mode, with random weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
@@ -217,7 +215,7 @@ def toy_decoder(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
     return model
 
 
-def random_weights(model: nn.Module, size: float = 0.2, seed: int = 0) -> None:
+def random_weights(model, size=0.2, seed=0):
     """Draw matrices of this size, and move vectors away from the 0 and 1 at which they start."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -229,6 +227,6 @@ def random_weights(model: nn.Module, size: float = 0.2, seed: int = 0) -> None:
                 parameter.add_(0.3 * noise)
 
 
-def causal_types() -> tuple[str, ...]:
+def causal_types():
     """Return every `model_type` of the installed `transformers` that has a model for causal language modelling."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -4,12 +4,11 @@ Every document of a packed batch runs alone through the reference: it has no mas
 could be wrong.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
@@ -18,12 +17,11 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import IGNORED_LABEL, HFNames, LayeredModel, MicroBatch
+from torchround.layer import IGNORED_LABEL, HFNames, LayeredModel
 from torchround.models import FAMILIES
-from torchround.pipeline.partition import Partition
 
 # eps well above the rounding of gradients: AdamW would turn the rounding of a vanishing one into a full step.
-ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3}
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-3}
 DECAY, LR, MAX_NORM = 0.1, 1e-3, 1.0
 
 
@@ -40,17 +38,17 @@ class Pair:
     config: Any
     family: str
 
-    def build(self) -> LayeredModel:
+    def build(self):
         """Build the layers once more, on `meta`."""
         return FAMILIES[self.family].build(self.config)
 
 
-def make_pair(tools: Any, model_type: str, family_name: str = "transformers", **overrides: Any) -> Pair:
+def make_pair(tools, model_type, family_name="transformers", **overrides):
     """Build both at toy size, with equal weights."""
     return pair_of(tools, toy_decoder(toy_config(model_type, **overrides)), family_name)
 
 
-def pair_of(tools: Any, theirs: nn.Module, family_name: str = "transformers") -> Pair:
+def pair_of(tools, theirs, family_name="transformers"):
     """Build a model in layer form with the weights of `theirs`."""
     family = FAMILIES[family_name]
     config = family.config_from_hf(theirs.config.to_dict())
@@ -59,7 +57,7 @@ def pair_of(tools: Any, theirs: nn.Module, family_name: str = "transformers") ->
     return Pair(theirs, ours, names, config, family_name)
 
 
-def document_logits(theirs: nn.Module, batch: MicroBatch) -> Tensor:
+def document_logits(theirs, batch):
     """Return the logits `[B, T, V]` of a packed batch, each document by itself."""
     rows = []
     for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
@@ -68,16 +66,16 @@ def document_logits(theirs: nn.Module, batch: MicroBatch) -> Tensor:
     return torch.stack(rows)
 
 
-def loss_sum(theirs: nn.Module, batch: MicroBatch) -> Tensor:
+def loss_sum(theirs, batch):
     """Return the sum of the token losses of a packed batch."""
     logits = document_logits(theirs, batch).float().flatten(0, 1)
     return F.cross_entropy(logits, batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
-def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
+def reference_training(theirs, steps):
     """Train by `torch.optim.AdamW` over the whole model. Return the loss of each step, the mean over its labels."""
     theirs.train()
-    groups: list[list[nn.Parameter]] = [[], []]
+    groups = [[], []]
     for name, parameter in theirs.named_parameters():
         # Matrices decay. A stack of the experts' biases looks like one.
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
@@ -94,14 +92,14 @@ def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]])
     return losses
 
 
-def store_of(model: LayeredModel, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> HostStore:
+def store_of(model, weights, dtype=torch.float32):
     """Make a store with these weights, by stored name."""
     store = HostStore(model, dtype)
     store.write_weights({name: weights[name].detach() for name in store.weights()})
     return store
 
 
-def engine_of(model: LayeredModel, store: HostStore, partition: Partition, num_devices: int) -> Engine:
+def engine_of(model, store, partition, num_devices):
     """Make an engine with AdamW of the reference loop; every device is a thread."""
     return Engine(
         model,
@@ -113,7 +111,7 @@ def engine_of(model: LayeredModel, store: HostStore, partition: Partition, num_d
     )
 
 
-def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
+def train(engine, steps):
     """Train and wait for the last update. Return the loss of each step."""
     results = []
     for batches in steps:
@@ -123,7 +121,7 @@ def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
     return [result.loss() for result in results]
 
 
-def packed_steps(tools: Any, num_steps: int, micro_batches: int = 2, sequences: int = 2) -> list[list[MicroBatch]]:
+def packed_steps(tools, num_steps, micro_batches=2, sequences=2):
     """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences.
 
     The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long.

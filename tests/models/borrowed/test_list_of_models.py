@@ -14,7 +14,7 @@ from torchround.models import FAMILIES, ModelConfigError
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def is_of_this_version() -> bool:
+def is_of_this_version():
     """Return whether the page is of the installed version; another version may have another list."""
     return f"`transformers` {transformers.__version__} " in TEXT
 

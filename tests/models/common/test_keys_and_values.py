@@ -28,7 +28,7 @@ def model(request, tools):
     return built
 
 
-def padded(texts: list[torch.Tensor], width: int) -> MicroBatch:
+def padded(texts, width):
     """Return a group that is padded on the left: padding is a document of its own."""
     tokens = torch.full((len(texts), width), 7)
     positions = torch.arange(width).repeat(len(texts), 1)
@@ -40,7 +40,7 @@ def padded(texts: list[torch.Tensor], width: int) -> MicroBatch:
     return MicroBatch(tokens, labels, positions, document_ids, max_documents=2, wants="logits")
 
 
-def logits(model, batch: MicroBatch) -> torch.Tensor:
+def logits(model, batch):
     hidden = None
     with torch.no_grad():
         for index, layer in enumerate(model.layers):

@@ -33,7 +33,7 @@ def build(name, flavor, targets, dropout=0.0, vocab_size=50, **fields):
     return plain, adapted, names
 
 
-def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge(weights):
     """Compute the dense weights by a small loop of plain products, matrix by matrix."""
     merged = {name: w.clone() for name, w in weights.items() if "lora_" not in name}
     for name, inner in weights.items():
@@ -55,12 +55,12 @@ def halves(a, b, base):
     return a.view(num_experts, RANK, -1), stacked_b, base.mT
 
 
-def base_of(adapter: str) -> str:
+def base_of(adapter):
     stem = adapter[: -len("lora_a")]
     return stem[:-1] if stem.endswith("_") else stem + "weight"
 
 
-def randomise_b(parameters) -> None:
+def randomise_b(parameters):
     with torch.no_grad():
         for name, parameter in parameters.items():
             if name.endswith("lora_b"):
@@ -154,7 +154,7 @@ def test_what_travels_down_is_what_full_training_sends_less_the_frozen_gradients
     assert downloaded[0] == downloaded[1] > 0  # activations and their gradients
 
 
-def with_seeds(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+def with_seeds(batches):
     return [
         [MicroBatch(*part.tensors(), dropout_seed=10 * step + index) for index, part in enumerate(parts)]
         for step, parts in enumerate(batches)
