@@ -45,9 +45,10 @@ def numpy_codes(block, is_signed):
 
 
 @pytest.mark.parametrize("value", [FIRST, SECOND])
-@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 300 * BLOCK + 17])
-def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value, numel):
-    numbers = values(numel, value.is_signed)
+@pytest.mark.parametrize(("numel", "size"), [(1, 1.0), (BLOCK, 1e-42), (100 * BLOCK + 17, 1.0), (BLOCK - 1, 1e37)])
+def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value, numel, size):
+    numbers = values(numel, value.is_signed).mul_(size).clamp_(-3e38, 3e38)
+    numbers[BLOCK : 2 * BLOCK] = 0  # a block of zeros stays zero beside others
     codes, scales = COMPACT.encode(value, numbers)
     decoded = COMPACT.decode(value, (codes, scales))
     for index in range(len(scales)):
@@ -76,29 +77,6 @@ def test_a_first_moment_is_off_by_at_most_half_a_code():
     assert torch.any(error > 0.9 * bound), "the bound is far from what codes do"
 
 
-def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_zero():
-    numbers = values(1000 * BLOCK, is_signed=False)
-    codes, scales = COMPACT.encode(SECOND, numbers)
-    root, scale = numbers.double().sqrt(), by_block(scales, len(numbers))
-    decoded = COMPACT.decode(SECOND, (codes, scales)).double().sqrt()
-    error = (root - decoded).abs()
-    is_lifted = root * 255 < 0.5 * scale  # would have the code 0
-    assert is_lifted.any()
-    assert torch.all(error[~is_lifted] <= (scale * (1 / 510 + ROUNDINGS))[~is_lifted])
-    assert torch.all(codes[is_lifted] == 1)
-    assert torch.all((COMPACT.decode(SECOND, (codes, scales)) > 0) == (numbers > 0))
-
-
-@pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_scale_is_the_largest_magnitude_rounded_up_to_bf16(value):
-    numbers = values(200 * BLOCK, value.is_signed)
-    _, scales = COMPACT.encode(value, numbers)
-    magnitudes = numbers.abs() if value.is_signed else torch.from_numpy(np.sqrt(numbers.numpy()))
-    largest = magnitudes.view(-1, BLOCK).amax(dim=1)
-    assert torch.all(scales.float() >= largest)
-    assert torch.all(scales.float() < largest * (1 + 2.0**-7))
-
-
 # Numbers from the smallest denormal one to the largest below the overflow of s + |m|.
 MAGNITUDES = st.floats(0, 2.0**126, width=32) | st.floats(0, 2.0**-120, width=32)
 
@@ -123,17 +101,6 @@ def test_no_code_overflows_or_changes_its_sign(magnitudes, is_negative):
     assert torch.all((codes.double() - largest.clamp(max=255)).abs() <= 1)
 
 
-@pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_block_of_zeros_stays_zero_beside_others(value):
-    numbers = values(3 * BLOCK, value.is_signed)
-    numbers[BLOCK : 2 * BLOCK] = 0
-    kept = COMPACT.encode(value, numbers)
-    decoded = COMPACT.decode(value, kept)
-    assert torch.all(decoded[BLOCK : 2 * BLOCK] == 0)
-    assert decoded[:BLOCK].any()
-    assert decoded[2 * BLOCK :].any()
-
-
 def test_moments_at_the_ends_of_the_range_stay_finite():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     for number in (tiny, 2.0**-126, 2.0**-101, 2.0**-99, 1.0, 1e38, huge):
@@ -144,6 +111,8 @@ def test_moments_at_the_ends_of_the_range_stay_finite():
     # A magnitude below the smallest scale counts as 0; a second moment's root never is that small.
     assert not COMPACT.decode(FIRST, COMPACT.encode(FIRST, torch.full((3,), 2.0**-101))).any()
     assert COMPACT.encode(SECOND, torch.full((3,), tiny))[0].min() >= 252
+    # Nor does a small one become 0 beside a large one.
+    assert COMPACT.encode(SECOND, torch.tensor([1.0, 1e-12, 0.0]))[0].tolist() == [255, 1, 0]
 
 
 @pytest.mark.parametrize(("state", "expected"), [(EXACT, 4.0), (COMPACT, 1 + 2 / 128)])

@@ -3,19 +3,15 @@
 A C++ compilation of about a second for each kind, kept in Inductor's cache folder like a user's own.
 """
 
-import itertools
 import os
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT, kind_of
-from torchround.engine.optimizer_worker import use_threads_here
-from torchround.optim import COMPACT, EXACT, UpdateBuffers, UpdateProgress, update_
+from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT
+from torchround.optim import EXACT, UpdateBuffers, UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
 from torchround.optim.kernel_kind import KernelError
@@ -62,42 +58,13 @@ def cut_out(buffers, start, stop):
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(kernels, kind):
-    for numel in (*range(1, 35), 127, 128, 129, 255, 256, 257, 511, 512, 513):
+    for numel in (*range(1, 35, 3), 127, 128, 129, 256, 257, 513):
         example = example_buffers(kind, numel, seed=numel)
         for plain in (example, written_in_place(example, kind.predicts)):
             compiled = copy_of(plain)
             update(plain, None, predicts=kind.predicts)
             update(compiled, kernels[kind], predicts=kind.predicts)
             assert have_same_bits(compiled, plain)
-
-
-def test_a_prediction_differs_from_the_weight_and_is_the_plain_passs(kernels):
-    for state in (EXACT, COMPACT):
-        kind = kind_of(state=state, predicts=True)
-        plain = example_buffers(kind, 300_001)
-        compiled = copy_of(plain)
-        update(plain, None, predicts=True)
-        update(compiled, kernels[kind], predicts=True)
-        assert have_same_bits(compiled, plain)
-        # The last rounding hides many predictions in 16 bits, but none of this many.
-        assert plain.weight is not None and not torch.equal(plain.written, plain.weight.bfloat16())
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    numel=st.integers(1, 300_000),
-    cuts=st.lists(st.integers(0, 1200), max_size=4),
-    kind=st.sampled_from(SPLIT),
-    seed=st.integers(0, 1000),
-)
-def test_its_bits_do_not_depend_on_length_cuts_or_threads(kernels, numel, cuts, kind, seed):
-    plain = example_buffers(kind, numel, seed)
-    compiled = copy_of(plain)
-    update(plain, None)
-    bounds = sorted({0, numel, *(cut * 256 for cut in cuts if cut * 256 < numel)})
-    for start, stop in itertools.pairwise(bounds):
-        update(cut_out(compiled, start, stop), kernels[kind])
-    assert have_same_bits(compiled, plain)
 
 
 def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
@@ -113,21 +80,6 @@ def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
             some.close()
             assert have_same_bits(compiled, plain)
     assert threading.active_count() == before
-
-
-def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone():
-    before, seen = torch.get_num_threads(), []
-
-    def look(count):
-        use_threads_here(count)
-        seen.append(torch.get_num_threads())
-
-    for count in (3, 1):
-        thread = threading.Thread(target=look, args=(count,))
-        thread.start()
-        thread.join()
-    assert seen == [3, 1]
-    assert torch.get_num_threads() == before
 
 
 def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(kernels):

@@ -7,18 +7,14 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
+from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, kind_of
 from torchround.optim import kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
-from torchround.optim.kernel_check import example_buffers
-from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.node_threads import NodeThreads
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.untrusted.regular_file import open_regular
@@ -45,19 +41,6 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
     assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
-
-
-def test_there_is_no_kernel_for_a_rule_without_source_or_another_dtype():
-    buffers = example_buffers(SPLIT[0], 10)
-    assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
-    assert KernelKind.of(replace(buffers, gradient=torch.ones(10).double()), predicts=False) is None
-    assert KernelKind.of(replace(buffers, rule=SourcelessRule()), predicts=False) is None
-
-
-class SourcelessRule(StatelessRule):
-    """A rule for the plain pass alone."""
-
-    kernel_source = None
 
 
 # Without a kernel.
@@ -91,17 +74,6 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(tmp_p
     assert finished.stdout == "{}\n"
     [line] = finished.stderr.splitlines()
     assert words in line and line.endswith("the optimizer uses its uncompiled update, which is several times slower")
-
-
-def test_a_library_that_cannot_be_loaded_is_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    library = tmp_path / "torchround" / SPLIT[0].library()
-    library.parent.mkdir(mode=0o700)
-    library.write_bytes(b"no library")
-    with caplog.at_level(logging.WARNING):
-        assert get_kernels([SPLIT[0]], lambda: None) == {}
-    [record] = caplog.records
-    assert "cannot be loaded" in record.getMessage()
 
 
 def harm_parent(cache, planted):

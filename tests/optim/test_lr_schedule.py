@@ -82,8 +82,5 @@ def test_steps_past_the_end_keep_the_last_rate_and_negative_ones_are_refused():
     assert rate(5) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 8)))
     with pytest.raises(ValueError, match="got -1"):
         rate(-1)
-
-
-def test_a_schedule_over_no_steps_is_refused():
     with pytest.raises(ValueError, match="total_steps = 0"):
         LRSchedule(Table(), 1.0, 0)

@@ -21,6 +21,7 @@ from torchround.optim.update_pass import look_ahead_
 from torchround.pipeline import update_costs
 from torchround.pipeline.update_costs import newton_schulz_flops, row_bands
 
+NIGHTLY = pytest.mark.nightly
 # With two bands of rows or more.
 LARGE = {"tall": (1, 1300, 1100), "square": (1, 1024, 1024), "experts": (2, 1030, 1024)}
 SHAPES = {"tall": (96, 40), "wide": (24, 80), "square": (48, 48), "experts": (5, 32, 24)}
@@ -39,7 +40,9 @@ def buffers_of(rule, weight, momentum, gradient):
 
 
 def our_step(buffers, shape, lr, gradient_scale=1.0):
+    before = buffers.parts["momentum_buffer"].clone()
     look_ahead_(buffers, gradient_scale)
+    assert torch.equal(buffers.parts["momentum_buffer"], before), "a look-ahead leaves the momentum as it is"
     assert buffers.direction is not None
     for piece in pieces(buffers.direction, shape):
         piece.host.view(piece.matrices).copy_(orthogonalised(piece.host.view(piece.matrices)))
@@ -65,32 +68,24 @@ def their_steps(weight, gradients, table):
     return torch.stack([matrix.detach() for matrix in matrices]).view(weight.shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("keys", [{}, {"nesterov": False}, {"adjust_lr": "original", "weight_decay": 0.0, "lr": 0.02}])
-def test_one_step_equals_the_muon_of_torch(shape, keys):
-    generator = torch.Generator().manual_seed(5)
-    weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
-    table = MuonTable(**keys)
-    expected = their_steps(weight, [gradient], table)
-    buffers = buffers_of(rule_of(shape, **keys), weight, torch.zeros(shape), gradient)
-    our_step(buffers, shape, table.lr)
-    found = buffers.written.view(shape)
-    # The issue's bound. Both round each operation of fp32 once, in the same order but for a fused one of torch's.
-    assert (found - expected).norm() <= 1e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize(
-    "keys", [{}, {"nesterov": False}, {"adjust_lr": "original"}], ids=["nesterov", "momentum", "original"]
+    ("shape", "keys"),
+    [
+        (SHAPES["tall"], {}),
+        (SHAPES["wide"], {"nesterov": False}),
+        (SHAPES["square"], {"adjust_lr": "original", "weight_decay": 0.0}),
+        (SHAPES["experts"], {"adjust_lr": "original"}),
+        (SHAPES["tall"], {"nesterov": False, "adjust_lr": "original"}),
+    ],
 )
-def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(shape, keys):
+def test_what_four_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(shape, keys):
     """Whole gradients and a momentum of a half leave nothing to round, so that both orthogonalise the same numbers.
 
     A rate of 1 makes a step as large as a weight: an error of the step cannot hide in the weight's size.
     """
     generator = torch.Generator().manual_seed(9)
     start = torch.randn(shape, generator=generator)
-    gradients = [torch.randint(-8, 9, shape, generator=generator).float() for _ in range(6)]
+    gradients = [torch.randint(-8, 9, shape, generator=generator).float() for _ in range(4)]
     table = MuonTable(lr=1.0, momentum=0.5, **keys)
     expected = their_steps(start, gradients, table)
     weight, momentum = start.clone(), torch.zeros(shape)
@@ -100,8 +95,8 @@ def test_what_six_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(
     assert (weight - expected).norm() <= 1e-6 * (expected - start).norm()
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_twelve_steps_equal_the_muon_of_torch(shape):
+def test_twelve_steps_equal_the_muon_of_torch():
+    shape = SHAPES["experts"]
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(shape, generator=generator)
     gradients = [torch.randn(shape, generator=generator) for _ in range(12)]
@@ -127,23 +122,11 @@ def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_a_look_ahead_leaves_the_momentum_as_it_is():
-    shape = SHAPES["square"]
-    momentum = torch.randn(shape)
-    before = momentum.clone()
-    look_ahead_(buffers_of(rule_of(shape), torch.randn(shape), momentum, torch.randn(shape)), 1.0)
-    assert torch.equal(momentum, before)
-
-
 def test_directions_have_singular_values_near_one():
     matrices = torch.randn(4, 40, 64, generator=torch.Generator().manual_seed(8)).bfloat16()
     values = torch.linalg.svdvals(orthogonalised(matrices).float())
     # Jordan's coefficients leave them between 0.7 and 1.2, and bf16 adds a little.
     assert values.min() > 0.6 and values.max() < 1.3
-
-
-def test_a_matrix_of_zeros_has_no_direction():
-    assert not orthogonalised(torch.zeros(1, 8, 16, dtype=torch.bfloat16)).any()
 
 
 @pytest.fixture
@@ -188,8 +171,9 @@ def iterated_batch(given):
     return found.mT if is_tall else found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(LARGE["tall"], torch.bfloat16), pytest.param(LARGE["experts"], torch.float32, marks=NIGHTLY)]
+)
 def test_bands_round_no_worse_than_whole_matrices(monkeypatch, shape, dtype):
     given = torch.randn(shape, generator=torch.Generator().manual_seed(10)).to(dtype)
     exact = [newton_schulz(matrix, torch.float64) for matrix in given]
@@ -201,19 +185,14 @@ def test_bands_round_no_worse_than_whole_matrices(monkeypatch, shape, dtype):
         assert (found - wanted).norm() <= 1.2 * (theirs - wanted).norm()
 
 
-@pytest.mark.parametrize("shape", [*LARGE.values(), (3, 96, 40)], ids=[*LARGE.keys(), "small stack"])
+@pytest.mark.parametrize("shape", [LARGE["tall"], (3, 96, 40)], ids=["tall", "small stack"])
 def test_counted_flops_are_those_of_the_products_that_run(shape):
     with FlopCounterMode(display=False) as counter:
         orthogonalised(torch.zeros(shape, dtype=torch.bfloat16))
     assert counter.get_total_flops() == newton_schulz_flops(shape, STEPS)
 
 
-def test_bands_cover_the_triangle_and_small_matrices_have_one():
-    assert row_bands(1023) == [(0, 1023)] and row_bands(1024) == [(0, 512), (512, 1024)]
-    assert row_bands(4096) == [(0, 768), (768, 1664), (1664, 2432), (2432, 3328), (3328, 4096)]
-
-
-@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+@pytest.mark.parametrize("shape", [LARGE["experts"]], ids=["experts"])
 def test_a_piece_takes_no_more_memory_than_is_counted(shape):
     given = torch.zeros(shape, dtype=torch.bfloat16)
     assert peak_of_tensors(lambda: iterated_batch(given)) <= scratch_bytes(shape)

@@ -1,8 +1,6 @@
 """Split weights: the round trip over all bit patterns that matter, and how the device weight is rounded."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchround.optim.split_weights import join, split
 
@@ -25,12 +23,6 @@ def test_every_weight_comes_back_bit_for_bit():
     device_weight, residual = split(weight)
     assert (device_weight.dtype, residual.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(bits(join(device_weight, residual)), bits(weight))
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
-def test_any_pattern_comes_back_bit_for_bit(patterns):
-    weight = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
-    assert torch.equal(bits(join(*split(weight))), bits(weight))
 
 
 def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude():
@@ -58,13 +50,3 @@ def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16
     device_weight, residual = split(released.float())
     assert torch.equal(device_weight.view(torch.int16), patterns)
     assert not residual.any()
-
-
-def test_splitting_changes_no_argument_and_the_halves_share_no_memory_with_it():
-    weight = torch.randn(300)
-    before = weight.clone()
-    device_weight, residual = split(weight)
-    joined = join(device_weight, residual)
-    joined.zero_()
-    assert torch.equal(weight, before)
-    assert torch.equal(join(device_weight, residual), before)

@@ -13,14 +13,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support import model_tools
-from tests.support.rounding import assert_close_in_sums
-from tests.support.toy_decoders import MOST_PARAMETERS, VOCAB, causal_types, toy_config, toy_decoder
-from tests.support.transformers_loop import document_logits, loss_sum, pair_of
+from tests.support.toy_decoders import MOST_PARAMETERS, causal_types, toy_config, toy_decoder
+from tests.support.transformers_loop import compare, pair_of
 from torchround.models import FAMILIES, ModelConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models_of_transformers.md"
@@ -71,33 +69,6 @@ def look_at(model_type):
         return ListedModel(model_type, f"transformers cannot draw its first weights: {error}")
     compare(pair)
     return ListedModel(model_type, None)
-
-
-def compare(pair):
-    """Check logits, loss and gradients of a packed batch. Raises `AssertionError`."""
-    batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
-    with torch.no_grad():
-        # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
-        expected = document_logits(pair.theirs, batch)
-        assert_close_in_sums(model_tools.all_logits(pair.ours, batch), expected, 1000, "logits")
-    loss = loss_sum(pair.theirs, batch)
-    ours = model_tools.loss_sum(pair.ours, batch)
-    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
-    loss.backward()
-    ours.backward()
-    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
-    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
-    for name, parameter in model_tools.stored_parameters(pair.ours).items():
-        if not parameter.requires_grad:  # a constant that files hold
-            continue
-        _assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
-
-
-def _assert_close_in_norm(found, expected, name):
-    error = (expected if found is None else found - expected).norm()
-    # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
-    # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
-    assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
 
 
 def page(rows):

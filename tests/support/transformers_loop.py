@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support import model_tools
+from tests.support.rounding import assert_close_in_sums
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
@@ -70,6 +72,36 @@ def loss_sum(theirs, batch):
     """Return the sum of the token losses of a packed batch."""
     logits = document_logits(theirs, batch).float().flatten(0, 1)
     return F.cross_entropy(logits, batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+def compare(pair):
+    """Check logits, loss and gradients of a packed batch against those of each document alone."""
+    batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
+    with torch.no_grad():
+        # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
+        expected = document_logits(pair.theirs, batch)
+        assert_close_in_sums(model_tools.all_logits(pair.ours, batch), expected, 1000, "logits")
+    loss = loss_sum(pair.theirs, batch)
+    ours = model_tools.loss_sum(pair.ours, batch)
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
+    pair.theirs.zero_grad()
+    for layer in pair.ours.layers:
+        layer.zero_grad()
+    loss.backward()
+    ours.backward()
+    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
+    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
+    for name, parameter in model_tools.stored_parameters(pair.ours).items():
+        if not parameter.requires_grad:  # a constant that files hold
+            continue
+        assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
+
+
+def assert_close_in_norm(found, expected, name):
+    error = (expected if found is None else found - expected).norm()
+    # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
+    # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
+    assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
 
 
 def reference_training(theirs, steps):

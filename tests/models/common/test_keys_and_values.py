@@ -11,7 +11,7 @@ from torchround.models import FAMILIES
 from torchround.models.common.keys_and_values import KeysAndValues, past_mask
 
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
-NEW_TOKENS = 6
+NEW_TOKENS = 3
 CASES = [(name, flavor) for name in FAMILIES for flavor in ("debug", "debug_moe") if flavor in FAMILIES[name].flavors]
 
 

@@ -17,8 +17,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 CASES = [
     ("llama3", "debug", ATTENTION + MLP),
     ("qwen3", "debug_moe", ATTENTION + MLP),
-    ("qwen3", "debug_moe", ("q_proj", "down_proj")),
     ("gpt_oss", "debug", (*ATTENTION, "gate_up_proj", "down_proj")),
+    pytest.param("qwen3", "debug_moe", ("q_proj", "down_proj"), marks=pytest.mark.nightly),
     ("gpt_oss", "debug", ("v_proj", "down_proj")),
 ]
 RANK, ALPHA = 4, 12.0
@@ -121,15 +121,16 @@ def test_a_target_that_no_module_has_is_named_with_the_legal_ones():
         build("llama3", "debug", ("q_proj", "k"))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name, flavor, targets", CASES)
+@pytest.mark.parametrize(
+    ("name", "flavor", "targets", "tied"), [(*CASES[0], True), (*CASES[1], False), (*CASES[2], True)]
+)
 def test_frozen_weights_have_no_gradient_no_state_and_stay(name, flavor, targets, tied, tools):
     _, model, _ = build(name, flavor, targets, tied_embeddings=tied)
     store = toy_store(model)
     before = {key: view.clone() for key, view in store.weights().items()}
     with toy_engine(model, store, Partition((1, 2), 1, (1, 1, 1)), num_devices=2) as engine:
         batch = tools.micro_batch([[12, 20], [32]], 50)
-        losses = train(engine, [[batch]] * 6, lr=2e-2)
+        losses = train(engine, [[batch]] * 3, lr=2e-2)
     assert losses[-1] < losses[0]
     for key, view in store.weights().items():
         assert torch.equal(view, before[key]) == ("lora_" not in key), key
@@ -162,7 +163,7 @@ def with_seeds(batches):
 
 
 def test_dropout_gives_the_same_bits_for_any_devices_stages_and_recomputation(tools):
-    batches = with_seeds([[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)])
+    batches = with_seeds([[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(2)])
     runs = {}
     for key, partition, devices, options in [
         ("one", Partition((), 4, ()), 1, {}),
@@ -201,36 +202,11 @@ def test_a_mask_depends_on_the_seed_and_zeroes_its_share(tools):
     assert len({mask_seed(s, p, u) for s in range(50) for p in range(50) for u in range(4)}) == 10_000
 
 
-def test_evaluation_is_without_dropout(tools):
-    batch = tools.micro_batch([[32]], 50)
-    losses = []
-    for dropout in (0.0, 0.5):
-        _, model, _ = build("llama3", "debug", ATTENTION, dropout)
-        store = toy_store(model)
-        drawn = {name: value.clone() for name, value in store.weights().items()}
-        randomise_b(drawn)
-        store.write_weights(drawn)
-        with toy_engine(model, store, Partition((), 4, ()), 1) as engine:
-            losses.append(engine.evaluate([batch]).loss())
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name, flavor, targets", CASES)
-def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(name, flavor, targets, tools):
-    plain, adapted, _ = build(name, flavor, targets)
-    batch, counted, claimed = tools.micro_batch([[48], [48]], 50), [], []
-    for model in (plain, adapted):
-        tools.materialise(model)
-        hidden = model.layers[0](None, batch)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.layers[1](hidden, batch)
-        counted.append(counter.get_total_flops())
-        claimed.append(model.layers[1].work(2, 48, 4).forward_flops)
-    assert claimed[1] - claimed[0] == counted[1] - counted[0] > 0
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "adapters"])
-@pytest.mark.parametrize("name, flavor, targets", CASES)
+@pytest.mark.parametrize(
+    ("name", "flavor", "targets", "frozen"),
+    [*((*CASES[index], True) for index in (0, 1, 2, 4)), *((*CASES[index], False) for index in (0, 1, 2))],
+    ids=[*("adapters",) * 4, *("all trained",) * 3],
+)
 def test_a_backward_has_the_matrix_products_that_torch_counts_in_it(name, flavor, targets, frozen, tools):
     model = tools.materialise(build(name, flavor, targets)[1 if frozen else 0])
     if frozen:  # memory of its own takes gradients
@@ -257,8 +233,10 @@ def test_a_backward_has_the_matrix_products_that_torch_counts_in_it(name, flavor
     assert counter.get_total_flops() == work.forward_flops + work.backward_flops
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name, flavor, targets", CASES)
+@pytest.mark.parametrize(
+    ("name", "flavor", "targets", "dtype"),
+    [(*CASES[0], torch.float32), (*CASES[1], torch.bfloat16), (*CASES[2], torch.float32), (*CASES[4], torch.bfloat16)],
+)
 def test_peak_of_a_layer_with_adapters_is_at_most_the_estimate(name, flavor, targets, dtype, tools):
     model = tools.materialise(build(name, flavor, targets, dropout=0.1, vocab_size=4096)[1], dtype)
     for key, parameter in tools.stored_parameters(model).items():
@@ -289,15 +267,10 @@ def as_leaves(hidden):
     return leaves[0] if isinstance(hidden, torch.Tensor) else leaves
 
 
-@pytest.mark.parametrize("name, flavor, targets", CASES)
-def test_adapter_names_cover_the_adapters_and_nothing_else(name, flavor, targets):
-    _, model, names = build(name, flavor, targets)
-    assert adapter_names(model, names).keys() == {key for key in model.stored_shapes() if "lora_" in key}
-
-
 def test_adapters_have_the_names_of_pefts_files():
     _, model, names = build("qwen3", "debug_moe", ATTENTION + MLP)
     adapters = adapter_names(model, names)
+    assert adapters.keys() == {key for key in model.stored_shapes() if "lora_" in key}
     prefix = "base_model.model.model.layers.1."
     assert adapters["block.1.attention.key.lora_b"] == f"{prefix}self_attn.k_proj.lora_B.weight"
     assert adapters["block.1.mlp.experts.up_lora_a"][3] == f"{prefix}mlp.experts.3.up_proj.lora_A.weight"
