@@ -34,7 +34,7 @@ def distance(outputs, labels):
     return (outputs - labels["target"]).square().mean()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kinds=layer_kinds(),
     cuts=st.lists(st.booleans(), min_size=12, max_size=12),

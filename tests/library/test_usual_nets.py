@@ -121,7 +121,7 @@ def test_a_usual_net_trains_as_its_plain_loop_and_gives_its_outputs(make):
     # Cut at each layer: PyTorch chooses kernels by strides and by what requires a gradient, which must survive a cut.
     one_by_one = (1,) * (len(net) - 1)
     with Pipeline(net, 2, lr=0.01, partition=Partition(one_by_one, 1, one_by_one)) as pipeline:
-        for _ in range(3):
+        for _ in range(2):
             loss = pipeline.forward_backward(inputs, labels, entropy)
             assert loss == loop.forward_backward(inputs, labels, entropy)
             pipeline.step()

@@ -10,7 +10,6 @@ from math import log
 import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.select import Select
 
 from tests.support.browser import headless_browser
 from tests.support.step_records import ENGINE, write_run
@@ -224,16 +223,6 @@ def test_continuations_are_shown_as_text_below_the_panels(browser, tmp_path):
     assert shown.rect["width"] <= browser.execute_script("return document.documentElement.clientWidth")
 
 
-def test_colours_follow_the_choice(browser, tmp_path):
-    show(browser, one_run(tmp_path))
-    seen = set()
-    for theme in ("light", "dark"):
-        Select(browser.find_element(By.ID, "theme")).select_by_value(theme)
-        body = browser.find_element(By.TAG_NAME, "body")
-        seen.add((body.value_of_css_property("background-color"), body.value_of_css_property("color")))
-    assert len(seen) == 2
-
-
 def test_a_narrow_window_shows_every_panel_in_its_width(browser, tmp_path):
     browser.set_window_size(NARROW, HEIGHT)
     show(browser, two_runs(tmp_path, second="a-name-of-many-letters" * 6))
@@ -252,9 +241,3 @@ def test_a_narrow_window_shows_every_panel_in_its_width(browser, tmp_path):
             assert all(a["x"] + a["width"] <= b["x"] for a, b in pairwise(texts)), "numbers overlap"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_a_run_of_one_step_shows_points(browser, tmp_path):
-    write_page([write_run(tmp_path / "run", range(1, 2), **ENGINE)], tmp_path / "page.html")
-    show(browser, tmp_path / "page.html")
-    assert len(panel(browser, "loss").find_elements(By.CSS_SELECTOR, "circle.dot")) == 1

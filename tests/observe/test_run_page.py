@@ -20,9 +20,7 @@ from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures
 
 HOSTILE_NAMES = [
     "</script><script>document.title = 'taken'</script>",
-    "<img src=x onerror=alert(1)>",
-    "a & b <i>",
-    "[[figures]] [[script]]",
+    "[[figures]] [[script]] a & b <i>",
     "]]> --> <!-- <script>",
     "' onclick='alert(1)",
     "line\nbreak \x1b[31m \u202e",
@@ -85,11 +83,8 @@ def test_a_page_has_the_figures_of_the_metrics(tmp_path):
     assert curve(run, "device_memory", "device 1")[0] == [1, 2.0]
     assert curve(run, "host_memory", "resident")[0] == [1, 1.5]
     assert (run["step"], run["best"][1]) == (6, 6)
-
-
-def test_metrics_without_devices_give_the_bubble_and_memory_of_the_whole_line(tmp_path):
-    write_run(tmp_path, range(1, 3))
-    assert curve(read_run(tmp_path, "run"), "bubble") == [[1, 0.1], [2, 0.1]]
+    # Without devices the bubble is that of the whole line.
+    assert curve(read_run(write_run(tmp_path / "plain", range(1, 3)), "run"), "bubble") == [[1, 0.1], [2, 0.1]]
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
@@ -104,13 +99,10 @@ def test_no_name_of_a_run_becomes_a_part_of_the_page(tmp_path, name):
     (run,) = figures(found)["runs"]
     assert found.texts["title"][0] == run["name"] and run["name"].isprintable()
     assert found.texts["script"][1] == expected.texts["script"][1]
-
-
-def test_a_name_with_a_slash_cannot_end_the_element_of_the_figures(tmp_path):
-    run = {**read_run(write_run(tmp_path, range(1, 3)), HOSTILE_NAMES[0])}
-    found = Elements(run_page.page_text([run]))
-    assert [tag for tag, _ in found.found].count("script") == 2
-    assert figures(found)["runs"][0]["name"] == HOSTILE_NAMES[0] == found.texts["title"][0]
+    # A folder's name cannot have a slash; the name of a run may.
+    slashed = Elements(run_page.page_text([{**read_run(plain, name)}]))
+    assert [tag for tag, _ in slashed.found].count("script") == 2
+    assert figures(slashed)["runs"][0]["name"] == slashed.texts["title"][0]
 
 
 def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path):
@@ -128,10 +120,8 @@ def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        '{"step": 3, "lo',
         '{"step": 3, "loss": NaN}',
         '{"step": 3, "loss": [1], "engine": 5, "lr": "high"}',
-        '{"step": 2, "loss": 9.0}',
         '{"step": true, "loss": 9.0}',
         '{"step": 1e400, "loss": 9.0}',
         f'{{"step": {10**30}, "loss": 9.0}}',
@@ -165,7 +155,7 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
     assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
 
 
-@pytest.mark.parametrize("values", [1, MOST_POINTS, MOST_POINTS + 1, 25 * MOST_POINTS + 3])
+@pytest.mark.parametrize("values", [1, MOST_POINTS, 25 * MOST_POINTS + 3])
 def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values):
     samples = CurveSamples()
     for step in range(1, values + 1):
@@ -186,15 +176,12 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     assert names == [str(folder) for folder in folders]
 
 
-def test_a_run_that_has_ended_has_a_picture_and_a_page(tmp_path):
-    draw_pictures(write_run(tmp_path, range(1, 4)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
-
-
-def test_a_run_without_a_step_has_no_page_and_no_warning(tmp_path, caplog):
+def test_a_run_has_a_picture_and_a_page_if_it_has_a_step(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").touch()
     draw_pictures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and not caplog.messages
+    draw_pictures(write_run(tmp_path, range(1, 4)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
 
 
 def test_a_page_that_cannot_be_written_is_one_warning(tmp_path, caplog, monkeypatch):

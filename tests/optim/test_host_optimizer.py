@@ -126,7 +126,14 @@ def test_what_cannot_work_is_refused_by_name(make, words):
 
 
 def test_a_parameter_that_the_optimizer_leaves_out_stays_as_it_is():
+    nothing = bound(sgd, [])
+    assert nothing.hyperparameters() == []
+    with pytest.raises(HostOptimizerError, match="none"):
+        nothing.optimizer  # noqa: B018
     on = weights()
     optimizer = bound(lambda named: torch.optim.SGD(named[:1], lr=1.0), on)
     optimizer.step(optimizer.hyperparameters(), gradients())
     assert not on[1][1].any() and not torch.equal(on[0][1], torch.ones(2, 3))
+    optimizer.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(1)))]})
+    with pytest.raises(HostOptimizerError, match="groups changed"):
+        optimizer.hyperparameters()

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, kind_of
 from torchround.optim import kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
+from torchround.optim.kernel_check import example_buffers
+from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.node_threads import NodeThreads
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.untrusted.regular_file import open_regular
@@ -41,6 +45,9 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
     assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
+    buffers = example_buffers(SPLIT[0], 10)
+    assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
+    assert KernelKind.of(replace(buffers, gradient=torch.ones(10).double()), predicts=False) is None
 
 
 # Without a kernel.
@@ -92,8 +99,16 @@ def harm_file(cache, planted):
     (cache / planted.name).symlink_to(planted)
 
 
-@pytest.mark.parametrize("harm", [harm_parent, harm_folder, harm_file])
-def test_code_that_another_user_could_have_put_there_is_not_loaded(kernels, tmp_path, monkeypatch, caplog, harm):
+def harm_code(cache, planted):
+    """Leave something that is no library."""
+    (cache / planted.name).unlink()
+    (cache / planted.name).write_bytes(b"no library")
+
+
+@pytest.mark.parametrize("harm", [harm_parent, harm_folder, harm_file, harm_code])
+def test_code_that_is_none_or_that_another_user_could_have_put_there_is_not_loaded(
+    kernels, tmp_path, monkeypatch, caplog, harm
+):
     library = kernel.private_folder() / SPLIT[0].library()
     cache = tmp_path / "shared" / "torchround"
     cache.mkdir(parents=True, mode=0o700)

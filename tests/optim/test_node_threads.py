@@ -70,9 +70,10 @@ def done_once(seen, length):
     return seen.keys() == pieces and {len(by) for by in seen.values()} == {1}
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_every_piece_is_done_once_by_any_number_of_threads(count):
-    assert done_once(work_seen(NodeThreads(count), 1003), 1003)
+@pytest.mark.parametrize(("count", "nodes"), [(1, []), (7, []), (3, [frozenset({0, 1})])])
+def test_every_piece_is_done_once_by_any_number_of_threads_and_a_flat_machine_binds_none(count, nodes, monkeypatch):
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("a thread was bound"))
+    assert done_once(work_seen(NodeThreads(count, nodes), 1003), 1003)
 
 
 @pytest.mark.parametrize(("nodes", "most"), [([], 0), ([], 1), ([{0}, {1}], 0), ([{0}, {1}], 2)])

@@ -173,6 +173,13 @@ def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeyp
         assert torch.equal(one, other)
 
 
+def test_offsets_and_masks_are_made_without_reading_from_the_device():
+    # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
+    document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    assert document_offsets(document_ids, 4).shape == (9,)
+    assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
+
+
 def test_the_flash_kernels_take_what_they_are_given():
     """Ask PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
     shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]

@@ -202,6 +202,20 @@ def test_a_mask_depends_on_the_seed_and_zeroes_its_share(tools):
     assert len({mask_seed(s, p, u) for s in range(50) for p in range(50) for u in range(4)}) == 10_000
 
 
+def test_evaluation_is_without_dropout(tools):
+    batch = tools.micro_batch([[32]], 50)
+    losses = []
+    for dropout in (0.0, 0.5):
+        _, model, _ = build("llama3", "debug", ATTENTION, dropout)
+        store = toy_store(model)
+        drawn = {name: value.clone() for name, value in store.weights().items()}
+        randomise_b(drawn)
+        store.write_weights(drawn)
+        with toy_engine(model, store, Partition((), 4, ()), 1) as engine:
+            losses.append(engine.evaluate([batch]).loss())
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     ("name", "flavor", "targets", "frozen"),
     [*((*CASES[index], True) for index in (0, 1, 2, 4)), *((*CASES[index], False) for index in (0, 1, 2))],
