@@ -13,7 +13,7 @@ from torchround.keeping import KeptActivationError, joined, keep, passing, recor
 
 BATCH, TOKENS, HEADS, CHANNELS = 2, 5, 4, 8
 WIDTH = HEADS * CHANNELS
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PARTS = ("qkv", "attention", "output", "gate_up")
 
 
@@ -73,9 +73,11 @@ def kept(block, x, names):
     return output, [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in record.tensors]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("names", [(), *((name,) for name in PARTS), PARTS[1:3], PARTS])
-def test_a_replay_gives_the_bits_of_a_full_recomputation(dtype, names):
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [((), F32), (PARTS[:1], F16), (PARTS[1:2], BF16), (PARTS[3:], F32), (PARTS[1:3], F16), (PARTS, BF16), (PARTS, F32)],
+)
+def test_a_replay_gives_the_bits_of_a_full_recomputation(names, dtype):
     block, x = made(dtype)
     x.requires_grad_()
     plain = block(x)
@@ -98,6 +100,10 @@ def test_with_all_parts_kept_no_product_and_no_attention_kernel_runs():
     with Products() as computed, replaying(PARTS, tensors):
         block(x)
     assert computed.count == 0
+    with replaying(PARTS, [torch.zeros_like(tensor) for tensor in tensors]):  # the kept values, not its own
+        assert torch.equal(block(x), torch.ones(BATCH, TOKENS, 2 * WIDTH))  # cos(0)
+    with pytest.raises(ZeroDivisionError), replaying(PARTS, tensors):  # the layer's own error is not replaced
+        raise ZeroDivisionError
 
 
 def test_each_part_keeps_what_its_operations_returned():
@@ -114,13 +120,6 @@ def test_each_part_keeps_what_its_operations_returned():
             block(x)
         assert [tuple(tensor.shape) for tensor in record.tensors] == wanted
         assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in record.tensors)
-
-
-def test_a_replay_takes_the_kept_values_and_not_its_own():
-    block, x = made()
-    tensors = kept(block, x, PARTS)[1]
-    with replaying(PARTS, [torch.zeros_like(tensor) for tensor in tensors]):
-        assert torch.equal(block(x), torch.ones(BATCH, TOKENS, 2 * WIDTH))  # cos(0)
 
 
 def test_a_block_outside_of_both_keeps_nothing_and_other_threads_are_not_seen():
@@ -177,10 +176,10 @@ def test_a_replay_without_gradients_takes_the_kernels_of_training():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors[:-1], "needs kept activation number 5, and only 4 were kept"),
-        (lambda tensors: [*tensors, tensors[0]], "took 5 of its 6 kept activations"),
-        (lambda tensors: [tensors[0].double(), *tensors[1:]], "number 1 has .* torch.float64, but aten::addmm"),
-        (lambda tensors: [tensors[0][:, 1:], *tensors[1:]], r"number 1 has shape \(10, 95\)"),
+        (lambda tensors: tensors[:-1], "number 5, and only 4"),
+        (lambda tensors: [*tensors, tensors[0]], "took 5 of its 6"),
+        (lambda tensors: [tensors[0].double(), *tensors[1:]], "number 1 has .* torch.float64"),
+        (lambda tensors: [tensors[0][:, 1:], *tensors[1:]], r"number 1 .*\(10, 95\)"),
     ],
 )
 def test_tensors_of_another_layer_are_a_named_error(change, message):
@@ -204,13 +203,6 @@ def test_a_layer_that_writes_into_a_kept_tensor_is_refused():
         refused = pytest.raises(KeptActivationError, match="writes into its own kept activation")
         with refused, torch.no_grad(), recording(("down",)):
             writes(torch.randn(3, 4))
-
-
-def test_an_error_of_the_layer_itself_is_not_replaced():
-    block, x = made()
-    tensors = kept(block, x, PARTS)[1]
-    with pytest.raises(ZeroDivisionError), replaying(PARTS, tensors):
-        raise ZeroDivisionError
 
 
 def test_compiled_code_runs_its_parts_as_they_are():

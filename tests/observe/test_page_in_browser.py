@@ -113,6 +113,7 @@ def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser, tmp
         assert read_off([y for _, y in drawn], up) == pytest.approx([y for _, y in expected], abs=value_error)
 
 
+@pytest.mark.nightly
 def test_devices_have_a_curve_each_in_colours_of_their_own(browser, tmp_path):
     show(browser, one_run(tmp_path))
     for key in ("bubble", "device_memory"):
@@ -140,6 +141,7 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser, tmp_path):
     assert not tip.is_displayed()
 
 
+@pytest.mark.nightly
 def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser, tmp_path):
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
@@ -160,6 +162,7 @@ def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser, 
     assert marks(loss, "y") == before and not button.is_displayed()
 
 
+@pytest.mark.nightly
 def test_several_runs_share_each_panel_and_the_table_switches_them(browser, tmp_path):
     show(browser, two_runs(tmp_path))
     assert browser.title == "2 runs"
@@ -177,6 +180,7 @@ def test_several_runs_share_each_panel_and_the_table_switches_them(browser, tmp_
     assert rows[1].startswith("second\n12 – 0.83333 0.91667 (step 12)")
 
 
+@pytest.mark.nightly
 def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser, tmp_path):
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
@@ -200,6 +204,7 @@ def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser, 
 
 
 @pytest.mark.parametrize("name", ["<img src=x onerror=document.title=1>", "<script>document.title = 1<", "'\"&amp;"])
+@pytest.mark.nightly
 def test_a_hostile_name_is_shown_as_text(browser, tmp_path, name):
     show(browser, two_runs(tmp_path, first=name))
     assert browser.title == "2 runs"
@@ -223,6 +228,7 @@ def test_continuations_are_shown_as_text_below_the_panels(browser, tmp_path):
     assert shown.rect["width"] <= browser.execute_script("return document.documentElement.clientWidth")
 
 
+@pytest.mark.nightly
 def test_a_narrow_window_shows_every_panel_in_its_width(browser, tmp_path):
     browser.set_window_size(NARROW, HEIGHT)
     show(browser, two_runs(tmp_path, second="a-name-of-many-letters" * 6))
