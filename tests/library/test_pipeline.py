@@ -24,6 +24,16 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def trained(pipeline, loop, given, loss_fn=functional.cross_entropy):
+    """Train both step by step, and compare each loss and the weights after the last step."""
+    for inputs, labels in given:
+        loss = pipeline.forward_backward(inputs, labels, loss_fn)
+        assert loss == loop.forward_backward(inputs, labels, loss_fn)
+        pipeline.step()
+        loop.step()
+    assert_same_state(pipeline.weights(), loop.net)
+
+
 def batches(count=4, samples=7):
     generator = torch.Generator().manual_seed(1)
     return [
@@ -32,6 +42,7 @@ def batches(count=4, samples=7):
     ]
 
 
+INPUTS = batches(1)[0][0]
 ONE_EACH = Partition((1,) * 5, 1, (1,) * 5)
 
 
@@ -44,12 +55,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(devices, partition):
     net = mlp()
     loop = PlainNet(net, ADAMW)
     with Pipeline(net, devices, lr=0.1, partition=partition) as pipeline:
-        for inputs, labels in batches(3):
-            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
+        trained(pipeline, loop, batches(3))
 
 
 def test_compact_state_takes_less_memory_and_trains_nearly_alike():
@@ -172,14 +178,9 @@ def test_tied_weights_and_buffers_are_those_of_the_plain_net():
     with Pipeline(net, 2, lr=0.1) as pipeline:
         assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in net.named_parameters()]
         first = next(pipeline.parameters())
-        for _ in range(2):
-            loss = pipeline.forward_backward(TOKENS, TOKENS, token_loss)
-            assert loss == loop.forward_backward(TOKENS, TOKENS, token_loss)
-            pipeline.step()
-            loop.step()
+        trained(pipeline, loop, [(TOKENS, TOKENS)] * 2, token_loss)
         state = pipeline.weights()
         assert next(pipeline.parameters()) is first and torch.equal(first, state["0.weight"])
-        assert_same_state(state, loop.net)
         assert state["0.weight"] is state["3.weight"] and "3.shift" not in state
         loop.net.load_state_dict(state, strict=True)
 
@@ -318,15 +319,10 @@ def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs():
         parameter.requires_grad_(False)
     loop = PlainNet(net, ADAMW)
     with Pipeline(net, 2, lr=0.1) as pipeline:
-        for inputs, labels in batches(2):
-            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
+        trained(pipeline, loop, batches(2))
     net.requires_grad_(False).eval()
     with Pipeline(net, 2) as pipeline:
-        assert torch.equal(pipeline(inputs, 1), net(inputs))
+        assert torch.equal(pipeline(INPUTS, 1), net(INPUTS))
 
 
 def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():

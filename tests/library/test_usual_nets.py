@@ -100,20 +100,16 @@ def recurrent():
 
 
 def parametrised():
-    linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    return nn.Sequential(linear, nn.PReLU(), nn.Linear(4, 2)), torch.randn(5, 4), torch.randint(2, (5,))
-
-
-def residual():
-    shared = nn.Linear(4, 4)
-    return (nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared), torch.randn(5, 4), torch.randint(4, (5,)))
+    shared, normed = nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    net = nn.Sequential(shared, nn.Tanh(), shared, normed, nn.PReLU(), shared)
+    return net, torch.randn(5, 4), torch.randint(4, (5,))
 
 
 def entropy(outputs, labels):
     return functional.cross_entropy(outputs.flatten(0, -2), labels.flatten())
 
 
-@pytest.mark.parametrize("make", [vision, language, encoder, recurrent, parametrised, residual])
+@pytest.mark.parametrize("make", [vision, language, encoder, recurrent, parametrised])
 def test_a_usual_net_trains_as_its_plain_loop_and_gives_its_outputs(make):
     torch.manual_seed(0)
     net, inputs, labels = make()
@@ -138,7 +134,7 @@ def test_late_updates_train_and_outputs_are_of_the_newest_weights():
     net, inputs, labels = vision()
     with Pipeline(net, 2, lr=0.01, update="async") as pipeline:
         losses = []
-        for _ in range(8):
+        for _ in range(5):
             losses.append(pipeline.forward_backward(inputs, labels, entropy))
             pipeline.step()
         assert losses[-1] < losses[0]

@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT
+from tests.support.kernel_kinds import BF16, KINDS, SPLIT
 from torchround.engine.optimizer_worker import use_threads_here
-from torchround.optim import EXACT, UpdateBuffers, UpdateProgress, update_
+from torchround.optim import UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
 from torchround.optim.kernel_kind import KernelError
 from torchround.optim.node_threads import NodeThreads
-from torchround.optim.split_weights import join, split
 
 pytestmark = pytest.mark.compiles
 
@@ -96,28 +95,6 @@ def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone():
         thread.join()
     assert seen == [3, 1]
     assert torch.get_num_threads() == before
-
-
-def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(kernels):
-    numel = 20_001
-    settings = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
-    parameter = torch.nn.Parameter(start.clone())
-    exact = torch.nn.Parameter(start.double())
-    references = [torch.optim.AdamW([p], **settings, foreach=False) for p in (parameter, exact)]
-    current, residual = split(start)
-    parts = {"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
-    buffers = UpdateBuffers(ADAMW, EXACT, None, residual, current, current, parts, current.clone())
-    for step in range(1, 101):
-        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step)).mul_(0.1).bfloat16()
-        parameter.grad, exact.grad = gradient.float(), gradient.double()
-        for reference in references:
-            reference.step()
-        given_gradient = replace(buffers, gradient=gradient)
-        update_(given_gradient, lr=3e-4, update=step, kernel=kernels[SPLIT[0]])
-    our_distance = (join(current, residual) - exact.detach()).norm().item()
-    their_distance = (parameter.detach() - exact.detach()).norm().item()
-    assert 0 < our_distance <= 1.2 * their_distance
 
 
 def test_other_threads_run_python_during_an_update():

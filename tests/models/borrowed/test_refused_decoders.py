@@ -46,13 +46,16 @@ CODE = {"auto_map": {"AutoConfig": "code.Config"}}
         ("qwen2", {}, CODE | {"model_type": "mine"}, "auto_map"),
         ("qwen2", {}, {"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ("qwen2", {}, {"num_hidden_layers": "four"}, "config.json"),
-        ("qwen3_moe", {"moe_intermediate_size": 6}, {}, "24 bytes"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(model_type, settings, content, reason):
     content = toy_config(model_type, **settings).to_dict() | content
     message = refusal(content)
     assert reason in message and repr(content["model_type"]) in message
+
+
+def test_experts_of_a_width_that_no_grouped_product_takes_are_refused():
+    assert "24 bytes" in refusal(toy_config("qwen3_moe", moe_intermediate_size=6).to_dict())
 
 
 def test_a_known_type_with_code_of_its_own_is_built_from_transformers():
