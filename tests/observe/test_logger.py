@@ -101,31 +101,24 @@ def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
     return pairs, result.stderr
 
 
-def entries_of(path):
-    """The entries of one of wandb's own files: LevelDB's log format after a header of 7 bytes."""
-    content, position, entry = path.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # too little of a block is left for a header
-            position += 32768 - position % 32768
-            continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        entry += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield entry
-            entry = b""
-
-
 def logged_by_wandb(folder, run_id):
-    """The records in wandb's own files of this run, in the order they were started."""
+    """Return the records in wandb's own files of this run: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     records = []
     for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
-        for entry in entries_of(path):
-            items = wandb_internal_pb2.Record.FromString(entry).history.item
-            if items:
-                records.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+        content, position, entry = path.read_bytes(), 7, b""
+        while position + 7 <= len(content):
+            if 32768 - position % 32768 < 7:  # too little of a block is left for a header
+                position += 32768 - position % 32768
+                continue
+            length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+            entry += content[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                items, entry = wandb_internal_pb2.Record.FromString(entry).history.item, b""
+                if items:
+                    records.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
     return records
 
 

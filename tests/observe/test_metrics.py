@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -141,17 +139,11 @@ def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path):
 
 
 def test_lines_logged_before_a_kill_are_in_the_file(tmp_path):
-    program = f"""
-import os, signal
-from tests.support.disks import files_limited_to
-from tests.support.step_records import record
-from torchround.observe import MetricsFile
-file = MetricsFile({str(tmp_path / "metrics.jsonl")!r})
-for step in range(1, 8):
-    file.log(record(step))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
-    assert result.returncode == -signal.SIGKILL
+    process = os.fork()
+    if process == 0:
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        for step in range(1, 8):
+            file.log(record(step))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
     assert steps_in(tmp_path / "metrics.jsonl") == list(range(1, 8))
