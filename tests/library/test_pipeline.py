@@ -58,23 +58,6 @@ def test_losses_and_weights_are_those_of_a_plain_loop(devices, partition):
         trained(pipeline, loop, batches(3))
 
 
-def test_compact_state_takes_less_memory_and_trains_nearly_alike():
-    found = []
-    for state in ("exact", "compact"):
-        with Pipeline(mlp(), 2, lr=0.01, update="async", state=state) as pipeline:
-            losses = []
-            for inputs, labels in batches(10):
-                losses.append(pipeline.forward_backward(inputs, labels, functional.cross_entropy))
-                pipeline.step()
-            found.append((losses, pipeline.store.nbytes()))
-            assert {s.format.name for b in pipeline.store.bundles for s in b.segments} == {state}
-    (exact, more_bytes), (compact, fewer_bytes) = found
-    assert fewer_bytes < more_bytes
-    assert exact != compact and exact[:2] == compact[:2]  # the first update starts from no state
-    # An element's step differs by the rounding of 8 bits. Ten steps of 0.01 move the loss by some 0.1 in all.
-    assert compact == pytest.approx(exact, abs=0.05)
-
-
 def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step():
     """They are halves in host memory, so a parameter that was read before the step does not follow it."""
     with Pipeline(mlp().bfloat16(), 2, lr=0.1) as pipeline:
@@ -89,35 +72,6 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step():
             pipeline.load_state_dict({name: value * 0.5 for name, value in state.items()})
             for name, value in pipeline.named_parameters():
                 assert torch.equal(value, state[name].float() * 0.5)
-
-
-def test_gradients_of_several_calls_add_up_until_the_step():
-    net = mlp()
-    loop = PlainNet(net, ADAMW)
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        for start in (0, 2):
-            for inputs, labels in batches()[start : start + 2]:
-                found = pipeline.forward_backward(inputs, labels, functional.cross_entropy, 2, lazy=True)
-                assert float(found) == loop.forward_backward(inputs, labels, functional.cross_entropy, 2)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
-
-
-def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order():
-    net = mlp()
-    inputs, labels = batches()[0]
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        before = pipeline.forward(inputs)
-        assert torch.allclose(before, net.eval()(inputs), atol=1e-6), "the sums of a product depend on its rows"
-        expected = torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])])
-        assert torch.equal(before, expected)
-        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-        pipeline.step()
-        after = pipeline(inputs)
-        net.load_state_dict(pipeline.weights())
-        assert torch.equal(after, torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])]))
-        assert not torch.equal(after, before)
 
 
 def test_an_evaluation_between_steps_changes_no_dropout_mask():

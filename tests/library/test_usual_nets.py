@@ -129,20 +129,6 @@ def test_a_usual_net_trains_as_its_plain_loop_and_gives_its_outputs(make):
             assert torch.equal(pipeline.forward(inputs, 1), net.eval()(inputs))
 
 
-def test_late_updates_train_and_outputs_are_of_the_newest_weights():
-    torch.manual_seed(0)
-    net, inputs, labels = vision()
-    with Pipeline(net, 2, lr=0.01, update="async") as pipeline:
-        losses = []
-        for _ in range(5):
-            losses.append(pipeline.forward_backward(inputs, labels, entropy))
-            pipeline.step()
-        assert losses[-1] < losses[0]
-        net.load_state_dict(pipeline.weights())
-        with torch.no_grad():
-            assert torch.equal(pipeline.forward(inputs, 1), net.eval()(inputs))
-
-
 def test_a_fault_on_a_device_names_the_layer_and_the_next_call_works():
     torch.manual_seed(0)
     net, inputs, labels = vision()

@@ -94,28 +94,6 @@ def test_each_block_has_its_own_hugging_face_names():
     assert "block.0.attention.query_norm.weight" not in names
 
 
-def test_the_work_of_a_block_is_the_sum_of_its_parts_and_what_it_hands_on():
-    batch, tokens, element_bytes = 3, 32, 2
-    num_tokens = batch * tokens
-    model = assemble(CONFIG, BLOCKS)
-    stream_bytes, load_bytes = num_tokens * 32 * element_bytes, batch * 2 * 4 * 4
-    for index, layer in enumerate(model.layers[1:-1]):
-        work = layer.work(batch, tokens, element_bytes, "cpu")
-        parts = [
-            layer.attention_norm.work(num_tokens, element_bytes),
-            layer.attention.work(batch, tokens, element_bytes, "cpu"),
-            layer.mlp_norm.work(num_tokens, element_bytes),
-            layer.mlp.work(num_tokens, element_bytes),
-        ]
-        assert work.forward_flops == sum(part.forward_flops for part in parts)
-        assert work.activation_bytes == sum(part.activation_bytes for part in parts)
-        # From the first block with a penalty on, the load travels along, through a dense block too.
-        assert work.boundary_bytes == stream_bytes + (load_bytes if index >= 1 else 0)
-        largest = max(parameter.numel() for parameter in layer.parameters())
-        scratch = max(part.workspace_bytes for part in parts)
-        assert work.workspace_bytes == scratch + largest * (4 + element_bytes)
-
-
 def test_the_penalty_counts_only_blocks_with_experts(tools):
     model = tools.materialise(assemble(CONFIG, BLOCKS))
     batch = tools.micro_batch([[32], [32]], 50)

@@ -97,14 +97,8 @@ def test_offsets_and_frequencies_are_computed_once_for_all_layers_of_a_micro_bat
     made = []
     for module, name in ((packed_attention, "document_offsets"), (attention, "inverse_frequencies")):
         function = getattr(module, name)
-
-        def count(*arguments, function=function, name=name):
-            made.append((name, function(*arguments)))
-            return made[-1][1]
-
-        monkeypatch.setattr(module, name, count)
-    model, _ = small("llama3", "debug")
-    tools.materialise(model)
+        monkeypatch.setattr(module, name, lambda *given, f=function, n=name: made.append((n, f(*given))) or made[-1][1])
+    model = tools.materialise(small("llama3", "debug")[0])
     first, second = (replace(tools.micro_batch([[12, 20]], 50, seed), max_documents=2) for seed in (0, 1))
     first = replace(first, dropout_seed=3)  # each layer gets a copy of such a micro-batch
     for batch in (first, first, second):
@@ -114,8 +108,7 @@ def test_offsets_and_frequencies_are_computed_once_for_all_layers_of_a_micro_bat
         hidden.backward()
     assert sorted(name for name, _ in made) == ["document_offsets"] * 2 + ["inverse_frequencies"] * 2
     alive = [weakref.ref(tensor) for _, tensor in made]
-    made.clear()
-    del hidden, first, batch
+    del hidden, first, batch, made[:]
     gc.collect()
     assert sum(ref() is not None for ref in alive) == 2, "the first micro-batch's tensors go with it"
 

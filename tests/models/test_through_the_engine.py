@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,10 +16,6 @@ from torchround.pipeline.partition import Partition
 LLAMA3, QWEN3, MIXTURE, GPT_OSS = CASES = [
     *(("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug"))
 ]
-# A logit of size 1 has about 30 roundings of 2^-8 on its path, which add up to sqrt(30) * 2^-8 = 2 % if they are
-# independent. In the mean over 61 tokens that is 0.3 %, and of a loss of 3 it is 0.1 % (measured at most 0.13 %). A
-# few times that holds for other roundings too.
-BF16_PATH = 0.01
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the second has one alone
 
@@ -82,20 +77,6 @@ def test_bounded_training_is_bitwise_that_of_its_plain_loop(case, tied, adapters
     frozen = {p.name for bundle in store.bundles if not bundle.trainable for p in bundle.parameters}
     views = {name: view for name, view in store.named_views().items() if name.split("/")[1] not in frozen}
     assert_same_state(views, loop.state())
-
-
-@pytest.mark.parametrize("case", [LLAMA3, GPT_OSS], ids="-".join)
-def test_bf16_training_stays_close_to_fp32(case, tools):
-    batch, losses = tools.micro_batch([[12, 20], [32]], 50), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = build(case, hidden_size=64)
-        with toy_engine(model, toy_store(model, dtype), PARTITION, num_devices=2) as engine:
-            losses[dtype] = train(engine, [[batch]] * 4, lr=2e-3)
-    # The same micro-batch each time: each step lowers the loss (measured by 3.5 % or more), so a step that was lost or
-    # done twice in bf16 would leave the path by more than the tolerance.
-    assert all(later < (1 - 2 * BF16_PATH) * loss for loss, later in pairwise(losses[torch.float32]))
-    for narrow, wide in zip(losses[torch.bfloat16], losses[torch.float32], strict=True):
-        assert narrow == pytest.approx(wide, rel=BF16_PATH)
 
 
 BLOCKS = 4

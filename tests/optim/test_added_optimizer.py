@@ -85,17 +85,6 @@ class LionLoop(PlainLoop):
             momentum.mul_(0.99).add_((1 - 0.99) * gradient)
 
 
-def test_a_table_without_an_optimizer_is_refused_by_its_name():
-    class TableOfNoOptimizer(OptimizerTable):  # not of the module: other modules ask for all tables there are
-        """A table without an optimizer."""
-
-        name: Literal["of-no-optimizer"] = "of-no-optimizer"
-        """Optimizer."""
-
-    with pytest.raises(TypeError, match="table = TableOfNoOptimizer.*AdamWTable.*LionTable.*MuonTable"):
-        make_optimizer(TableOfNoOptimizer())
-
-
 def test_the_engine_trains_with_it_as_a_plain_loop_does():
     model, table = toy_model(), LionTable(weight_decay=0.1)
     store = toy_store(model, optimizer=make_optimizer(table))

@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from torchround.optim.formats import BLOCK, COMPACT, EXACT, StateValue
 
 FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
-
-# What at most eight fp32 roundings of numbers up to the scale add to an error, as a part of the scale.
-ROUNDINGS = 8 * 2.0**-24
 
 
 def values(numel, is_signed, seed=0):
@@ -23,10 +18,6 @@ def values(numel, is_signed, seed=0):
     numbers *= blocks.repeat_interleave(BLOCK)[:numel]
     numbers = numbers.clamp(-1e18, 1e18)  # their squares are finite
     return numbers if is_signed else numbers.square()
-
-
-def by_block(scales, numel):
-    return scales.double().repeat_interleave(BLOCK)[:numel]
 
 
 def numpy_codes(block, is_signed):
@@ -62,43 +53,6 @@ def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value, numel, s
             again = np.square(expected * (scale / np.float32(255)))
         assert again.dtype == np.float32
         assert np.array_equal(decoded[block].numpy(), again)
-
-
-def test_a_first_moment_is_off_by_at_most_half_a_code():
-    """A code is 1/127 of y = 2x / (1 + |x|), so y is off by 1/254, and dx/dy = (1 + |x|)^2 / 2 grows with |x|."""
-    numbers = values(1000 * BLOCK, is_signed=True)
-    codes, scales = COMPACT.encode(FIRST, numbers)
-    scale = by_block(scales, len(numbers))
-    decoded = COMPACT.decode(FIRST, (codes, scales)).double()
-    largest = torch.maximum(numbers.double().abs(), decoded.abs()) / scale
-    bound = scale * (1 + largest).square() / (2 * 254) + scale * ROUNDINGS
-    error = (numbers.double() - decoded).abs()
-    assert torch.all(error <= bound)
-    assert torch.any(error > 0.9 * bound), "the bound is far from what codes do"
-
-
-# Numbers from the smallest denormal one to the largest below the overflow of s + |m|.
-MAGNITUDES = st.floats(0, 2.0**126, width=32) | st.floats(0, 2.0**-120, width=32)
-
-
-@settings(deadline=None)
-@given(st.lists(MAGNITUDES, min_size=1, max_size=2 * BLOCK + 3), st.booleans())
-def test_no_code_overflows_or_changes_its_sign(magnitudes, is_negative):
-    numbers = torch.tensor(magnitudes)
-    if is_negative:
-        numbers[::2] *= -1
-    codes, scales = COMPACT.encode(FIRST, numbers)
-    assert scales.isfinite().all()
-    assert codes.min() >= -127
-    assert torch.all(codes.float() * numbers.sign() >= 0)
-    decoded = COMPACT.decode(FIRST, (codes, scales))
-    assert torch.all(decoded.abs() <= by_block(scales, len(numbers)) * (1 + ROUNDINGS))
-
-    second = numbers.abs()
-    codes, scales = COMPACT.encode(SECOND, second)
-    assert scales.isfinite().all()
-    largest = second.sqrt().double() * 255 / by_block(scales, len(second)).clamp(min=1e-300)
-    assert torch.all((codes.double() - largest.clamp(max=255)).abs() <= 1)
 
 
 def test_moments_at_the_ends_of_the_range_stay_finite():

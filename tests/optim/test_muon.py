@@ -95,22 +95,6 @@ def test_what_four_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded
     assert (weight - expected).norm() <= 1e-6 * (expected - start).norm()
 
 
-def test_twelve_steps_equal_the_muon_of_torch():
-    shape = SHAPES["experts"]
-    generator = torch.Generator().manual_seed(6)
-    weight = torch.randn(shape, generator=generator)
-    gradients = [torch.randn(shape, generator=generator) for _ in range(12)]
-    table = MuonTable(lr=0.02)
-    expected = their_steps(weight, gradients, table)
-    start = weight.clone()
-    momentum = torch.zeros(shape)
-    for gradient in gradients:
-        buffers = buffers_of(rule_of(shape, lr=0.02), weight, momentum, gradient)
-        our_step(buffers, shape, table.lr)
-    # A look-ahead whose last bit differs rounds to another bf16 now and then: 2^-8 is one step of bf16.
-    assert (weight - expected).norm() <= 2**-8 * (expected - start).norm()
-
-
 def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
     shape, generator = SHAPES["wide"], torch.Generator().manual_seed(7)
     weight, momentum, gradient = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -170,20 +154,6 @@ def iterated_batch(given):
     matrices = given.mT if is_tall else given
     found = iterated(matrices / matrices.flatten(1).norm(dim=1)[:, None, None])
     return found.mT if is_tall else found
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [(LARGE["tall"], torch.bfloat16), pytest.param(LARGE["experts"], torch.float32, marks=NIGHTLY)]
-)
-def test_bands_round_no_worse_than_whole_matrices(monkeypatch, shape, dtype):
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(10)).to(dtype)
-    exact = [newton_schulz(matrix, torch.float64) for matrix in given]
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype, copy=True))
-    for matrix, found, wanted in zip(given, orthogonalised(given), exact, strict=True):
-        theirs = newton_schulz(matrix, dtype)
-        # Both round the same values as often. So their errors are two draws of one size, each the norm of a million
-        # roundings: such norms differ by far less than a fifth. A band left out or mirrored wrongly is off by half.
-        assert (found - wanted).norm() <= 1.2 * (theirs - wanted).norm()
 
 
 @pytest.mark.parametrize("shape", [LARGE["tall"], (3, 96, 40)], ids=["tall", "small stack"])

@@ -36,17 +36,3 @@ def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude():
     assert torch.all(device_weight[is_tie].float().abs() > towards_zero[is_tie].abs())
     # About half of the ties are rounded otherwise by PyTorch's cast, so the check above can fail.
     assert (device_weight[is_tie] != cast[is_tie]).float().mean() > 0.4
-
-
-def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16_weight():
-    """One in 8 of all normal float16 numbers is a tie, as `docs/optimizers.md` says."""
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    released = patterns.view(torch.float16)
-    weight = released[released.isfinite() & (released.abs() >= torch.finfo(torch.float16).tiny)].float()
-    device_weight, residual = split(weight)
-    assert (residual == -(2**15)).float().mean() == 1 / 8
-    assert (device_weight != weight.bfloat16()).float().mean() == 1 / 16
-    released = patterns.view(torch.bfloat16)
-    device_weight, residual = split(released.float())
-    assert torch.equal(device_weight.view(torch.int16), patterns)
-    assert not residual.any()

@@ -1,13 +1,10 @@
 """The plain update of AdamW: against torch.optim, float64 and NumPy; any way to keep a segment, any cut, any threads."""
 
-import itertools
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.plain_adamw import adamw_update_
@@ -138,33 +135,6 @@ def test_fp32_steps_are_torch_adamw_within_rounding_and_as_near_to_float64():
     torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1e-5, atol=1e-9)
     assert torch.equal(device_weight, weight.bfloat16())
     assert 0 < (weight - exact.detach()).norm() <= 1.2 * (theirs - exact.detach()).norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_gradient_is_scaled_in_fp32_before_anything_else(dtype):
-    scaled_inside = buffers_of(SPLIT, 1000, gradient_dtype=dtype)
-    scaled_outside = mapped(scaled_inside, Tensor.clone)
-    scaled_outside.gradient = scaled_inside.gradient.float() * 0.3
-    update_(scaled_inside, lr=LR, update=3, gradient_scale=0.3)
-    update_(scaled_outside, lr=LR, update=3)
-    scaled_outside.gradient = scaled_inside.gradient
-    assert same(scaled_inside, scaled_outside)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    numel=st.integers(1, 3000),
-    cuts=st.lists(st.integers(0, 3000), max_size=8),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 1000),
-)
-def test_bits_do_not_depend_on_where_the_buffer_is_cut(numel, cuts, dtype, seed):
-    whole = buffers_of(SPLIT, numel, seed, dtype)
-    pieces = mapped(whole, Tensor.clone)
-    update(SPLIT, whole)
-    for start, stop in itertools.pairwise(sorted({0, numel, *(cut for cut in cuts if cut < numel)})):
-        update(SPLIT, mapped(pieces, lambda tensor, part=slice(start, stop): tensor[part]))
-    assert same(whole, pieces)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -11,7 +11,6 @@ from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
 from torchround.models.borrowed import remembering
 from torchround.models.borrowed.chunked_head import any_loss_sum
-from torchround.models.borrowed.without_memory import no_memory
 
 FAMILY = FAMILIES["transformers"]
 
@@ -62,13 +61,6 @@ def test_initial_weights_are_the_model_s_own_and_follow_from_the_generator_alone
     assert float(first["mlp.up_proj.weight"].std()) == pytest.approx(0.5, abs=6 * 0.5 / 3072**0.5)
     assert torch.equal(first["input_layernorm.weight"], torch.ones(32))
     assert torch.equal(first["self_attn.q_proj.bias"], torch.zeros(32))
-
-
-def test_a_tied_head_is_stored_once():
-    made = cut("gemma2")
-    assert "head.lm_head.weight" not in made.module_names
-    embedding, head = made.layers.layers[0], made.layers.layers[-1]
-    assert embedding.embed_tokens.weight is head.lm_head.weight
 
 
 def test_a_copy_of_the_layers_shares_one_shell_of_its_own():
@@ -156,17 +148,3 @@ def test_a_block_remembers_only_if_a_text_can_be_continued(monkeypatch):
         remembering, "lengths_of", lambda config, past: (too_late if past else lengths_of)(config, past)
     )
     assert not remembering.remembers(shell, 0)
-
-
-def test_a_meter_counts_products_memory_and_random_numbers():
-    with no_memory() as meter:
-        one, other = torch.empty(3, 4), torch.empty(4, 5)
-        held = one @ other
-        del one
-        torch.empty(1000)
-        assert meter.flops == 2 * 3 * 4 * 5
-        assert meter.alive_bytes() == 4 * (4 * 5 + 3 * 5)
-        assert meter.peak_bytes == 4 * (4 * 5 + 3 * 5 + 1000)
-        assert not meter.drawn
-        F.dropout(held, 0.5)
-    assert meter.drawn

@@ -83,16 +83,6 @@ def test_a_returning_document_id_attends_to_its_earlier_part():
     ]
 
 
-def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
-    document_ids, upstream = ids([8], [8]), torch.randn(2, 8, HEADS, CHANNELS)
-    found = [
-        torch.autograd.grad(attend(*(heads := make_heads(2, 8)), Documents(document_ids, known)), heads, upstream)
-        for known in (1, None)
-    ]
-    for one, other in zip(*found, strict=True):
-        assert_close_in_sums(one, other, BACKWARD_TERMS)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "max_documents", "window", "sinks", "kernel"),
     [

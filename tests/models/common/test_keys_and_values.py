@@ -8,7 +8,7 @@ import torch
 from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.models import FAMILIES
-from torchround.models.common.keys_and_values import KeysAndValues, past_mask
+from torchround.models.common.keys_and_values import KeysAndValues
 
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
 NEW_TOKENS = 3
@@ -94,12 +94,3 @@ def test_more_tokens_than_the_capacity_are_refused():
     kept.append(*torch.zeros(2, 1, 3, 1, 4))
     with pytest.raises(AssertionError, match="4 tokens, and room for 3"):
         kept.append(*torch.zeros(2, 1, 1, 1, 4))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_mask_of_the_past_ends_at_padding_and_window(window):
-    positions = torch.tensor([[4], [1]])  # five tokens, and two behind three of padding
-    mask = past_mask(positions, 5, window, torch.float32, lambda key, make: make())
-    seen = [[(entry == 0).item() for entry in row] for row in mask[:, 0, 0]]
-    first = [True] * 5 if window is None else [False, False, True, True, True]
-    assert seen == [first, [False, False, False, True, True]]

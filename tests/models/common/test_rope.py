@@ -10,18 +10,6 @@ from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling, inve
 LLAMA_31 = Rope(500000.0, Llama3Scaling(factor=8.0))
 
 
-def test_scores_depend_on_the_distance_of_positions_only():
-    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
-
-    def score(query_position, key_position):
-        at_query, at_key = (rotation(Rope(10000.0), 8, torch.tensor([[p]])) for p in (query_position, key_position))
-        return (rotate(query, *at_query) * rotate(key, *at_key)).sum(-1)
-
-    # An angle of 104 radians is rounded to 104 * 2^-24 = 6e-6, on each side, and a score adds up 8 products.
-    torch.testing.assert_close(score(7, 3), score(104, 100), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(score(7, 3), score(7, 4), rtol=1e-2)
-
-
 @pytest.mark.parametrize(("head_dim", "factor"), [(64, 32.0), (128, 8.0)])
 def test_llama3_frequencies_equal_those_of_transformers(head_dim, factor):
     parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
