@@ -145,8 +145,10 @@ def test_peak_of_a_layer_is_at_most_the_estimate_and_a_good_part_of_it(build, ca
         # The measured run makes the arguments of borrowed blocks, as the first of a micro-batch does.
         batch = fresh() if build is borrowed else batch
 
-        def run(layer=layer, hidden=hidden, output=output, batch=batch):
-            torch.autograd.backward(as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output))))
+        gradients = tuple(map(torch.ones_like, as_tuple(output)))
+
+        def run(layer=layer, hidden=hidden, gradients=gradients, batch=batch):
+            torch.autograd.backward(as_tuple(layer(hidden, batch)), gradients)
 
         if hidden is not None or least == 0.5:  # a frozen embedding has no backward
             estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)

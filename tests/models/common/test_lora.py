@@ -166,12 +166,12 @@ def test_dropout_gives_the_same_bits_for_any_devices_stages_and_recomputation(to
         with toy_engine(model, store, partition, devices, **options) as engine:
             runs[key] = train(engine, seeded), store.named_views()
             trained = store.weights()
-            evaluated = engine.evaluate(seeded[0]).loss()
+            evaluated = engine.evaluate(batches[0]).loss()
     _, model, _ = build("qwen3", "debug_moe", ATTENTION + MLP, 0.3)
     store = toy_store(model)
     store.write_weights({name: value.clone() for name, value in trained.items()})
     with toy_engine(model, store, Partition((), 4, ()), 1) as engine:
-        assert engine.evaluate(seeded[0]).loss() == evaluated, "an evaluation is without dropout"
+        assert engine.evaluate(batches[0]).loss() == evaluated, "an evaluation is without dropout"
     for key in ("cut", "layerwise"):
         assert runs[key][0] == runs["one"][0]
         assert_same_state(runs[key][1], runs["one"][1])
