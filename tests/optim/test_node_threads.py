@@ -44,17 +44,8 @@ def test_ranges_cover_everything_once_and_begin_at_units(length, unit, parts):
     assert len(ranges) == parts and all(each.start % unit == 0 for each in ranges)
 
 
-Work = dict[tuple[int, int], list[str]]
-
-
-def work_seen(threads, length):
-    """Let the threads take pieces of 10 and end, and return by which threads each was taken."""
-    seen = work_begun(threads, length)
-    threads.close()
-    return seen
-
-
-def work_begun(threads, length):
+def work_seen(threads, length, ends=True):
+    """Let the threads take pieces of 10, and return by which threads each was taken."""
     seen = defaultdict(list)
 
     def work(part):
@@ -62,6 +53,8 @@ def work_begun(threads, length):
             seen[piece].append(threading.current_thread().name)
 
     threads.run(length, 10, work)
+    if ends:
+        threads.close()
     return seen
 
 
@@ -89,7 +82,7 @@ def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(monk
     threads = NodeThreads(4, nodes)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(threading.Thread, "start", refuse)
-        first = work_begun(threads, 1000)
+        first = work_seen(threads, 1000, ends=False)
     assert len(caplog.records) == 1 and "refused" in caplog.text
     # What a thread was refused for is not done later either.
     second = work_seen(threads, 1000)

@@ -10,7 +10,6 @@ documents. A type that builds and computes anything else is an error here, and n
 
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import transformers
@@ -38,43 +37,36 @@ that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokeni
 """
 
 
-@dataclass(frozen=True)
-class ListedModel:
-    """One type of model, and the reason why it is refused; None if it fits."""
-
-    model_type: str
-    reason: str | None
-
-    def row(self):
-        """Return the row of a table; a type that fits is its only cell."""
-        return f"| `{self.model_type}` | {self.reason} |" if self.reason else f"`{self.model_type}`"
+def row(model_type, reason):
+    """Return the row of a table; a type that fits is its only cell."""
+    return f"| `{model_type}` | {reason} |" if reason else f"`{model_type}`"
 
 
 def look_at(model_type):
-    """Build a type at toy size and compare it with the reference. Raises `AssertionError` if it computes anything else."""
+    """Build a type at toy size and compare it with the reference. Returns the reason of a refusal, None if it fits."""
     family = FAMILIES["transformers"]
     config, is_toy = _config(model_type)
     if config is None:
-        return ListedModel(model_type, "its config has no usual sizes")
+        return "its config has no usual sizes"
     try:
         family.build(family.config_from_hf(config.to_dict()))
     except ModelConfigError as error:
-        return ListedModel(model_type, _reason(str(error), model_type))
+        return _reason(str(error), model_type)
     assert is_toy, f"{model_type} fits, but has no toy size to compare it at"
     theirs = toy_decoder(config)
     assert sum(parameter.numel() for parameter in theirs.parameters()) <= MOST_PARAMETERS, "the toy size is large"
     try:
         pair = pair_of(model_tools, theirs)
     except AttributeError as error:  # raised by the initialiser of transformers
-        return ListedModel(model_type, f"transformers cannot draw its first weights: {error}")
+        return f"transformers cannot draw its first weights: {error}"
     compare(pair)
-    return ListedModel(model_type, None)
+    return None
 
 
-def page(rows):
+def page(reasons):
     """Return the whole page."""
-    fits = [listed.row() for listed in rows if listed.reason is None]
-    refused = [listed.row() for listed in rows if listed.reason is not None]
+    fits = [row(name, None) for name, reason in reasons.items() if reason is None]
+    refused = [row(name, reason) for name, reason in reasons.items() if reason is not None]
     parts = [
         HEAD.format(version=transformers.__version__),
         f"## Types that fit ({len(fits)})\n\n" + ", ".join(fits) + "\n",
@@ -105,18 +97,18 @@ def main(arguments):
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     types = [name for name in arguments if not name.startswith("--")]
-    rows, wrong = [], []
+    reasons, wrong = {}, []
     for model_type in types or causal_types():
         try:
-            rows.append(look_at(model_type))
+            reasons[model_type] = look_at(model_type)
         except Exception as error:  # noqa: BLE001  (all wrong types are listed)
             wrong.append(f"{model_type}: {type(error).__name__}: {error}"[:300])
     if types:
-        print("\n".join(f"{listed.model_type}: {listed.reason or 'fits'}" for listed in rows))
+        print("\n".join(f"{name}: {reason or 'fits'}" for name, reason in reasons.items()))
     elif not wrong and "--write" in arguments:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        PAGE.write_text(page(reasons), encoding="utf-8")
     else:
-        print(page(rows))
+        print(page(reasons))
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

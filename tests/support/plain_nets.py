@@ -13,8 +13,6 @@ from tests.support.plain_adamw import adamw_update_
 from torchround.library.sample_batch import cut
 from torchround.library.seeds import drawing, layer_seed
 
-Optimizer = torch.optim.Optimizer
-
 
 class OurAdamW(torch.optim.Optimizer):
     """The engine's own AdamW as an optimizer of named parameters, without the engine."""

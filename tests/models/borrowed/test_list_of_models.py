@@ -5,7 +5,7 @@ import re
 import pytest
 import transformers
 
-from tests.support.list_of_models import HEAD, PAGE, look_at
+from tests.support.list_of_models import HEAD, PAGE, look_at, row
 from tests.support.toy_decoders import causal_types
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -16,10 +16,10 @@ IS_OF_THIS_VERSION = f"`transformers` {transformers.__version__} " in TEXT
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", causal_types())
 def test_a_type_is_equal_to_transformers_or_refused_as_the_page_says(model_type):
-    listed = look_at(model_type)
+    reason = look_at(model_type)
     fits, _, refused = TEXT.partition("refused (")
-    rows = refused.splitlines() if listed.reason else re.split(r"[\n ,]+", fits)
-    assert listed.row() in rows or not IS_OF_THIS_VERSION
+    rows = refused.splitlines() if reason else re.split(r"[\n ,]+", fits)
+    assert row(model_type, reason) in rows or not IS_OF_THIS_VERSION
 
 
 def test_the_page_lists_each_type_once():
