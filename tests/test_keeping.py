@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from tests.support.kept_blocks import kernels
 from torchround.keeping import KeptActivationError, joined, keep, passing, recording, replaying
 
 BATCH, TOKENS, HEADS, CHANNELS = 2, 5, 4, 8
@@ -42,18 +43,6 @@ class PlainBlock(nn.Module):
     def in_pieces(self, x):
         pieces = passing(lambda: [x @ weight.T for weight in self.wide.weight.chunk(2)])
         return joined(torch.cat, pieces, -1)
-
-
-class Products(TorchDispatchMode):
-    """Counts products and attention kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += any(word in func.name() for word in ("mm", "attention")) and "backward" not in func.name()
-        return func(*args, **(kwargs or {}))
 
 
 def made(dtype=torch.float32):
@@ -94,12 +83,12 @@ def test_a_replay_gives_the_bits_of_a_full_recomputation(names, dtype):
 def test_with_all_parts_kept_no_product_and_no_attention_kernel_runs():
     block, x = made()
     tensors = kept(block, x, PARTS)[1]
-    with Products() as computed:
-        block(x.requires_grad_())
-    assert computed.count == 5
-    with Products() as computed, replaying(PARTS, tensors):
+    with kernels() as computed, torch.no_grad():
         block(x)
-    assert computed.count == 0
+    assert len(computed) == 5
+    with kernels() as computed, replaying(PARTS, tensors):
+        block(x.requires_grad_())
+    assert computed == []
     with replaying(PARTS, [torch.zeros_like(tensor) for tensor in tensors]):  # the kept values, not its own
         assert torch.equal(block(x), torch.ones(BATCH, TOKENS, 2 * WIDTH))  # cos(0)
     with pytest.raises(ZeroDivisionError), replaying(PARTS, tensors):  # the layer's own error is not replaced

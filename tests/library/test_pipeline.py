@@ -163,7 +163,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         pytest.param(torch.float32, {}, id="adamw", marks=pytest.mark.nightly),
         pytest.param(torch.bfloat16, {"update": "async", "state": "compact"}, id="bf16, async, compact"),
         pytest.param(torch.float16, {"update": "async"}, id="fp16, async"),
-        pytest.param(torch.bfloat16, {"optimizer": "muon"}, id="bf16, muon", marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, {"optimizer": "muon"}, id="bf16, muon"),
         pytest.param(torch.float32, {"optimizer": SGD, "update": "async"}, id="torch.optim, async"),
         pytest.param(torch.bfloat16, {"optimizer": torch.optim.AdamW}, id="bf16, torch.optim"),
     ],
@@ -195,6 +195,14 @@ def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(
     assert_same_values(other, state)
     if dtype == torch.float16:
         assert 0 < state["optimizer"]["resume"]["applied_updates"] < 8
+
+
+def test_muon_trains_late_if_no_layer_is_between_the_first_and_the_last():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Pipeline(net, 1, optimizer="muon", lr=0.1, update="async") as pipeline:
+        pipeline.forward_backward(torch.ones(2, 2), torch.zeros(2, 2), functional.mse_loss, 1)
+        pipeline.step()
+        assert not torch.equal(pipeline.weights()["0.weight"], net[0].weight)
 
 
 def assert_same_values(actual, expected):

@@ -137,17 +137,6 @@ def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser, tmp
         assert read_off([y for _, y in drawn], up) == pytest.approx([y for _, y in expected], abs=value_error)
 
 
-@pytest.mark.nightly
-def test_devices_have_a_curve_each_in_colours_of_their_own(browser, tmp_path):
-    show(browser, one_run(tmp_path))
-    for key in ("bubble", "device_memory"):
-        assert list(curves(panel(browser, key))) == ["device 0", "device 1"]
-        lines = panel(browser, key).find_elements(By.CSS_SELECTOR, "path.curve")
-        assert len({line.value_of_css_property("stroke") for line in lines}) == 2
-        assert panel(browser, key).find_element(By.CLASS_NAME, "legend").text.split("\n") == ["device 0", "device 1"]
-    assert marks(panel(browser, "bubble"), "y")[0][1] == 0  # a share begins at nought
-
-
 def test_the_pointer_shows_the_values_of_the_nearest_step(browser, tmp_path):
     show(browser, one_run(tmp_path))
     where = panel(browser, "loss")

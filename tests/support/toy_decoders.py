@@ -71,18 +71,9 @@ OWN = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": WINDOWS | {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "dots3_note_text": {
-        "num_key_value_heads": 4,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-        "shared_experts_intermediate_size": 24,
-        "head_dim": 16,
-    },
+    "dots3_note_text": {"num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+    | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8}
+    | {"swa_v_head_dim": 8, "shared_experts_intermediate_size": 24, "head_dim": 16},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3_text": WINDOWS,
@@ -115,13 +106,8 @@ OWN = {
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
 # Attention to latent vectors: keys and values of every head are made from one vector.
 for _latent in (
