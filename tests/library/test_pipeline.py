@@ -42,7 +42,6 @@ def batches(count=4, samples=7):
     ]
 
 
-INPUTS = batches(1)[0][0]
 ONE_EACH = Partition((1,) * 5, 1, (1,) * 5)
 
 
@@ -273,18 +272,6 @@ def test_weight_decay_is_for_all_parameters_but_those_named():
     before = net.state_dict()
     for name in before:
         assert torch.equal(state[name], before[name] * (1.0 if name.startswith("1") else 0.75)), name
-
-
-def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs():
-    net = mlp()
-    for parameter in (*net[0].parameters(), *net[5].parameters()):
-        parameter.requires_grad_(False)
-    loop = PlainNet(net, ADAMW)
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        trained(pipeline, loop, batches(2))
-    net.requires_grad_(False).eval()
-    with Pipeline(net, 2) as pipeline:
-        assert torch.equal(pipeline(INPUTS, 1), net(INPUTS))
 
 
 def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():

@@ -108,17 +108,6 @@ def test_a_layer_that_cannot_work_is_refused_by_name(make, message):
         wrap(net, lambda name: True)
 
 
-def test_ordinary_nets_are_not_refused():
-    inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    normed = nn.utils.parametrizations.weight_norm(linear())
-    frozen = nn.BatchNorm2d(3).eval()
-    net = nn.Sequential(inner, encoder, nn.LSTM(8, 8), normed, frozen, nn.Embedding(3, 4).bfloat16())
-    check_net(net)
-    wrap(net, lambda name: True)
-    check_training(dict(net.named_children()))
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))])
 def test_running_statistics_are_refused_for_training_alone(layer):
     check_net(nn.Sequential(layer))

@@ -98,16 +98,6 @@ def test_it_stays_with_its_weights():
         optimizer.bind(weights())
 
 
-def test_it_says_once_that_it_is_slower():
-    on, optimizer = weights(), HostOptimizer(sgd)
-    with pytest.warns(SlowerOptimizerWarning, match="SGD.*faster"):
-        optimizer.bind(on)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.bind(on)
-        optimizer.step(optimizer.hyperparameters(), gradients())
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

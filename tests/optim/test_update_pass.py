@@ -159,15 +159,6 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_the_device_weight_may_be_the_fp32_weight_itself():
-    apart = buffers_of(Kept(EXACT, is_split=False), 500)
-    shared = mapped(apart, Tensor.clone)
-    shared.written = shared.weight
-    for buffers in (apart, shared):
-        update_(buffers, lr=LR, update=3)
-    assert torch.equal(shared.weight, apart.weight)
-
-
 @pytest.mark.parametrize("way", [PREDICTED, PREDICTED_COMPACT], ids=str)
 def test_predicted_device_weights_are_one_more_step_along_the_kept_state_rounded_once(way):
     for number in (1, 3, 1000):

@@ -71,14 +71,6 @@ def test_a_group_with_a_cache_has_the_logits_of_each_text_alone(model):
             torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_logits_of_the_last_position_are_those_of_all_positions(model, tools):
-    batch = tools.micro_batch([[11]], 50)
-    with torch.no_grad():
-        expected = tools.all_logits(model, batch)[:, -1]
-    # A product of one row may take another kernel.
-    torch.testing.assert_close(logits(model, replace(batch, wants="logits")), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_memory_is_what_was_counted_and_goes_with_clear(model):
     cache = DecodingCache(model.layers, 40)
     assert can_decode(model.layers)
