@@ -12,10 +12,9 @@ from tests.support.interpreted import random
 from tests.support.rounding import assert_close_in_sums
 from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
 from torchround.models import FAMILIES
-from torchround.models.common import attention, packed_attention, primitives
+from torchround.models.common import attention, packed_attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
-from torchround.models.gpt_oss import layers as gpt_oss_layers
-from torchround.models.kernels import operation, projections
+from torchround.models.kernels import operation
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
@@ -27,16 +26,14 @@ CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], 
 @pytest.fixture
 def fused(monkeypatch):
     """Let layers call fused operations on the CPU."""
-    for module in (primitives, attention, packed_attention, projections, gpt_oss_layers):
-        monkeypatch.setattr(module, "uses_fused", lambda tensor: not torch.compiler.is_dynamo_compiling())
+    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
 
 
 @pytest.fixture
 def offsets_kernel(monkeypatch):
     """Let the CPU have attention by document offsets."""
     monkeypatch.setattr(attention, "has_offset_attention", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_flash.plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_flash.plain_backward_kernel)
+    plain_flash.install(monkeypatch)
 
 
 def small(name, flavor, tied=False):

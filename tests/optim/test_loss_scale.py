@@ -12,9 +12,11 @@ from torchround.optim.stability import HIGHEST_SCALE, INITIAL_SCALE, LOWEST_SCAL
 overflow_runs = st.lists(st.booleans(), min_size=1, max_size=60)
 
 
-@pytest.fixture
-def short_interval(monkeypatch):
-    monkeypatch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
+@pytest.fixture(autouse=True, scope="module")
+def short_interval():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
+        yield
 
 
 def scales_of(overflows, scaling, first=0):
@@ -44,9 +46,7 @@ def expected_scales(overflows, interval):
 @settings(max_examples=100, deadline=None)
 @given(overflows=overflow_runs)
 def test_the_scale_of_a_step_is_fixed_by_the_results_two_steps_before(overflows):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
-        assert scales_of(overflows, LossScaling(dynamic=True)) == expected_scales(overflows, 5)
+    assert scales_of(overflows, LossScaling(dynamic=True)) == expected_scales(overflows, 5)
 
 
 def test_two_overflows_under_the_same_scale_halve_it_once():
@@ -54,7 +54,6 @@ def test_two_overflows_under_the_same_scale_halve_it_once():
     assert scales == [INITIAL_SCALE / division for division in (1, 1, 2, 2, 2, 2, 4)]
 
 
-@pytest.mark.usefixtures("short_interval")
 def test_it_stays_within_its_bounds():
     assert scales_of([True] * 100, LossScaling(dynamic=True))[-1] == LOWEST_SCALE
     assert scales_of([False] * 100, LossScaling(dynamic=True))[-1] == HIGHEST_SCALE
@@ -64,15 +63,13 @@ def test_it_stays_within_its_bounds():
 @given(overflows=overflow_runs, data=st.data())
 def test_a_saved_state_continues_with_the_same_scales(overflows, data):
     stop = data.draw(st.integers(0, len(overflows)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
-        whole = scales_of(overflows, LossScaling(dynamic=True))
-        stopped = LossScaling(dynamic=True)
-        scales_of(overflows[:stop], stopped)
-        state = json.loads(json.dumps(stopped.state_dict(stop)))
-        resumed = LossScaling(dynamic=True)
-        resumed.load_state_dict(stop, state)
-        assert scales_of(overflows[stop:], resumed, first=stop) == whole[stop:]
+    whole = scales_of(overflows, LossScaling(dynamic=True))
+    stopped = LossScaling(dynamic=True)
+    scales_of(overflows[:stop], stopped)
+    state = json.loads(json.dumps(stopped.state_dict(stop)))
+    resumed = LossScaling(dynamic=True)
+    resumed.load_state_dict(stop, state)
+    assert scales_of(overflows[stop:], resumed, first=stop) == whole[stop:]
 
 
 def test_a_state_with_scaling_is_of_no_use_without_it_and_the_other_way_round():

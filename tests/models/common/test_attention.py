@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
-from tests.support.plain_flash import plain_backward_kernel, plain_forward_kernel
+from tests.support import plain_flash
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import longest_document, most_documents
 from torchround.models.common import packed_attention
@@ -128,8 +128,7 @@ def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (1, False), (4, True), (20, False)])
 def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
     """Replace the flash kernels by plain ones: the layout, offsets, windows and sinks around them are ours to test."""
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
+    plain_flash.install(monkeypatch)
     document_ids = ids([4, 1, 4], [1, 8])
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
@@ -147,10 +146,9 @@ def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeyp
 
     def backward_kernel(*arguments):
         calls.append((len(arguments[6]) - 1, arguments[7]))
-        return plain_backward_kernel(*arguments)
+        return plain_flash.plain_backward_kernel(*arguments)
 
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", backward_kernel)
+    plain_flash.install(monkeypatch, backward_kernel)
     document_ids, heads = ids([6] * 85 + [2]), make_heads(1, 512)
     documents = Documents(document_ids, most_documents(document_ids), longest_document(document_ids))
     mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
@@ -184,8 +182,7 @@ def test_the_flash_kernels_take_what_they_are_given():
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
+    plain_flash.install(monkeypatch)
     compiled = torch.compile(packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
     before = counters["stats"]["unique_graphs"]
