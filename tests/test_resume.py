@@ -1,6 +1,7 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -238,6 +239,12 @@ def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
         assert small_runs("stopped", *auto) == 128 + signal.SIGTERM
     assert small_runs("stopped", *auto, ALONE) == 0
     small_runs.assert_same("stopped", "whole")
+    with monkeypatch.context() as patch:
+        before_step(patch, 2, interrupt)
+        assert small_runs("killed", *auto) == 128 + signal.SIGTERM
+    shutil.rmtree(small_runs.path("killed") / "checkpoints")  # as if it was killed before the first one
+    assert small_runs("killed", *auto, ALONE) == 0
+    assert small_runs.losses("killed") == small_runs.losses("whole")
     assert small_runs("alone", *auto, ALONE) == 0
     assert small_runs.losses("alone") != small_runs.losses("whole")
 
