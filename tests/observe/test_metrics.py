@@ -141,9 +141,12 @@ def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path):
 def test_lines_logged_before_a_kill_are_in_the_file(tmp_path):
     process = os.fork()
     if process == 0:
-        file = MetricsFile(tmp_path / "metrics.jsonl")
-        for step in range(1, 8):
-            file.log(record(step))
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            file = MetricsFile(tmp_path / "metrics.jsonl")
+            for step in range(1, 8):
+                file.log(record(step))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)  # this copy of the test's process must not run on
     assert os.waitpid(process, 0)[1] == signal.SIGKILL
     assert steps_in(tmp_path / "metrics.jsonl") == list(range(1, 8))
