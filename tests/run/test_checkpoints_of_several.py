@@ -106,7 +106,7 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
         assert positions == [small_runs.saved_state("run")["data"]]
         return store
 
-    expected, found = small_runs.state("run"), dict()
+    expected, found = small_runs.state("run"), {}
     for store in run_machines(2, restore):
         assert store.owned and not found.keys() & store.named_views().keys()
         found |= store.named_views()
