@@ -18,11 +18,11 @@ class Waits(DeviceWatcher):
     def __init__(self):
         self.source, self.seen = {}, set()
 
-    def recorded(self, device, stream, event):
+    def recorded(self, device, stream, event, what):
         self.source[id(event)] = device.name, stream, event  # kept, so that its id stays its own
         return event
 
-    def waits(self, device, stream, event):
+    def waits(self, device, stream, event, what):
         if id(event) in self.source:
             self.seen.add((device.name, stream, *self.source[id(event)][:2]))
         return event
