@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.kept_faults import PlantedError
+from tests.support.faults import FailAtOperation, PlantedError
 from tests.support.plain_adamw import adamw_predict_, adamw_update_
-from tests.support.update_faults import FailAtOperation
 from torchround.optim import UpdateProgress
 from torchround.optim.optimizer import rounded_numbers
 from torchround.optim.rules.adamw import AdamWRule

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kept_faults import PlantedError
-from tests.support.update_faults import FailAtOperation
+from tests.support.faults import FailAtOperation, PlantedError
 from torchround.optim import COMPACT, EXACT, UpdateBuffers, UpdateProgress, predict_, update_, update_pass
 from torchround.optim.formats import StateFormat
 from torchround.optim.rules.adamw import AdamWRule

@@ -39,7 +39,8 @@ class Case:
 
     `optimizer` is None for the default one of the toy model. `store` are options of the host store, `spikes` the arguments
     of its `SpikeBounds`; `before` may change its weights.
-    If it `evaluates`, each machine evaluates some of a batch beside the second step. `begin` gets each machine's own store
+    If it `evaluates`, each machine evaluates some of a batch beside the second step; with `true_weights`, after each step at
+    the true weights and before. `begin` gets each machine's own store
     and its group before the first step.
     """
 
@@ -56,6 +57,7 @@ class Case:
     before: Callable[[HostStore], None] = lambda store: None
     begin: Callable[[HostStore, MachineGroup | None], None] = lambda store, group: None
     evaluates: bool = False
+    true_weights: bool = False
     lr: float = 1e-2
 
     def run(self, group: MachineGroup | None = None, log: AccessLog | None = None) -> Outcome:
@@ -80,7 +82,7 @@ class Case:
             **self.settings,
         )
         with engine:
-            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr)
+            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr, self.true_weights)
             losses, updates = [result.loss() for result in results], [result.update() for result in results]
         weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
         return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())
@@ -103,6 +105,7 @@ def train_shared(
     size: int,
     evaluates: bool = False,
     lr: float = 1e-2,
+    true_weights: bool = False,
 ) -> list[Any]:
     """Train on this machine's share of each batch."""
     results: list[Any] = []
@@ -114,6 +117,11 @@ def train_shared(
         own = [batch[index] for index in share.micro_batches]
         results.append(engine.forward_backward(own, share, num_labels))
         engine.step(lr)
+        if true_weights:  # neither evaluation is awaited
+            engine.drain()
+            engine.evaluate(batch[:1])
+            with engine.true_device_weights():
+                engine.evaluate(batch[:1])
     engine.drain()
     return results
 
