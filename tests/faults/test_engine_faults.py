@@ -104,7 +104,7 @@ def all_faults(rounds_of_table):
             if fault.policy == "bounded" and fault.partition == ONE:
                 fault = replace(fault, partition=FINEST)  # stale layers come before the fused stage
             if site in OF_KEPT:
-                fault = replace(fault, kept=fault.kept or "all", partition=FINEST)
+                fault = replace(fault, kept="all", partition=FINEST, stale_layers=min(fault.stale_layers, 3))
             hit = next(steps) + 1 if site in ONCE_A_STEP else 1 if site == "an allocation" else 9 if late else 2
             if site in IN_LAYERS:
                 if site in ("forward", "recompute") and fault.partition == ONE:
