@@ -132,3 +132,12 @@ def test_work_that_waits_for_another_device_comes_after_it_whether_or_not_events
     takes.finish()
     assert taken.cpu().eq(3).all()
     memory.close()
+
+
+def test_each_thread_drives_the_device_that_it_entered(kind, two_devices):
+    try:
+        for index in (1, 0):
+            AcceleratorDevice(f"{kind}:{index}").enter_thread()
+            assert torch.accelerator.current_device_index() == index
+    finally:
+        torch.accelerator.set_device_index(0)

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from tests.support.optimizers import OPTIMIZERS
-from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
+from tests.support.scheduled_run import Schedule, ShortRun, execute, reference, scheduled
 from tests.support.toy import BLOCKS, PARTITIONS
 from torchround.engine.store.bundles import ASYNC, BOUNDED
 from torchround.layer import KEEPABLE
-from torchround.pipeline.partition import KeptNames
 
 SEEDS, ALL_SEEDS = 50, 500
 MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
 WORKERS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
 
 
-def draw(seed: int) -> ShortRun:
+def draw(seed):
     """Draw a run. One in five is of a family; models and arithmetic are few, so that references are shared."""
     drawn = random.Random(seed)
     arithmetic = drawn.choice(
@@ -66,7 +65,7 @@ def draw(seed: int) -> ShortRun:
     )
 
 
-def kept_by(model: str, drawn: random.Random) -> KeptNames:
+def kept_by(model, drawn):
     """Draw the parts that each layer of a run keeps. Every second run keeps nothing."""
     if drawn.random() < 0.5:
         return ()
@@ -76,7 +75,7 @@ def kept_by(model: str, drawn: random.Random) -> KeptNames:
 
 
 @functools.cache
-def expected(arithmetic: ShortRun) -> Outcome:
+def expected(arithmetic):
     return reference(arithmetic)
 
 

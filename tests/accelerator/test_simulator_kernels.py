@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 DEVICE = "simulated:0"
@@ -20,7 +19,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-def assert_rounded(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
+def assert_rounded(found, wanted, roundings=1):
     """Check a result, which was rounded so many times, against its float64 reference."""
     allowed = (roundings * torch.finfo(found.dtype).eps + FLOAT32_SUMS) * wanted.abs().max()
     assert found.shape == wanted.shape
@@ -36,7 +35,7 @@ def plain_attention(query, key, value, allowed, bias=0.0):
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-def leaves(*shapes: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def leaves(*shapes, dtype):
     """Draw tensors of these shapes: on the device, and the same numbers in float64 on the CPU."""
     drawn = [torch.randn(shape).to(dtype) for shape in shapes]
     return [t.to(DEVICE).requires_grad_() for t in drawn], [t.double().requires_grad_() for t in drawn]

@@ -8,14 +8,13 @@ race, 9: a race that the sanitizer found, 1: anything else.
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch.cuda._sanitizer as sanitizer
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.engine.device import AcceleratorDevice, Event, Stream
+from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import POLICIES
 
@@ -25,11 +24,11 @@ CLEAN, OTHER, RACE = 0, 1, 9
 class OneAtATime(sanitizer.CUDASanitizerDispatchMode):
     """A lock around the sanitizer, whose tables are not made for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.turn = threading.Lock()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with self.turn:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -37,20 +36,20 @@ class OneAtATime(sanitizer.CUDASanitizerDispatchMode):
 class SanitizedDevice(AcceleratorDevice):
     """A worker of the first card whose thread is watched."""
 
-    def __init__(self, worker: int, mode: OneAtATime, planted: bool) -> None:
+    def __init__(self, worker, mode, planted):
         super().__init__("cuda:0", worker)
         self._mode, self._planted = mode, planted
 
-    def enter_thread(self) -> None:
+    def enter_thread(self):
         super().enter_thread()
         self._mode.__enter__()
 
-    def _wait(self, stream: Stream, event: Event) -> None:
+    def _wait(self, stream, event):
         if not (self._planted and stream is Stream.COMPUTE):
             super()._wait(stream, event)
 
 
-def main(update: str, workers: str, planted: str = "") -> int:
+def main(update, workers, planted=""):
     """Train three steps of the tied toy model, cut into one layer a stage."""
     mode = OneAtATime()
     counted = iter(range(int(workers)))
