@@ -118,27 +118,6 @@ def test_a_waiting_thread_is_served_only_when_all_registered_threads_wait(simula
     assert len(simulator.journal()) == 1 and simulator.fallbacks() == 0
 
 
-def test_a_thread_that_is_woken_counts_as_running_at_once(simulator):
-    """Its waker reports it. Otherwise another thread would be served before the woken one has enqueued."""
-    late, x = late_stream_and_tensor(simulator)
-    on(late, lambda: x.add_(1))
-    simulator.keep_journal(10)
-    end, mine = threading.Event(), simulator.register_thread()
-    woken = HostThread(simulator, end.wait)
-    simulator.host_blocks(woken.number)
-    simulator.host_unblocks(woken.number)
-    waiter = HostThread(simulator, late.synchronize)
-    simulator.host_blocks(mine)
-    waiter.thread.join(0.3)
-    assert waiter.thread.is_alive() and simulator.journal() == []
-    simulator.host_blocks(woken.number)
-    waiter.thread.join()
-    simulator.unregister_thread(mine)
-    end.set()
-    woken.thread.join()
-    assert len(simulator.journal()) == 1 and simulator.fallbacks() == 0
-
-
 def test_a_thread_that_the_simulator_does_not_know_to_wait_hangs_nothing(simulator):
     late, x = late_stream_and_tensor(simulator)
     simulator.set_fallback_after(0.05)
