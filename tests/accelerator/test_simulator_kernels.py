@@ -75,26 +75,6 @@ def test_attention_by_offsets_keeps_documents_apart(simulator, window):
         assert_rounded(found, leaf.grad, roundings=4)
 
 
-def test_a_backward_uses_the_log_sums_that_it_is_given(simulator):
-    """Attention with sinks counts on it: it gives others than the forward returned."""
-    (query, key, value), _ = leaves(*[(1, 2, 40, 8)] * 3, dtype=torch.float32)
-    inputs = [t.detach() for t in (query, key, value)]
-    output, log_sums, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
-        *inputs, None, True, 0.0, True
-    )
-    assert log_sums.shape == (1, 2, 64), "rows are padded to 32, as on a card"
-
-    def grad_value(sums):
-        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(torch.ones_like(output), *inputs, None, output, sums, seed, offset, 0.0),
-            *([True, True, True, False], True),
-        )[2].cpu()
-
-    # With log(2) more in each log-sum-exp, all shares are half as large.
-    halved = grad_value(log_sums + torch.tensor(2.0).log().item())
-    torch.testing.assert_close(halved * 2, grad_value(log_sums))
-
-
 def test_grouped_products_and_their_gradients_are_those_of_a_loop(simulator):
     (rows, stack), (plain_rows, plain_stack) = leaves((12, 16), (4, 16, 8), dtype=torch.bfloat16)
     ends = [5, 5, 11, 12]
