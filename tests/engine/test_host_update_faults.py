@@ -1,28 +1,17 @@
-"""An optimizer of PyTorch through the engine: skipped steps, faults, refusals, and what each ordering rule holds back."""
+"""An optimizer of PyTorch through the engine: skipped steps, faults and refusals."""
 
 import warnings
 
 import pytest
 import torch
 
-from tests.support.faults import Bomb, DeafLog, armed
+from tests.support.faults import Bomb, armed
 from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
-from tests.support.toy import (
-    OPTIMIZER,
-    PARTITIONS,
-    assert_same_state,
-    linked,
-    toy_batches,
-    toy_model,
-    toy_store,
-    watched,
-)
+from tests.support.toy import OPTIMIZER, assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.ordering import GRADIENT_CONSUMED, GRADIENT_LANDED, READ_BY_SAVE, UPLOADED, WEIGHTS
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.optim import NO_STATE, HostOptimizer, SlowerOptimizerWarning
 
 
@@ -123,62 +112,3 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used(
     model = toy_model()
     with pytest.raises(EngineUsageError, match="LBFGS.*closure"):
         host_engine(model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named)))
-
-
-# Races.
-
-
-def races(policy, partition="forward coarser", accumulates=False, evaluates=True, steps=3, saves=False, log=AccessLog):
-    log, model = log(), toy_model()
-    store = moment_free(model, policy=policy)
-    settings = {"observer": log, "wrap": lambda device: watched(linked(device), log)}
-    settings |= {"accumulates": accumulates, "partition": PARTITIONS[partition]}
-    with host_engine(model, store, HostOptimizer(MAKERS["sgd"]), 3, **settings) as engine:
-        for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):
-            if evaluates and step == 1:
-                engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step
-            for part in (micro_batches[:2], micro_batches[2:]) if accumulates else (micro_batches,):
-                result = engine.forward_backward(part)
-            engine.step()
-            if saves:
-                engine.save(read_all)
-            if evaluates and step == 1:
-                result.update()  # first: asking for the evaluation's loss would order the two
-        engine.drain()
-    return find_races(log.entries)
-
-
-def read_all(source):
-    for name, tensor in source.tensors.items():
-        source.reading(tensor)
-        source.finished_reading(name)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        {"policy": SYNC, "accumulates": True, "saves": True, "partition": "backward coarser"},
-        {"policy": ASYNC, "saves": True},
-        {"policy": ASYNC, "accumulates": True, "partition": "one stage"},
-        {"policy": SYNC, "partition": "one stage", "steps": 2},
-    ],
-    ids=str,
-)
-def test_there_is_no_race(run):
-    assert races(**run) == []
-
-
-UPDATES, DEVICES = "torchround optimizer", "torchround cpu"
-RULES = {
-    "1": ((UPLOADED, "uploads finished"), UPDATES, {"policy": SYNC, "partition": "one stage", "steps": 2}),
-    "2": ((WEIGHTS,), DEVICES, {"policy": SYNC}),
-    "3": ((GRADIENT_LANDED,), UPDATES, {"policy": SYNC}),
-    "4": ((GRADIENT_CONSUMED,), DEVICES, {"policy": ASYNC, "evaluates": False, "steps": 4}),
-    "6": ((READ_BY_SAVE,), UPDATES, {"policy": SYNC, "evaluates": False, "saves": True}),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_rules_are_needed(rule):
-    kinds, threads, run = RULES[rule]
-    assert races(**run, log=lambda: DeafLog(*kinds, threads=threads)) != []

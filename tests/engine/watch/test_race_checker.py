@@ -10,6 +10,7 @@ import torch
 
 from tests.support.faults import DeafLog, Unordered
 from tests.support.optimizers import OPTIMIZERS, POLICIES
+from tests.support.torch_loop import MAKERS
 from tests.support.toy import (
     BLOCKS,
     KEPT,
@@ -36,7 +37,9 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.update_report import UPDATED
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.layer import LayeredModel
-from torchround.optim import make_optimizer
+from torchround.optim import NO_STATE, HostOptimizer, make_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 
 BFLOAT16 = torch.bfloat16
 ONE, FINEST, FORWARD, BACKWARD = PARTITIONS
@@ -63,7 +66,8 @@ def record(
     flags = {name: options.pop(name, False) for name in ("evaluates", "saves", "poisoned", "true_weights")}
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
-    store = toy_store(model, dtype, policy=policy, optimizer=make_optimizer(OPTIMIZERS[optimizer]))
+    is_host, table = optimizer == "PyTorch's", OPTIMIZERS.get(optimizer)
+    store = toy_store(model, dtype, policy=policy, optimizer=NO_STATE if is_host else make_optimizer(table))
     if flags["poisoned"]:
         for device_weight in store.bundles[1].device_weights:
             device_weight.fill_(torch.inf)
@@ -72,14 +76,15 @@ def record(
         device.watchers += [log, *([fault] if fault else [])]
         return linked(device)
 
-    options |= {"observer": log, "wrap": wrap, "optimizer": OPTIMIZERS[optimizer], "accumulates": calls > 1}
+    options |= {"observer": log, "wrap": wrap, "accumulates": calls > 1}
+    options["optimizer"] = HostOptimizer(MAKERS["sgd"]) if is_host else table
     with toy_engine(model, store, PARTITIONS[partition], devices, **options) as engine:
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4 * calls)):
             if flags["evaluates"] and step == 1:
                 engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step
             for call in range(calls):
                 result = engine.forward_backward(micro_batches[4 * call : 4 * call + 4])
-            engine.step(1e-2)
+            engine.step(None if is_host else 1e-2)
             if flags["saves"]:
                 engine.save(lambda source: read_all(source, log))
             if flags["evaluates"] and step == 1:
@@ -172,6 +177,9 @@ CLEAN = [
     {"calls": 2, "partition": FORWARD},
     {"calls": 2, "policy": ASYNC, "tied": True, "rounds": 2, "evaluates": True},
     {"calls": 2, "policy": ASYNC_PREDICT, "dtype": BFLOAT16, "partition": FINEST, "devices": 2, "saves": True},
+    {"optimizer": "PyTorch's", "calls": 2, "saves": True},
+    {"optimizer": "PyTorch's", "partition": FORWARD, "policy": ASYNC, "evaluates": True, "saves": True},
+    {"optimizer": "PyTorch's", "partition": ONE, "policy": ASYNC, "calls": 2, "evaluates": True},
     # What these blocks send lies in a slot that the next upload but one overwrites.
     {"partition": FINEST, "devices": 1, "model": "passing"},
     {"partition": FORWARD, "devices": 1, "model": "passing"},
@@ -213,6 +221,10 @@ RULES = {
     "9": (LOOK_AHEAD, DEVICES, {"optimizer": "muon"}),
     "10": (DIRECTION_LANDED, OPTIMIZER, {"optimizer": "muon", "policy": ASYNC}),
 }
+
+for _rule in ("1", "2", "3", "4", "6, saves of sync"):
+    _kinds, _threads, _run = RULES[_rule]
+    RULES[f"{_rule}, an optimizer of PyTorch"] = (_kinds, _threads, {**_run, "optimizer": "PyTorch's"})
 
 
 def deaf(kinds, threads):
