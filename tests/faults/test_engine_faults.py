@@ -54,6 +54,7 @@ IN_OPTIMIZER = (
     *(("has", UPLOADED), *MAY_MIX),
 )
 ONCE_A_STEP = (("has", LEARNING_RATE),)
+ONCE_A_STAGE = ("uploaded weights", "the end of a stage")
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,10 @@ def all_faults(rounds_of_table):
     for late in rounds_of_table:
         for site in (*IN_LAYERS, *IN_DEVICES, *IN_OPTIMIZER):
             fault = Fault(site, next(errors), devices=next(devices), partition=next(partitions), **next(modes))
-            if fault.policy == "bounded" and fault.partition == ONE:
-                fault = replace(fault, partition=FINEST)  # stale layers come before the fused stage
+            if (fault.policy == "bounded" and fault.partition == ONE) or site in ONCE_A_STAGE:
+                fault = replace(fault, partition=FINEST)
+            before_fused = LAYERS - PARTITIONS[fault.partition].fused
+            fault = replace(fault, stale_layers=min(fault.stale_layers, before_fused))
             if site in OF_KEPT:
                 fault = replace(fault, kept="all", partition=FINEST, stale_layers=min(fault.stale_layers, 3))
             hit = next(steps) + 1 if site in ONCE_A_STEP else 1 if site == "an allocation" else 9 if late else 2
@@ -262,7 +265,7 @@ def test_a_fault_is_named_and_training_continues_from_what_it_leaves(fault):
     check_named(fault, bomb, raised.value)
     if fault.policy != "bounded" and fault.place not in MAY_MIX and not (fault.place == "update_" and fault.stays):
         assert store.is_consistent and store.step in possible_steps(fault)
-    elif fault.place in ("an update", "update_", ("has", UPLOADED)):
+    elif fault.place in ("an update", "update_") or (fault.place == ("has", UPLOADED) and not fault.stale_layers):
         assert store.is_consistent is not fault.stays  # the second try completes it
     check_continues(fault, store)
 
