@@ -49,7 +49,7 @@ THOROUGH_PLACES = (
     "tests/models/borrowed/test_adapters_beside_peft.py",
     *("tests/test_how_tests_run.py", "tests/test_typical_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
-THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server", "processes"])
+THOROUGH_FIXTURES = frozenset(["small_runs", "processes"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
 # A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
 ACCELERATOR_PLACE = "tests/accelerator/"

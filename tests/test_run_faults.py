@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.planted_hangs import over, planted
+from tests.support.faults import over, planted
 from tests.support.small_run import (
     STEPS,
     awaiting_saves,

@@ -5,9 +5,7 @@ that chooses a schedule, takes `simulator`; it is skipped on a machine with a ca
 """
 
 import gc
-from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -31,14 +29,14 @@ LACKING = {
 collect_ignore = list(LACKING)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Name the files that are left out."""
     for file, names in LACKING.items():
         terminalreporter.write_line(f"left out: {file}, which needs {', '.join(names)}")
 
 
 @pytest.fixture(scope="session")
-def kind() -> str:
+def kind():
     """Return the kind of device that this process tests: a card's if there is one, otherwise the simulated one."""
     card = present_kind()
     if card is not None:
@@ -51,7 +49,7 @@ def kind() -> str:
 
 
 @pytest.fixture
-def simulator(kind: str) -> Iterator[Any]:
+def simulator(kind):
     """Yield the simulator's controls, in their first state before and after the test."""
     if kind != simulation.KIND:
         pytest.skip("this process tests a card, and one process has one kind of accelerator")
@@ -63,21 +61,21 @@ def simulator(kind: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def two_devices(kind: str) -> None:
+def two_devices(kind):
     """Skip the test on a machine with one card."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
 
 
 @pytest.fixture
-def card(kind: str) -> None:
+def card(kind):
     """Skip the test on a machine without a card: it is of CUDA's own."""
     if kind != "cuda":
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
-def exact(kind: str) -> Iterator[None]:
+def exact(kind):
     """Compute as a run with `training.deterministic` does, and switch TF32 off."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

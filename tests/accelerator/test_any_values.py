@@ -10,7 +10,7 @@ from tests.support.toy import toy_store
 from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
-WORKERS = [(1, 1), (3, 1)]
+WORKERS = [(3, 1)]
 
 
 class OnDevice(PlainAny):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchround.trainer
-from tests.support.small_run import SmallRuns, small_runs, use_family
+from tests.support.small_run import small_runs, use_family
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
 from torchround.pipeline.memory import MIB
@@ -100,7 +100,7 @@ def wide_family():
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_memory_stays_within_the_plan_and_comes_back(small_runs: SmallRuns, monkeypatch, small_card, records, update):
+def test_memory_stays_within_the_plan_and_comes_back(small_runs, monkeypatch, small_card, records, update):
     use_family(monkeypatch, "wide", wide_family())
     keys = [*KEYS, f"--engine.update={update}"]
     gc.disable()  # memory comes back without the collector

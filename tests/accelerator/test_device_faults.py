@@ -10,20 +10,28 @@ import pytest
 import torch
 
 from tests.support.device_toy import device_engine
-from tests.support.toy import KEPT, PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
+from tests.support.faults import PlantedError, copied, engine_threads
+from tests.support.toy import (
+    BLOCKS,
+    KEPT,
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_model,
+    toy_store,
+    train,
+)
 from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
+from torchround.layer import LayeredModel
 from torchround.pipeline.memory import GIB
 
 ROOT = Path(__file__).parents[2]
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 MIB = 2**20
-
-
-class PlantedError(RuntimeError):
-    pass
 
 
 class FailsBackward(torch.autograd.Function):
@@ -63,54 +71,48 @@ def little_memory(kind, request):
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def plant(monkeypatch, fault, call=9):
-    """The blocks' `call`-th forward, wherever it is, has the fault."""
-    forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
+def faulty_model(fault, call):
+    """Make a toy model in which the blocks' `call`-th forward, wherever it is, has the fault."""
+    lock, calls = threading.Lock(), []
 
-    def failing(self, hidden, micro_batch):
-        with lock:
-            calls[0] += 1
-            now = calls[0] == call
-        return forward(self, fault(hidden) if now else hidden, micro_batch)
+    class Faulty(ToyBlock):
+        def forward(self, hidden, micro_batch):
+            with lock:
+                calls.append(1)
+                now = len(calls) == call
+            return super().forward(fault(hidden) if now else hidden, micro_batch)
 
-    monkeypatch.setattr(ToyBlock, "forward", failing)
-
-
-def engine_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+    embedding, *_, head = toy_model().layers
+    return LayeredModel(toy_model().names, (embedding, *(Faulty() for _ in range(BLOCKS)), head))
 
 
-def assert_fails(kind, cause, workers):
+def assert_fails(kind, cause, workers, model):
     store = toy_store(toy_model(), pinned=True)
     with pytest.raises(PipelineError, match=rf"device {kind}:0/\d, \w+ stage") as raised:
-        train(device_engine(kind, toy_model(), store, PARTITION, workers), BATCHES)
+        train(device_engine(kind, model, store, PARTITION, workers), BATCHES)
     assert isinstance(raised.value.__cause__, cause)
     assert engine_threads() == []
     return store
 
 
 # The 5 blocks of 4 micro-batches run 20 forwards before the first recomputation.
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize(("fault", "call"), [(fail_in_forward, 9), (fail_in_forward, 24), (FailsBackward.apply, 24)])
-def test_an_exception_in_a_layer_is_raised_and_training_can_continue(kind, monkeypatch, workers, fault, call):
+@pytest.mark.parametrize(
+    ("fault", "call", "workers"), [(fail_in_forward, 9, 3), (fail_in_forward, 24, 1), (FailsBackward.apply, 24, 3)]
+)
+def test_an_exception_in_a_layer_is_raised_and_training_can_continue(kind, workers, fault, call):
     expected = toy_store(toy_model(), pinned=True)
     with device_engine(kind, toy_model(), expected, PARTITION, 1) as engine:
         train(engine, BATCHES)
-    plant(monkeypatch, fault, call)
-    store = assert_fails(kind, PlantedError, workers)
+    store = assert_fails(kind, PlantedError, workers, faulty_model(fault, call))
     assert store.is_consistent
-    monkeypatch.undo()
     with device_engine(kind, toy_model(), store, PARTITION, workers) as engine:
         train(engine, BATCHES[store.step :])
     assert_same_state(store.named_views(), expected.named_views())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(kind, monkeypatch, little_memory, workers):
-    before = torch.accelerator.memory_allocated()
-    plant(monkeypatch, run_out_of_memory, 24)
-    store = assert_fails(kind, torch.OutOfMemoryError, workers)
-    monkeypatch.undo()
+def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(kind, little_memory):
+    workers, before = 2, torch.accelerator.memory_allocated()
+    store = assert_fails(kind, torch.OutOfMemoryError, workers, faulty_model(run_out_of_memory, 24))
     gc.collect()
     # cuBLAS keeps a workspace for each thread and stream that ever multiplied. The simulated device keeps nothing.
     kept = 256 * MIB if kind == "cuda" else 1
@@ -124,54 +126,43 @@ def test_a_fixed_buffer_that_does_not_fit_is_named_with_what_is_free(kind, littl
         AcceleratorDevice(f"{kind}:0").allocate(8 * GIB)
 
 
-@pytest.mark.parametrize("after", [0, 1, 40, 400, 1200])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_device_that_fails_in_the_middle_of_a_step_is_a_pipeline_error_and_training_can_continue(
-    simulator, kind, workers, after
+# A device stops at its `after`-th task and refuses everything from then on, as a GPU does.
+STOPS = [
+    *[(after, workers, SYNC, 0, False) for after, workers in ((0, 1), (1, 2), (400, 2), (1200, 1))],
+    *[(500, 2, SYNC, 0, True), (100, 2, BOUNDED, 0, True), (1100, 2, BOUNDED, 3, True)],
+    *[
+        pytest.param(after, 2, policy, stale_layers, True, marks=pytest.mark.nightly)
+        for after in range(100, 1300, 200)
+        for policy, stale_layers in ((SYNC, 0), (BOUNDED, 0), (BOUNDED, 3))
+    ],
+]
+
+
+@pytest.mark.parametrize(("after", "workers", "policy", "stale_layers", "keeps"), STOPS, ids=str)
+def test_a_device_that_fails_in_the_middle_leaves_whole_updates_or_a_store_that_is_marked(
+    simulator, kind, after, workers, policy, stale_layers, keeps
 ):
-    """The device stops at its `after`-th task and refuses everything from then on, as a GPU does."""
-    expected = toy_store(toy_model(), pinned=True)
-    with device_engine(kind, toy_model(), expected, PARTITION, 1) as engine:
-        train(engine, BATCHES)
-    store = toy_store(toy_model(), pinned=True)
-    engine = device_engine(kind, toy_model(), store, PARTITION, workers)
+    kept = ((),) * stale_layers + KEPT["all"][stale_layers:] if keeps else ()
+    settings = {"kept": kept, "stale_layers": stale_layers}
+    states, expected = {}, toy_store(toy_model(), pinned=True, policy=policy)
+    with device_engine(kind, toy_model(), expected, PARTITION, 1, **settings) as engine:
+        for step in range(len(BATCHES) + 1):
+            states[step] = copied(expected)
+            train(engine, BATCHES[step : step + 1])
+    store = toy_store(toy_model(), pinned=True, policy=policy)
+    engine = device_engine(kind, toy_model(), store, PARTITION, workers, **settings)
     simulator.inject_fault(0, after)
     with pytest.raises(PipelineError, match="planted fault") as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, RuntimeError)
-    assert engine_threads() == [] and store.is_consistent
-    simulator.reset()
-    with device_engine(kind, toy_model(), store, PARTITION, workers) as engine:
-        train(engine, BATCHES[store.step :])
-    assert_same_state(store.named_views(), expected.named_views())
-
-
-@pytest.mark.parametrize("stale_layers", [None, 0, 3], ids=["sync", "bounded, K = 0", "bounded, K = 3"])
-@pytest.mark.parametrize("after", [100, 500, 1100])
-def test_a_device_that_fails_while_activations_are_kept_leaves_whole_updates_or_a_store_that_is_marked(
-    simulator, kind, after, stale_layers
-):
-    policy, first_kept = (SYNC, 0) if stale_layers is None else (BOUNDED, stale_layers)
-    kept = ((),) * first_kept + KEPT["all"][first_kept:]
-    settings = {"kept": kept, "stale_layers": first_kept}
-    states, expected = {}, toy_store(toy_model(), pinned=True, policy=policy)
-    with device_engine(kind, toy_model(), expected, PARTITION, 1, **settings) as engine:
-        for step in range(len(BATCHES) + 1):
-            states[step] = {name: view.clone() for name, view in expected.named_views().items()}
-            train(engine, BATCHES[step : step + 1])
-    store = toy_store(toy_model(), pinned=True, policy=policy)
-    engine = device_engine(kind, toy_model(), store, PARTITION, 2, **settings)
-    simulator.inject_fault(0, after)
-    with pytest.raises(PipelineError, match="planted fault"):
-        train(engine, BATCHES)
     assert engine_threads() == [] and (store.is_consistent or policy is BOUNDED)
     simulator.reset()
     if not store.is_consistent:
         with pytest.raises(EngineUsageError, match="mixes two weight versions"):
-            device_engine(kind, toy_model(), store, PARTITION, 2, **settings)
+            device_engine(kind, toy_model(), store, PARTITION, workers, **settings)
         return
     assert_same_state(store.named_views(), states[store.step])
-    with device_engine(kind, toy_model(), store, PARTITION, 2, **settings) as engine:
+    with device_engine(kind, toy_model(), store, PARTITION, workers, **settings) as engine:
         train(engine, BATCHES[store.step :])
     assert_same_state(store.named_views(), expected.named_views())
 

@@ -12,11 +12,11 @@ from torchround.run.hardware import find_hardware
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(machine, "LINK_BYTES", 2**22)
 
 
-def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(kind: str) -> None:
+def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(kind):
     hardware = find_hardware(EngineTable(devices=kind))
     found = dict(machine.device_facts(hardware))
     for index in range(hardware.num_devices):
@@ -27,8 +27,8 @@ def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(k
     assert found["compiled layers"]
 
 
-def test_a_link_that_cannot_be_measured_has_no_rate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: AcceleratorDevice, nbytes: int) -> None:
+def test_a_link_that_cannot_be_measured_has_no_rate(kind, monkeypatch):
+    def full(self, nbytes):
         raise DeviceMemoryError("the card is full")
 
     monkeypatch.setattr(AcceleratorDevice, "allocate", full)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.common.feed_forward import MoEShape
 
@@ -16,7 +16,7 @@ SHAPE = {"num_layers": 2, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 
 MARGIN = 1.02
 
 
-def model_of(family: str, ffn_size: int) -> LayeredModel:
+def model_of(family, ffn_size):
     shape: dict[str, Any] = dict(SHAPE)
     if family == "experts":
         shape["moe"] = MoEShape(
@@ -30,15 +30,12 @@ def model_of(family: str, ffn_size: int) -> LayeredModel:
     else:
         shape["ffn_size"] = ffn_size
     made = FAMILIES[family]
-    return made.build(made.config_from_flavor("debug", **shape))  # type: ignore[no-any-return]
+    return made.build(made.config_from_flavor("debug", **shape))
 
 
-@pytest.mark.parametrize("documents", [1, 64])
-@pytest.mark.parametrize("ffn_size", [128, 512])
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
-def test_a_block_needs_no_more_than_it_counts(
-    simulator: Any, kind: str, family: str, ffn_size: int, documents: int
-) -> None:
+@pytest.mark.parametrize(("ffn_size", "documents"), [(128, 64), (512, 1)])
+def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents):
     model = model_of(family, ffn_size)
     block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
     for parameter in block.parameters():

@@ -2,12 +2,11 @@
 
 import pytest
 
-from tests.support.small_run import ASYNC, PREDICT, TIED, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, PREDICT, TIED, before_step, interrupt, small_runs
 
 __all__ = ["small_runs"]
 
 MODES = {
-    "sync": [],
     "async, tied, bfloat16": [ASYNC, TIED, "--training.dtype=bfloat16"],
     "async, predict": [ASYNC, PREDICT],
     "float16 with loss scaling": ["--training.dtype=float16"],
@@ -15,9 +14,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(
-    kind, small_runs: SmallRuns, monkeypatch, mode
-):
+def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(kind, small_runs, monkeypatch, mode):
     keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
     assert small_runs("whole", *keys) == 0
     with pytest.MonkeyPatch.context() as patch:
@@ -28,7 +25,7 @@ def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_another_plan_and_number_of_devices_give_the_same_run(kind, small_runs: SmallRuns, mode):
+def test_another_plan_and_number_of_devices_give_the_same_run(kind, small_runs, mode):
     keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
     assert small_runs("run", *keys) == 0
     assert small_runs("whole", *keys, "--engine.plan=none", "--engine.num_devices=1") == 0

@@ -23,7 +23,7 @@ class NotBuilt(Exception):
     """The simulated accelerator cannot be built here; the message says why."""
 
 
-def build() -> Path:
+def build():
     """Return the path of the built module. Raises `NotBuilt` without a compiler, or if it refuses the sources."""
     if sys.platform != "linux":
         raise NotBuilt(f"the simulated accelerator needs Linux, this is {sys.platform}")
@@ -42,14 +42,14 @@ def build() -> Path:
     return built
 
 
-def cache_folder() -> Path:
+def cache_folder():
     """Return the folder for caches: `TORCHROUND_CACHE`, or the user's own."""
     if chosen := os.environ.get("TORCHROUND_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchround"
 
 
-def _key(compiler: str) -> str:
+def _key(compiler):
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     facts = [torch.__version__, torch.__file__, sysconfig.get_config_var("SOABI") or "", version, *_flags()]
     digest = hashlib.sha256("\n".join(facts).encode())
@@ -58,7 +58,7 @@ def _key(compiler: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _flags() -> list[str]:
+def _flags():
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
@@ -68,7 +68,7 @@ def _flags() -> list[str]:
     ]
 
 
-def _compile(compiler: str, folder: Path, built: Path) -> None:
+def _compile(compiler, folder, built):
     """Compile all sources at once, each in a process of its own, and link them."""
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [folder / f"{source.stem}.o" for source in sources]

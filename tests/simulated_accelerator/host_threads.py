@@ -12,25 +12,9 @@ thread for a waiting one until the operating system runs it.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
-
-import pytest
 
 # The engine names its threads so: workers, optimizer, saver, readers of files, and helpers that await a device's end.
 OUR_THREADS = ("torchround", "finish ")
-
-
-class Controls(Protocol):
-    """The part of the simulator that knows host threads, each by a number."""
-
-    def register_thread(self) -> int: ...
-
-    def unregister_thread(self, number: int) -> None: ...
-
-    def host_blocks(self, number: int) -> None: ...
-
-    def host_unblocks(self, number: int) -> None: ...
 
 
 class HostWait:
@@ -39,14 +23,14 @@ class HostWait:
     `number` is None for a thread that is not registered; then nothing is reported.
     """
 
-    def __init__(self, controls: Controls, number: int | None) -> None:
+    def __init__(self, controls, number):
         self._controls = controls
         self._number = number
         self._lock = threading.Lock()
         if number is not None:
             controls.host_blocks(number)
 
-    def end(self) -> None:
+    def end(self):
         """Report that the thread runs again, unless that is reported already."""
         with self._lock:
             number, self._number = self._number, None
@@ -57,12 +41,12 @@ class HostWait:
 class HostThreads:
     """The registered threads of one test: the test's own thread, and the engine's threads while they live."""
 
-    def __init__(self, controls: Controls) -> None:
+    def __init__(self, controls):
         self._controls = controls
         self._numbers: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch):
         """Replace Python's waits until `monkeypatch` undoes it, and register the calling thread."""
         replaced = (
             (threading.Condition, "wait", self._reporting_wait),
@@ -75,27 +59,27 @@ class HostThreads:
             monkeypatch.setattr(owner, name, reporting(getattr(owner, name)))
         self._enter()
 
-    def uninstall(self) -> None:
+    def uninstall(self):
         """Unregister the calling thread."""
         self._leave()
 
-    def _enter(self) -> None:
+    def _enter(self):
         number = self._controls.register_thread()
         with self._lock:
             self._numbers[threading.get_ident()] = number
 
-    def _leave(self) -> None:
+    def _leave(self):
         with self._lock:
             number = self._numbers.pop(threading.get_ident())
         self._controls.unregister_thread(number)
 
-    def _begin_wait(self) -> HostWait:
+    def _begin_wait(self):
         with self._lock:
             number = self._numbers.get(threading.get_ident())
         return HostWait(self._controls, number)
 
-    def _reporting_wait(self, wait: Callable[..., bool]) -> Callable[..., bool]:
-        def reporting(condition: threading.Condition, timeout: float | None = None) -> bool:
+    def _reporting_wait(self, wait):
+        def reporting(condition, timeout=None):
             # Wait and notify run under the condition's lock, so this queue is in the order of the condition's own.
             queue: deque[HostWait] = condition.__dict__.setdefault("reported_waits", deque())
             mine = self._begin_wait()
@@ -109,8 +93,8 @@ class HostThreads:
 
         return reporting
 
-    def _reporting_notify(self, notify: Callable[..., None]) -> Callable[..., None]:
-        def reporting(condition: threading.Condition, n: int = 1) -> None:
+    def _reporting_notify(self, notify):
+        def reporting(condition, n=1):
             queue: deque[HostWait] = condition.__dict__.get("reported_waits", deque())
             for _ in range(min(n, len(queue))):
                 queue.popleft().end()
@@ -118,14 +102,14 @@ class HostThreads:
 
         return reporting
 
-    def _reporting_start(self, start: Callable[..., None]) -> Callable[..., None]:
-        def reporting(thread: threading.Thread) -> None:
+    def _reporting_start(self, start):
+        def reporting(thread):
             if not thread.name.startswith(OUR_THREADS):
                 start(thread)
                 return
             run, is_known = thread.run, threading.Lock()
 
-            def registered_run() -> None:
+            def registered_run():
                 self._enter()
                 is_known.release()
                 try:
@@ -138,7 +122,7 @@ class HostThreads:
                     self._leave()
 
             thread.__dict__["reported_joins"] = []
-            thread.run = registered_run  # type: ignore[method-assign]
+            thread.run = registered_run
             # The starter counts as running until the new thread is known. Otherwise the scheduler could find that
             # all threads wait while the new one is on its way.
             is_known.acquire()
@@ -152,8 +136,8 @@ class HostThreads:
 
         return reporting
 
-    def _reporting_join(self, join: Callable[..., None]) -> Callable[..., None]:
-        def reporting(thread: threading.Thread, timeout: float | None = None) -> None:
+    def _reporting_join(self, join):
+        def reporting(thread, timeout=None):
             with self._lock:
                 joining: list[HostWait] | None = thread.__dict__.get("reported_joins")
             if joining is None:  # not ours, or at its end
@@ -173,8 +157,8 @@ class HostThreads:
 
         return reporting
 
-    def _reporting_sleep(self, sleep: Callable[[float], None]) -> Callable[[float], None]:
-        def reporting(seconds: float) -> None:
+    def _reporting_sleep(self, sleep):
+        def reporting(seconds):
             wait = self._begin_wait()
             try:
                 sleep(seconds)

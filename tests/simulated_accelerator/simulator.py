@@ -7,10 +7,7 @@ import atexit
 import functools
 import importlib.util
 import types
-from collections.abc import Mapping
 from contextlib import suppress
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -30,13 +27,13 @@ class Simulator:
     The rest of the module's functions can be called on it too; `controls.cpp` lists them.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module):
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._module, name)
 
-    def run_adversarially(self, seed: int, roles: Mapping[torch.Stream, str] | None = None) -> None:
+    def run_adversarially(self, seed, roles=None):
         """Choose by `seed` from now on what runs next.
 
         An early stream runs each task as soon as its order and its waits allow. A late stream runs only what a host
@@ -47,23 +44,23 @@ class Simulator:
         for stream, role in (roles or {}).items():
             self.set_role(stream, role)
 
-    def set_role(self, stream: torch.Stream, role: str | None) -> None:
+    def set_role(self, stream, role):
         """Make a stream early or late, or let it draw its role again (None)."""
         self._module.set_role(stream.device_index, stream.stream_id, role or "")
 
-    def name_stream(self, stream: torch.Stream, name: str) -> None:
+    def name_stream(self, stream, name):
         """Choose the stream's name in the journal."""
         self._module.name_stream(stream.device_index, stream.stream_id, name)
 
-    def synchronous_operations(self) -> dict[str, int]:
+    def synchronous_operations(self):
         """Count by name what made a host thread wait for a device, besides waits for events and streams."""
         return self._module.synchronous_operations()
 
-    def memory_statistics(self, device: int = 0) -> dict[str, int]:
+    def memory_statistics(self, device=0):
         """Return bytes and numbers of allocations; a system allocation is one that no cached memory could serve."""
         return self._module.memory_statistics(device)
 
-    def reset(self) -> None:
+    def reset(self):
         """Wait for all devices, and forget faults, roles, limits, counts, the journal and registered threads."""
         self._module.reset()
 
@@ -75,33 +72,33 @@ class SimulatedKind(accelerators.AcceleratorKind):
     events_cross_devices = True
     shares_kv_heads_under_mask = False
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator):
         super().__init__(KIND)
         self._simulator = simulator
 
-    def card_name(self, index: int) -> str:
+    def card_name(self, index):
         return "Simulated accelerator"
 
-    def lock_pages(self, address: int, nbytes: int) -> int:
+    def lock_pages(self, address, nbytes):
         return self._simulator.host_register(address, nbytes)
 
-    def unlock_pages(self, address: int) -> int:
+    def unlock_pages(self, address):
         return self._simulator.host_unregister(address)
 
     # With the limits of CUDA's kernels, so that models choose as they do there.
 
-    def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+    def has_offset_attention(self, dtype, head_dim):
         return dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256
 
-    def has_grouped_products(self, dtype: torch.dtype) -> bool:
+    def has_grouped_products(self, dtype):
         return dtype == torch.bfloat16
 
-    def has_float32_products(self, dtype: torch.dtype) -> bool:
+    def has_float32_products(self, dtype):
         return dtype in HALVES
 
 
 @functools.cache
-def load() -> Simulator:
+def load():
     """Build the device if need be, register it with PyTorch and with the project. Raises `NotBuilt`."""
     spec = importlib.util.spec_from_file_location(NAME, build())
     assert spec is not None and spec.loader is not None, "the build returns a module's path"
@@ -120,25 +117,25 @@ def load() -> Simulator:
     return simulator
 
 
-def _device_module(controls: Any) -> ModuleType:
+def _device_module(controls):
     """Make `torch.simulated`, with what PyTorch itself asks of it."""
     module = types.ModuleType(f"torch.{KIND}")
 
-    def index(device: Any) -> int:
+    def index(device):
         number = device if device is None or isinstance(device, int) else torch.device(device).index
         return torch.accelerator.current_device_index() if number is None else number
 
-    def seed(number: int, device: Any = None) -> None:
+    def seed(number, device=None):
         controls.set_random_state(index(device), number, 0)
 
-    def seed_all(number: int) -> None:
+    def seed_all(number):
         for device in range(controls.DEVICES):
             seed(number, device)
 
-    def state(device: Any = None) -> torch.Tensor:
+    def state(device=None):
         return torch.tensor(controls.random_state(index(device)), dtype=torch.int64).view(torch.uint8)
 
-    def set_state(state: torch.Tensor, device: Any = None) -> None:
+    def set_state(state, device=None):
         controls.set_random_state(index(device), *state.view(torch.int64).tolist())
 
     functions = {

@@ -4,36 +4,23 @@ Importable without an accelerator. The loop runs on any device, so that its arit
 """
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.rounding import ties_up
 from tests.support.toy import PlainLoop, toy_engine
-from torchround.engine.device import AcceleratorDevice, Device
-from torchround.engine.engine import Engine
-from torchround.engine.store.host_store import HostStore
-from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, split_evenly
+from torchround.engine.device import AcceleratorDevice
+from torchround.layer import LayeredModel
+from torchround.pipeline.partition import split_evenly
 
 
-def device_engine(
-    kind: str,
-    model: LayeredModel,
-    store: HostStore,
-    partition: Partition,
-    num_workers: int,
-    num_devices: int = 1,
-    make: Callable[[torch.device, int], Device] = AcceleratorDevice,
-    **options: Any,
-) -> Engine:
+def device_engine(kind, model, store, partition, num_workers, num_devices=1, make=AcceleratorDevice, **options):
     """Make a toy engine whose workers share the first `num_devices` devices of a kind."""
     workers = iter(range(num_workers))
 
-    def next_worker(_: Device) -> Device:
+    def next_worker(_):
         worker = next(workers)
         return make(torch.device(kind, worker % num_devices), worker)
 
@@ -47,20 +34,12 @@ class DeviceLoop(PlainLoop):
     `dtype` once in each of the `rounds`; rounds and the two leaves of a tied weight add up in fp32.
     """
 
-    def __init__(
-        self,
-        model: LayeredModel,
-        weights: dict[str, Tensor],
-        tied: bool,
-        device: str,
-        dtype: torch.dtype = torch.float32,
-        rounds: int = 1,
-    ) -> None:
+    def __init__(self, model, weights, tied, device, dtype=torch.float32, rounds=1):
         super().__init__(model, weights, tied)
         self._model = LayeredModel(model.names, tuple(copy.deepcopy(layer) for layer in model.layers))
         self._device, self._dtype, self._rounds = device, dtype, rounds
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+    def gradients(self, micro_batches, scale=1.0):
         """Return the loss, and the gradient of the loss times `scale`."""
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         losses, sums = [], {}
@@ -79,10 +58,10 @@ class DeviceLoop(PlainLoop):
                 sums[owner] = sums[owner].float() + gradient.float() if owner in sums else gradient
         return sum(losses) / labels, {name: sums[name] for name in self.owned}
 
-    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _on_device(self, micro_batch):
         return micro_batch.with_tensors(tensor.to(self._device) for tensor in micro_batch.tensors())
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, micro_batches):
         """Return the loss of micro-batches at the present weights."""
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
@@ -90,7 +69,7 @@ class DeviceLoop(PlainLoop):
             losses = [self._loss(self._on_device(micro_batch), leaves).item() for micro_batch in micro_batches]
         return sum(losses) / labels
 
-    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _leaf(self, parameter):
         # Frozen weights are not split, so PyTorch rounds them.
         rounded = ties_up(parameter.data, self._dtype) if parameter.requires_grad else parameter.data
         data = rounded.to(self._device, self._dtype, copy=True)
@@ -100,7 +79,7 @@ class DeviceLoop(PlainLoop):
             leaf.grad = torch.zeros_like(leaf, dtype=torch.float32)
         return leaf
 
-    def _loss(self, micro_batch: MicroBatch, leaves: dict[str, nn.Parameter]) -> Tensor:
+    def _loss(self, micro_batch, leaves):
         hidden = None
         for index, (name, layer) in enumerate(zip(self._model.names, self._model.layers, strict=True)):
             own = {path: leaves[f"{name}.{path}"] for path, _ in layer.named_parameters()}

@@ -1,15 +1,15 @@
 """Short runs of the toy model on the simulated accelerator under an adversarial schedule, and their outcome."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.simulated_accelerator.host_threads import Controls, HostThreads
+from tests.simulated_accelerator.host_threads import HostThreads
 from tests.support.bounded_loop import BoundedLoop
 from tests.support.device_toy import DeviceLoop, device_engine
 from tests.support.optimizers import OPTIMIZERS
@@ -20,24 +20,11 @@ from torchround.engine.store.bundles import BOUNDED, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
 
 LR = 1e-2
-MakeDevice = Callable[[torch.device, int], AcceleratorDevice]
-
-
-class Scheduler(Controls, Protocol):
-    """The part of the simulator that chooses what runs next."""
-
-    def run_adversarially(self, seed: int) -> None: ...
-
-    def run_freely(self, seed: int) -> None: ...
-
-    def set_role(self, stream: torch.Stream, role: str) -> None: ...
-
-    def name_stream(self, stream: torch.Stream, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,21 +40,21 @@ class Schedule:
     seed: int = 0
 
 
-def starved(*late: Stream, **options: Any) -> Schedule:
+def starved(*late, **options):
     """Run these streams as late as they may, and all others as early as they may."""
     return Schedule({stream: "late" if stream in late else "early" for stream in Stream}, **options)
 
 
-def hurried(*early: Stream, **options: Any) -> Schedule:
+def hurried(*early, **options):
     """Run these streams as early as they may, and all others as late as they may."""
     return Schedule({stream: "early" if stream in early else "late" for stream in Stream}, **options)
 
 
 @contextmanager
-def scheduled(scheduler: Scheduler, schedule: Schedule) -> Iterator[MakeDevice]:
+def scheduled(scheduler, schedule):
     """Run what follows under a schedule. Yields the function that makes the devices that it is for."""
 
-    def make(torch_device: torch.device, worker: int) -> AcceleratorDevice:
+    def make(torch_device, worker):
         device = AcceleratorDevice(torch_device, worker)
         if schedule.allocating is not None:
             scheduler.set_role(torch.accelerator.current_stream(torch_device), schedule.allocating)
@@ -117,7 +104,7 @@ class ShortRun:
     optimizer: str = "adamw"
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def batches(self) -> list[list[MicroBatch]]:
+    def batches(self):
         """Make the micro-batches of each step."""
         batches = toy_batches(self.steps, self.micro_batches)
         if not self.growing:
@@ -130,7 +117,7 @@ class ShortRun:
             for step, batch in enumerate(batches)
         ]
 
-    def build(self) -> LayeredModel:
+    def build(self):
         """Make the model, of seven layers."""
         if self.model == "toy":
             return toy_model(self.tied)
@@ -147,7 +134,7 @@ class Outcome:
     losses: list[float]
     state: dict[str, Tensor] = field(repr=False)
 
-    def equals(self, other: "Outcome") -> bool:
+    def equals(self, other):
         """Tell whether both are the same bit for bit. NaN equals nothing."""
         return (
             self.losses == other.losses
@@ -156,7 +143,7 @@ class Outcome:
         )
 
 
-def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
+def execute(run, make=AcceleratorDevice):
     """Train on the simulated accelerator. Only weights and moments count as state."""
     model = run.build()
     table = OPTIMIZERS[run.optimizer]
@@ -184,7 +171,7 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
     return Outcome(losses, state)
 
 
-def reference(run: ShortRun) -> Outcome:
+def reference(run):
     """Train by a plain loop on the first simulated device: one stream, one thread, no engine."""
     model = run.build()
     store = toy_store(model, run.dtype)
@@ -216,7 +203,7 @@ def reference(run: ShortRun) -> Outcome:
     return Outcome(losses, loop.state())
 
 
-def _bounded_reference(run: ShortRun, model: LayeredModel, weights: Mapping[str, Tensor]) -> Outcome:
+def _bounded_reference(run, model, weights):
     loop = BoundedLoop(model, weights, run.stale_layers, run.dtype, device="simulated")
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     losses = []

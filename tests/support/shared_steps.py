@@ -10,11 +10,9 @@ from torch import Tensor
 from tests.support.machines import run_machines
 from tests.support.toy import OPTIMIZER, PARTITIONS, linked, toy_engine, toy_model, toy_store, watched
 from torchround.config import OptimizerTable
-from torchround.engine.engine import Engine
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.update_report import UpdateReport
-from torchround.engine.watch.race_checker import AccessLog
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds, make_optimizer
@@ -39,7 +37,8 @@ class Case:
 
     `optimizer` is None for the default one of the toy model. `store` are options of the host store, `spikes` the arguments
     of its `SpikeBounds`; `before` may change its weights.
-    If it `evaluates`, each machine evaluates some of a batch beside the second step. `begin` gets each machine's own store
+    If it `evaluates`, each machine evaluates some of a batch beside the second step; with `true_weights`, after each step at
+    the true weights and before. `begin` gets each machine's own store
     and its group before the first step.
     """
 
@@ -56,9 +55,10 @@ class Case:
     before: Callable[[HostStore], None] = lambda store: None
     begin: Callable[[HostStore, MachineGroup | None], None] = lambda store, group: None
     evaluates: bool = False
+    true_weights: bool = False
     lr: float = 1e-2
 
-    def run(self, group: MachineGroup | None = None, log: AccessLog | None = None) -> Outcome:
+    def run(self, group=None, log=None):
         """Train on this machine of a group, or alone. `log` records the run for the race checker."""
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
         model, table = self.model(), self.optimizer or OPTIMIZER
@@ -80,13 +80,13 @@ class Case:
             **self.settings,
         )
         with engine:
-            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr)
+            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr, self.true_weights)
             losses, updates = [result.loss() for result in results], [result.update() for result in results]
         weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
         return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())
 
 
-def copy_state(source: HostStore, target: HostStore) -> None:
+def copy_state(source, target):
     """Copy a whole store into the part of it that a machine holds."""
     for theirs, ours in zip(source.bundles, target.bundles, strict=True):
         if ours.is_owned:
@@ -96,14 +96,7 @@ def copy_state(source: HostStore, target: HostStore) -> None:
             here.copy_(there)
 
 
-def train_shared(
-    engine: Engine,
-    batches: Sequence[Sequence[MicroBatch]],
-    rank: int,
-    size: int,
-    evaluates: bool = False,
-    lr: float = 1e-2,
-) -> list[Any]:
+def train_shared(engine, batches, rank, size, evaluates=False, lr=1e-2, true_weights=False):
     """Train on this machine's share of each batch."""
     results: list[Any] = []
     for step, batch in enumerate(batches):
@@ -114,11 +107,16 @@ def train_shared(
         own = [batch[index] for index in share.micro_batches]
         results.append(engine.forward_backward(own, share, num_labels))
         engine.step(lr)
+        if true_weights:  # neither evaluation is awaited
+            engine.drain()
+            engine.evaluate(batch[:1])
+            with engine.true_device_weights():
+                engine.evaluate(batch[:1])
     engine.drain()
     return results
 
 
-def assert_equal_to_one_machine(case: Case, num_machines: int) -> list[Outcome]:
+def assert_equal_to_one_machine(case, num_machines):
     """Assert that machines of a case leave the bits that one machine with as many rounds leaves."""
     alone = replace(case, rounds=case.rounds * num_machines).run()
     machines = run_machines(num_machines, case.run)
@@ -138,12 +136,12 @@ def assert_equal_to_one_machine(case: Case, num_machines: int) -> list[Outcome]:
     return machines
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one, other):
     """Compare as bytes, because a value that is not finite differs from itself."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def figures(update: UpdateReport) -> tuple[Any, ...]:
+def figures(update):
     """Return what an update says beside its times; strings, because NaN differs from itself."""
     return (
         str(update.loss),

@@ -106,11 +106,11 @@ class DeviceWatcher:
     def ends(self, device: "Device", stream: Stream, copied_bytes: int) -> None:
         """See that the device has enqueued the operation. Not called for an operation that raised."""
 
-    def recorded(self, device: "Device", stream: Stream, event: Event) -> Event:
+    def recorded(self, device: "Device", stream: Stream, event: Event, what: str) -> Event:
         """See a recorded event. Returns the event to use in its place."""
         return event
 
-    def waits(self, device: "Device", stream: Stream, event: Event) -> Event:
+    def waits(self, device: "Device", stream: Stream, event: Event, what: str) -> Event:
         """See that a stream will wait for `event`. Returns the event that the device knows: undoes `recorded`."""
         return event
 
@@ -171,19 +171,26 @@ class Device(ABC):
             watcher.ends(self, stream, 0)
         return result
 
-    def record(self, stream: Stream) -> Event:
-        """Return an event after everything enqueued on `stream` so far."""
+    def record(self, stream: Stream, what: str = "") -> Event:
+        """Return an event after everything enqueued on `stream` so far. Watchers learn `what` the event announces."""
         event = self._record(stream)
         for watcher in self.watchers:
-            event = watcher.recorded(self, stream, event)
+            event = watcher.recorded(self, stream, event, what)
         return event
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host."""
+    def wait(self, stream: Stream, event: Event, what: str = "") -> None:
+        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host.
+
+        Watchers learn for `what` it waits.
+        """
         # In reverse, so that each watcher meets the event that it returned itself.
         for watcher in reversed(self.watchers):
-            event = watcher.waits(self, stream, event)
+            event = watcher.waits(self, stream, event, what)
         self._wait(stream, event)
+
+    def follow(self, stream: Stream, earlier: Stream, what: str = "") -> None:
+        """Let everything enqueued on `stream` from now on start after everything enqueued on `earlier` so far."""
+        self.wait(stream, self.record(earlier, what), what)
 
     def release(self) -> None:
         """Let another engine use the device: the caller gives up its buffers, and no watcher stays."""

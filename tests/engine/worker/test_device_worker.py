@@ -77,10 +77,10 @@ class TransferOrder(DeviceWatcher):
         self.enqueued[stream] += 1
         self._ordered[stream][stream] += 1
 
-    def recorded(self, device, stream, event):
+    def recorded(self, device, stream, event, what):
         return ClockedEvent(event, self._ordered[stream].copy())
 
-    def waits(self, device, stream, event):
+    def waits(self, device, stream, event, what):
         if not isinstance(event, ClockedEvent):
             return event
         self._ordered[stream] |= event.clock
@@ -193,10 +193,10 @@ class GradientCopies(DeviceWatcher):
             self.enqueued.append(self._computations)
             self.waited_for.append(self._passed)
 
-    def recorded(self, device, stream, event):
+    def recorded(self, device, stream, event, what):
         return ClockedEvent(event, self._computations) if stream is Stream.COMPUTE else event
 
-    def waits(self, device, stream, event):
+    def waits(self, device, stream, event, what):
         if not isinstance(event, ClockedEvent):
             return event
         if stream is Stream.GRADIENT_DOWNLOAD:

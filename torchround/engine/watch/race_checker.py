@@ -97,12 +97,12 @@ class AccessLog(Observer, DeviceWatcher):
     ) -> None:
         self.access(self._enqueue(device, stream), reads, writes)
 
-    def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
+    def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
         found = _RecordedEvent(event, self)
         self.signal(self._enqueue(device, stream), found.token)
         return found
 
-    def waits(self, device: Device, stream: Stream, event: Event) -> Event:
+    def waits(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
         actor = self._enqueue(device, stream)
         if not isinstance(event, _RecordedEvent):
             return event

@@ -44,7 +44,9 @@ class QueueWatch(DeviceWatcher):
         self._state = state
         self._moves = 0
         self._inside: dict[Stream, WorkerState] = {}
-        self._events: dict[Stream, deque[tuple[Event, WorkerState]]] = {stream: deque() for stream in Stream}
+        self._events: dict[Stream, deque[tuple[Event, str, WorkerState]]] = {
+            stream: deque() for stream in Stream
+        }
         self._lock = threading.Lock()  # the device's thread and the one that looks both forget passed events
 
     def moves(self) -> int:
@@ -59,7 +61,8 @@ class QueueWatch(DeviceWatcher):
         for stream, events in self._events.items():
             self._forget_passed(events)
             if events:
-                found[stream] = f"has not passed {len(events)} event(s), the first one of", events[0][1]
+                _, what, state = events[0]
+                found[stream] = f"has not passed {len(events)} event(s), the first one ({what}) of", state
         for stream, state in list(self._inside.items()):
             found[stream] = "is inside an operation of", state
         return found
@@ -78,16 +81,16 @@ class QueueWatch(DeviceWatcher):
         self._inside.pop(stream)
         self._moves += 1
 
-    def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
+    def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
         events = self._events[stream]
-        events.append((event, self._state()))
+        events.append((event, what, self._state()))
         if (
             len(events) % EVENTS_AT_ONCE == 0
         ):  # each question is a call of the driver, in the thread that launches kernels
             self._forget_passed(events)
         return event
 
-    def _forget_passed(self, events: deque[tuple[Event, WorkerState]]) -> None:
+    def _forget_passed(self, events: deque[tuple[Event, str, WorkerState]]) -> None:
         # A failed device raises where a thread waits for it. Here it only makes no progress.
         with self._lock, suppress(RuntimeError):
             # A queue passes its events in their order.

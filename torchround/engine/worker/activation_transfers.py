@@ -114,7 +114,7 @@ class Outbox:
         device = self._device
         slot = self._slots.next(packing.nbytes)
         if slot.released is not None:
-            device.wait(Stream.COMPUTE, slot.released)
+            device.wait(Stream.COMPUTE, slot.released, "a free slot to pack into")
         # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
         # their memory to the next computation while a copy on another stream still reads it.
         device.run(
@@ -123,15 +123,15 @@ class Outbox:
             reads=[staged.memory for staged in inputs if staged.holds_any(tensors)],
             writes=[slot.memory],
         )
-        device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
+        device.follow(Stream.ACTIVATION_DOWNLOAD, Stream.COMPUTE, "packed tensors")
         buffer = self._pool.take(max(packing.nbytes, buffer_bytes))
         # Devices that used the buffer for something else may still read it.
         for event in buffer.busy:
-            device.wait(Stream.ACTIVATION_DOWNLOAD, event)
+            device.wait(Stream.ACTIVATION_DOWNLOAD, event, "a free host buffer")
         device.copy(
             Stream.ACTIVATION_DOWNLOAD, buffer.memory[: packing.nbytes], slot.memory[: packing.nbytes]
         )
-        landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
+        landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD, "sent tensors")
         return HostTensors(buffer, packing, landed, readers)
 
 
@@ -198,7 +198,7 @@ class ActivationTransfers:
 
     def end_stage(self) -> None:
         """Note that all computation of a stage is enqueued."""
-        self._stage_end = self._device.record(Stream.COMPUTE)
+        self._stage_end = self._device.record(Stream.COMPUTE, "the end of a stage")
 
     def bring_hidden(self, boundary: HostTensors, restarts: bool = False) -> tuple[Hidden, DeviceSlot]:
         """Upload the input of a stage, or, with `restarts`, the input of a layer inside it that begins anew."""
@@ -216,7 +216,7 @@ class ActivationTransfers:
     def end_micro_batch(self) -> None:
         """Note that nothing more will read the micro-batch's activations and gradients that were uploaded."""
         if self.inputs:
-            read = self._device.record(Stream.COMPUTE)
+            read = self._device.record(Stream.COMPUTE, "inputs that are read")
             for slot in self.inputs:
                 slot.released = read
             self.inputs.clear()
@@ -242,11 +242,11 @@ class ActivationTransfers:
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
         device, nbytes = self._device, boundary.packing.nbytes
         if slot.released is not None:
-            device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
-        device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)
+            device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for an input")
+        device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed, "an input in host memory")
         device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[:nbytes], boundary.memory)
-        uploaded = device.record(Stream.ACTIVATION_UPLOAD)
-        device.wait(Stream.COMPUTE, uploaded)
+        uploaded = device.record(Stream.ACTIVATION_UPLOAD, "an uploaded input")
+        device.wait(Stream.COMPUTE, uploaded, "an uploaded input")
         # As soon as the copy is enqueued: the next writer of the buffer waits for
         # `uploaded`, not for this stage.
         boundary.reader_ends(uploaded, self._pool)

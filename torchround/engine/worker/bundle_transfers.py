@@ -68,7 +68,7 @@ class WeightUpload:
             self._request(reader)
         # The stage before last may still compute with what the slot holds.
         if slot.released is not None:
-            device.wait(Stream.WEIGHT_UPLOAD, slot.released)
+            device.wait(Stream.WEIGHT_UPLOAD, slot.released, "a free slot for weights")
 
     def advance(self, numel: int) -> None:
         """Enqueue up to `numel` elements, weights in files by whole buffers.
@@ -83,7 +83,7 @@ class WeightUpload:
         while not self.complete:
             self._enqueue(self.layout.weight_numel)
         self.slot.frozen_weights = None if self._store.trained else self._content
-        return self._device.record(Stream.WEIGHT_UPLOAD)
+        return self._device.record(Stream.WEIGHT_UPLOAD, "uploaded weights")
 
     @property
     def remaining(self) -> int:
@@ -129,7 +129,7 @@ class WeightUpload:
         content = reader.take().view(piece.memory.dtype)
         target = self.slot.memory[slot_range.start + piece.start :][: content.numel()]
         self._device.copy(Stream.WEIGHT_UPLOAD, target, content)
-        reader.uploaded(self._device.record(Stream.WEIGHT_UPLOAD))
+        reader.uploaded(self._device.record(Stream.WEIGHT_UPLOAD, "an uploaded piece of a file"))
         # Gaps between parameters count as done with the piece before them.
         stop = pieces[0].start if pieces else slot_range.numel
         if pieces:
@@ -162,7 +162,7 @@ class WeightUpload:
             # version as soon as it has gone up.
             if bundle.trainable:
                 use = upload_use(self._slot_number, slot_range.layer)
-                event = self._device.record(Stream.WEIGHT_UPLOAD)
+                event = self._device.record(Stream.WEIGHT_UPLOAD, "an uploaded version")
                 self._ordering.uploaded(bundle.index, version, use, event)
         return stop - start
 
@@ -215,7 +215,7 @@ class GradientDownload:
         """Note that the computation enqueued so far is the last that adds to gradients of layer `first` or deeper ones."""
         if first < self._first_final:
             self._first_final = first
-            self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.COMPUTE))
+            self._device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "final gradients")
 
     def advance(self, numel: int) -> None:
         """Enqueue up to `numel` elements.
@@ -230,7 +230,7 @@ class GradientDownload:
         assert self._first_final <= self._first_layer, "the stage's backward has not ended"
         while not self.complete:
             self._enqueue(self.remaining)
-        self._slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD)
+        self._slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD, "sent gradients")
 
     @property
     def remaining(self) -> int:
@@ -259,7 +259,7 @@ class GradientDownload:
         self._copy(target[start:stop], self._slot.memory[slot_range.start + start : slot_range.start + stop])
         self._done_elements = stop
         if stop == slot_range.numel:
-            event = self._device.record(Stream.GRADIENT_DOWNLOAD)
+            event = self._device.record(Stream.GRADIENT_DOWNLOAD, "a landed gradient")
             part_number = self._part_numbers[slot_range.layer, slot_range.bundle]
             self._ordering.gradient_landed(slot_range.bundle, self.step, part_number, event, buffer)
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
@@ -275,7 +275,7 @@ class GradientDownload:
         buffer = self._landings.take(bundle)
         # Devices that used the buffer for other things may still read it.
         for event in buffer.busy:
-            self._device.wait(Stream.GRADIENT_DOWNLOAD, event)
+            self._device.wait(Stream.GRADIENT_DOWNLOAD, event, "a free landing buffer")
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
     def _previous_part(self, slot_range: SlotRange) -> int:

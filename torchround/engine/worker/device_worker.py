@@ -152,7 +152,7 @@ class DeviceWorker:
             self._flush()
         with self._turn(job.window, upload.complete):
             filled = upload.finish()
-        self._device.wait(Stream.COMPUTE, filled)
+        self._device.wait(Stream.COMPUTE, filled, "uploaded weights")
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
         has_gradients = job.task.stage.kind is not StageKind.FORWARD
         gradients = self._clear_gradients(upload.layout) if has_gradients else None
@@ -221,7 +221,7 @@ class DeviceWorker:
 
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
-        upload.slot.released = self._device.record(Stream.COMPUTE)
+        upload.slot.released = self._device.record(Stream.COMPUTE, "weights that are read")
         if self._setup.model.own_dtypes:
             unbind(
                 self._skeletons[layer] for layer in upload.layout.layers
@@ -257,7 +257,9 @@ class DeviceWorker:
                 download = self._begin_download(job, layout, gradients)
                 download.layers_final(layer)
                 # Behind the activations already on their way, as every chunk.
-                self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
+                self._device.follow(
+                    Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
+                )
                 download.advance(download.remaining)
 
         return layer_final
@@ -329,11 +331,13 @@ class DeviceWorker:
         # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
         # from waiting for a whole stage's weights.
         if self._upload is not None:
-            self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
+            self._device.follow(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, "activations before weights")
             with self._turn(window, not self._upload.may_advance):
                 self._upload.advance(-(-self._upload.remaining // remaining))
         if self._download is not None:
-            self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
+            self._device.follow(
+                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before gradients"
+            )
             self._download.advance(-(-self._download.remaining // remaining))
 
     def _begin_next_upload(self) -> None:
@@ -352,7 +356,7 @@ class DeviceWorker:
     def _clear_gradients(self, layout: StageLayout) -> DeviceSlot:
         slot = self._slots.for_gradients(layout)
         if slot.released is not None:
-            self._device.wait(Stream.COMPUTE, slot.released)  # its last gradients have left
+            self._device.wait(Stream.COMPUTE, slot.released, "a free slot for gradients")
         self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
         return slot
 

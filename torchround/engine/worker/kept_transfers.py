@@ -108,7 +108,7 @@ class KeptTransfers:
         else:
             staged = self._upload({layer: wait(KEPT(pass_index, layer, m)) for layer in self.keeping(layers)})
         if staged.slot is not None and staged.uploaded is not None:
-            self._device.wait(Stream.COMPUTE, staged.uploaded)
+            self._device.wait(Stream.COMPUTE, staged.uploaded, "uploaded kept activations")
             self._in_use.append(staged.slot)
         return staged
 
@@ -134,7 +134,7 @@ class KeptTransfers:
     def end_micro_batch(self) -> None:
         """Note that nothing more will read what was brought up for the micro-batch."""
         if self._in_use:
-            read = self._device.record(Stream.COMPUTE)
+            read = self._device.record(Stream.COMPUTE, "kept activations that are read")
             for slot in self._in_use:
                 slot.released = read
             self._in_use.clear()
@@ -149,15 +149,15 @@ class KeptTransfers:
         joined = self._joined.setdefault(packings, Packing.joined(packings))
         slot = self._in.next(joined.nbytes)
         if slot.released is not None:
-            device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
+            device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for kept activations")
         start = 0
         for value in kept.values():
-            device.wait(Stream.ACTIVATION_UPLOAD, value.landed)
+            device.wait(Stream.ACTIVATION_UPLOAD, value.landed, "kept activations in host memory")
             stop = start + value.packing.nbytes
             source = value.memory[: value.packing.nbytes]
             device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[start:stop], source)
             start = stop
-        uploaded = device.record(Stream.ACTIVATION_UPLOAD)
+        uploaded = device.record(Stream.ACTIVATION_UPLOAD, "uploaded kept activations")
         for value in kept.values():
             value.reader_ends(uploaded, self._pool)
         views = iter(slot.views(joined))

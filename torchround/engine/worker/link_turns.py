@@ -67,9 +67,9 @@ class LinkTurns:
             yield
             return
         for event in self._before(index, window):
-            device.wait(Stream.WEIGHT_UPLOAD, event)
+            device.wait(Stream.WEIGHT_UPLOAD, event, "its turn on the link")
         yield
-        event = device.record(Stream.WEIGHT_UPLOAD)
+        event = device.record(Stream.WEIGHT_UPLOAD, "the end of its turn on the link")
         with self._lock:
             self._taken[index].append((window, event))
 

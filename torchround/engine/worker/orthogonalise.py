@@ -145,7 +145,7 @@ class Orthogonaliser:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
         self._ordering.before_look_ahead_upload(bundle.index, step)
         marks = [mark for piece in _pieces_of(bundle) for mark in self._enqueue(piece)]
-        event = self._device.record(Stream.GRADIENT_DOWNLOAD)
+        event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
         landed = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
         self._ordering.direction_landed(bundle.index, step, landed)
         return marks[-1]
@@ -154,17 +154,17 @@ class Orthogonaliser:
         """Enqueue a piece: up, its computation, down into the same host memory. Returns marks around the computation."""
         device, slot = self._device, self._ring.next(piece.host.numel())
         if slot.released is not None:
-            device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
+            device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for a look-ahead")
         memory = slot.memory[: piece.host.numel()]
         # Before the weights of a next stage, which may fill their own stream already.
         device.copy(Stream.ACTIVATION_UPLOAD, memory, piece.host)
-        device.wait(Stream.COMPUTE, device.record(Stream.ACTIVATION_UPLOAD))
+        device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
         start = device.mark(Stream.COMPUTE)
         device.run(Stream.COMPUTE, partial(_replace, memory, piece.matrices), reads=[memory], writes=[memory])
         end = device.mark(Stream.COMPUTE)
-        device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))
+        device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
         device.copy(Stream.GRADIENT_DOWNLOAD, piece.host, memory)
-        slot.released = device.record(Stream.GRADIENT_DOWNLOAD)
+        slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
         return start, end
 
 

@@ -1,0 +1,266 @@
+"""One kit of faults for tests that break an engine on purpose. A fault has a place, which bears the engine's own name.
+
+Places: a `Stream`, where an operation begins; the words of a device's event or wait; `("posts", kind)` and `("has", kind)` of a
+hand-over; "a norm" and "an update" of the optimizer; "an allocation" of a device in its thread; and what a test itself calls.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchround.engine.board import Board, Observer
+from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
+from torchround.engine.watch.race_checker import AccessLog
+from torchround.engine.watch.watchdog import Watchdog
+
+
+class PlantedError(RuntimeError):
+    """A fault of a device, or an error in a layer."""
+
+
+class PlantedExit(BaseException):
+    """An exception that `except Exception` does not catch."""
+
+
+class Bomb(Observer, DeviceWatcher):
+    """An exception that is raised at the `hit`-th chance at a place; without one, a delay at every chance.
+
+    If it `stays`, it is raised again at each later chance there, and by everything that the same device does.
+    """
+
+    def __init__(self, place, exception=PlantedError, hit=1, stays=False):
+        self.place, self.exception, self.hit, self.stays = place, exception, hit, stays
+        self.chances, self.raised, self.device = 0, None, None
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo):
+        return self  # all copies of a layer share it
+
+    def __call__(self, place, device=None):
+        """Note a chance at a place."""
+        if place == self.place:
+            with self._lock:
+                self.chances += 1
+                is_due = self.chances == self.hit
+            if self.exception is None:
+                time.sleep(0.005)
+            elif is_due:
+                self.device, self.raised = device, self.exception("planted")
+                raise self.raised
+        if self.stays and self.raised and (device == self.device if device else place == self.place):
+            raise self.raised
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        self(stream, device.name)
+
+    def recorded(self, device, stream, event, what):
+        self(what, device.name)
+        return event
+
+    def posted(self, token):
+        if threading.current_thread() is not threading.main_thread():
+            self(("posts", kind_of(token)))
+
+    def waited(self, token):
+        if threading.current_thread() is not threading.main_thread():
+            self(("has", kind_of(token)))
+
+    def touched(self, reads, writes):
+        if this_thread() == "torchround optimizer":
+            self("an update" if len(writes) > 1 else "one buffer" if writes else "a norm")
+
+
+class ArmedDevice(CpuDevice):
+    """A virtual device that gives a bomb its chances, in allocations too once it has its fixed buffers."""
+
+    def __init__(self, index, bomb):
+        super().__init__(index)
+        self.watchers.append(bomb)
+        self._bomb, self._entered = bomb, False
+
+    def enter_thread(self):
+        super().enter_thread()
+        self._entered = True
+
+    def allocate(self, nbytes):
+        if self._entered:
+            self._bomb("an allocation", self.name)
+        return super().allocate(nbytes)
+
+
+def armed(bomb):
+    """Return the options of `toy_engine` that give a bomb its chances."""
+    return {"observer": bomb, "wrap": lambda device: ArmedDevice(int(device.name[4:]), bomb)}
+
+
+def before(patch, owner, name, bomb, when=lambda *_: True):
+    """Give a bomb a chance at each call of `owner.name`; `when` chooses the calls by their arguments."""
+    function = getattr(owner, name)
+
+    def fused(*arguments, **options):
+        if when(*arguments):
+            bomb(name)
+        return function(*arguments, **options)
+
+    patch.setattr(owner, name, fused)
+
+
+class FailAtOperation(TorchDispatchMode):
+    """Raises in place of the n-th torch operation that is run under it, and counts them all."""
+
+    def __init__(self, fatal):
+        super().__init__()
+        self.fatal = fatal
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        if self.seen == self.fatal:
+            raise PlantedError(f"operation {self.fatal}: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+# Faults of order.
+
+
+class Unordered(DeviceWatcher):
+    """A place that orders nothing: there is "no wait", or an "empty event", or the "stale event" of the time before.
+
+    It comes last of a device's watchers. `times` counts how often it came to effect.
+    """
+
+    def __init__(self, place, kind):
+        self.place, self.kind = place, kind
+        self.times, self._before = 0, {}
+
+    def recorded(self, device, stream, event, what):
+        if self.kind == "no wait" or what != self.place:
+            return event
+        self.times += 1
+        stale, self._before[device.name] = self._before.get(device.name, PastEvent()), event
+        return stale if self.kind == "stale event" else PastEvent()
+
+    def waits(self, device, stream, event, what):
+        if self.kind != "no wait" or what != self.place:
+            return event
+        self.times += 1
+        return PastEvent()
+
+
+class DeafLog(AccessLog):
+    """The log of a run as if hand-overs of some kinds ordered nothing for threads whose names begin so.
+
+    The threads do wait: the run is as ever, and the race checker must find that the wait was needed.
+    """
+
+    def __init__(self, *kinds, threads=""):
+        super().__init__()
+        self.kinds, self.threads, self.times = kinds, threads, 0
+        self._deaf = {}
+
+    def _ignores(self, token):
+        ignores = kind_of(token) in self.kinds and this_thread().startswith(self.threads)
+        self.times += ignores
+        return ignores
+
+    def posted(self, token):
+        if self._ignores(token):
+            self.signal("no thread", token)
+        else:
+            super().posted(token)
+
+    def waited(self, token):
+        # Until the thread's next wait: the event that came with the hand-over orders nothing either.
+        self._deaf[this_thread()] = self._ignores(token)
+        if not self._deaf[this_thread()]:
+            super().waited(token)
+
+    def wait(self, actor, token):
+        if not self._deaf.get(actor):
+            super().wait(actor, token)
+
+
+def no_wait_for(patch, *kinds):
+    """Let no thread wait for hand-overs of these kinds, which carry nothing. Returns the keys that no thread waited for."""
+    wait, ready, missed = Board.wait, Board.ready, []
+
+    def at_once(board, key, *arguments):
+        if key.kind in kinds and not ready(board, key):
+            return missed.append(key)
+        return wait(board, key, *arguments)
+
+    patch.setattr(Board, "wait", at_once)
+    patch.setattr(Board, "ready", lambda board, key: key.kind in kinds or ready(board, key))
+    return missed
+
+
+# Hangs: a blocked thread stays so until the test is over, and no watchdog looks before it blocks.
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Make an event that a test sets once the fault has happened and a thread waits. The watchdog looks from then on."""
+    event, look = threading.Event(), Watchdog._look
+    monkeypatch.setattr(Watchdog, "_look", lambda watchdog: event.is_set() and look(watchdog))
+    return event
+
+
+@pytest.fixture
+def over():
+    """Yield an event that is set at the end of a test, so that the threads it blocked continue and end."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchround"):
+            thread.join(20)
+
+
+def lose(patch, planted, chosen):
+    """Lose the first hand-over whose key is `chosen`, and set `planted` once a thread waits for it."""
+    post, wait, lost, waited = Board.post, Board.wait, [], []
+
+    def losing(board, key, value):
+        if lost or not chosen(key):
+            post(board, key, value)
+            return
+        lost.append(key)
+        if key in waited:
+            planted.set()
+
+    def waiting(board, key, *arguments):
+        waited.append(key)
+        if key in lost:
+            planted.set()
+        return wait(board, key, *arguments)
+
+    patch.setattr(Board, "post", losing)
+    patch.setattr(Board, "wait", waiting)
+
+
+def kind_of(token):
+    """Return the kind of a hand-over, or the words of a token that is none."""
+    return token[0] if isinstance(token, tuple) else getattr(token, "kind", None)
+
+
+def this_thread():
+    return threading.current_thread().name
+
+
+def engine_threads():
+    """Name the threads of engines that still run."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(("torchround", "finish"))]
+
+
+def copied(store):
+    """Copy what a checkpoint of a store holds."""
+    return {name: view.clone() for name, view in store.named_views().items()}
+
+
+ERRORS = (
+    *(PlantedError, PlantedExit, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit, MemoryError, StopIteration),
+    AssertionError,
+)
