@@ -1,15 +1,13 @@
 """What differs by kind of accelerator: what each kind claims, what models on `meta` choose, and who is asked."""
 
-import ast
 import importlib.util
-import re
 import sys
 import sysconfig
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.source_files import library, offences
 from torchround import accelerators
 from torchround.accelerators import (
     PLANNED_KIND,
@@ -29,18 +27,6 @@ from torchround.accelerators import (
 )
 
 BF16 = torch.bfloat16
-
-
-def test_no_other_file_knows_a_kind_by_name():
-    def rule(source):
-        for node in ast.walk(source.tree):
-            word = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-            # A string with a space is a sentence, which may name a maker's library.
-            if isinstance(word, str) and " " not in word and re.match(r"(cuda|xpu|npu)", word.lower()):
-                yield f"line {node.lineno}: {word}"
-
-    others = [source for source in library() if source.name != "torchround/accelerators.py"]
-    assert len(others) > 100 and offences(others, rule) == []
 
 
 def test_the_host_has_no_special_kernel():
@@ -89,17 +75,24 @@ def test_amds_numbers_choose_no_kernel_that_was_not_tried_there(monkeypatch):
     assert not kind.has_offset_attention(BF16, 128) and not kind.has_grouped_products(BF16)
 
 
-@pytest.mark.parametrize("lacks", ["compiler", "headers"])
-def test_triton_without_a_c_compiler_or_headers_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
+@pytest.mark.parametrize("lacks", ["compiler", "headers", "driver", None])
+def test_triton_without_a_c_compiler_headers_or_driver_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
+    class Found:
+        @property
+        def active(self):
+            if lacks == "driver":
+                raise RuntimeError("0 active drivers")
+
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    if lacks == "compiler":
-        monkeypatch.setenv("CC", "no-such-compiler")
-    else:
-        monkeypatch.setenv("CC", sys.executable)
-        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton.runtime.driver", SimpleNamespace(driver=Found()))
+    monkeypatch.setenv("CC", "no-such-compiler" if lacks == "compiler" else sys.executable)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    if lacks != "headers":
+        (tmp_path / "Python.h").touch()
     accelerators._missing_for_triton.cache_clear()
     try:
-        assert lacks in CudaKind((9, 0)).missing_compiler()
+        missing = CudaKind((9, 0)).missing_compiler()
+        assert missing is None if lacks is None else lacks in missing
     finally:
         accelerators._missing_for_triton.cache_clear()
 
@@ -165,7 +158,4 @@ def test_threads_that_wait_for_an_event_of_a_cuda_device_sleep(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **flags: made.append(flags))
     for timed in (False, True):
         accelerators.CudaKind().event(torch.device("cuda", 0), timed)
-    assert made == [
-        {"enable_timing": False, "blocking": True},
-        {"enable_timing": True, "blocking": False},
-    ]
+    assert made == [{"enable_timing": False, "blocking": True}, {"enable_timing": True, "blocking": False}]

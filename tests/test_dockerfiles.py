@@ -57,26 +57,18 @@ def test_an_image_installs_pinned_packages_and_extras_that_exist(name: str) -> N
 
 def test_the_commands_in_the_files_heads_name_the_image_and_a_command() -> None:
     for name, tag in zip(FILES, ("torchround", "torchround-cpu"), strict=True):
-        head = [
-            line[1:].strip() for line in (ROOT / name).read_text().splitlines()[:6] if line.startswith("#")
-        ]
-        build, run = (
-            next(line for line in head if line.startswith(f"docker {word}")) for word in ("build", "run")
-        )
+        head = [line[1:].strip() for line in (ROOT / name).read_text().splitlines()[:6] if line.startswith("#")]
+        build, run = (next(line for line in head if line.startswith(f"docker {word}")) for word in ("build", "run"))
         assert f"-t {tag} " in build and (name == "Dockerfile" or f"-f {name}" in build)
         assert f" {tag} train --config debug.toml" in run
         assert ("--gpus all" in run) is (name == "Dockerfile")
 
 
 def test_nothing_that_git_ignores_gets_into_an_image() -> None:
-    kept_out = [
-        line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")
-    ]
+    kept_out = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
     assert set(kept_out) == {".git", *(f"**/{pattern}" for pattern in ignored)}
     # What the images copy and install from must not be among them.
     for needed in ("torchround/trainer.py", "configs/debug.toml", "pyproject.toml", "README.md", "train.py"):
         parts = Path(needed).parts
-        assert not any(
-            fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in kept_out
-        )
+        assert not any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in kept_out)

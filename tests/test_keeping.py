@@ -53,9 +53,7 @@ class Products(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += (
-            any(word in func.name() for word in ("mm", "attention")) and "backward" not in func.name()
-        )
+        self.count += any(word in func.name() for word in ("mm", "attention")) and "backward" not in func.name()
         return func(*args, **(kwargs or {}))
 
 
@@ -135,9 +133,7 @@ def test_a_block_outside_of_both_keeps_nothing_and_other_threads_are_not_seen() 
     assert record.tensors == []
 
 
-def test_parts_of_two_threads_that_overlap_leave_no_flag_of_the_process_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_of_two_threads_that_overlap_leave_no_flag_of_the_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch reads it when it compiles, so results of compiled layers would depend on timing."""
     # A mode of PyTorch's own that threads of an earlier test used may have left it set.
     monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
@@ -184,10 +180,7 @@ def test_a_replay_without_gradients_takes_the_kernels_of_training() -> None:
     [
         (lambda tensors: tensors[:-1], "needs kept activation number 5, and only 4 were kept"),
         (lambda tensors: [*tensors, tensors[0]], "took 5 of its 6 kept activations"),
-        (
-            lambda tensors: [tensors[0].double(), *tensors[1:]],
-            "number 1 has .* torch.float64, but aten::addmm",
-        ),
+        (lambda tensors: [tensors[0].double(), *tensors[1:]], "number 1 has .* torch.float64, but aten::addmm"),
         (lambda tensors: [tensors[0][:, 1:], *tensors[1:]], r"number 1 has shape \(10, 95\)"),
     ],
 )

@@ -19,9 +19,7 @@ def text_of(page: Path) -> str:
 def cells(page: Path) -> list[str]:
     """Return the cells of a page's tables, code blocks left out."""
     prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    return [
-        cell for line in prose.splitlines() if line.startswith("|") for cell in line.strip("|").split(" | ")
-    ]
+    return [cell for line in prose.splitlines() if line.startswith("|") for cell in line.strip("|").split(" | ")]
 
 
 def num_words(cell: str) -> int:
@@ -48,9 +46,7 @@ def test_a_table_cell_is_short_enough_to_read(page: Path) -> None:
 
 def test_a_word_of_the_glossary_is_used() -> None:
     used = " ".join(
-        text_of(path).lower()
-        for path in [*(ROOT / "torchround").rglob("*.py"), *PAGES]
-        if path.name != "glossary.md"
+        text_of(path).lower() for path in [*(ROOT / "torchround").rglob("*.py"), *PAGES] if path.name != "glossary.md"
     )
     rows = re.findall(r"^\| ([\w ,-]+) \| .+ \| .+ \| .+ \|$", text_of(DOCS / "glossary.md"), re.MULTILINE)
     words = {word for row in rows for word in row.split(", ") if row != "word"}

@@ -116,8 +116,7 @@ def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize(
-    "mode",
-    ["sync", "async, tied, two rounds", "async, bfloat16", "async, predict", "bounded, no stale layers"],
+    "mode", ["sync", "async, tied, two rounds", "async, bfloat16", "async, predict", "bounded, no stale layers"]
 )
 def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_that_recomputes(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -136,11 +135,7 @@ def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_tha
 @pytest.mark.parametrize("mode", ["sync, tied", "async, tied, two rounds"])
 @pytest.mark.parametrize("call", [1, 9, 13, 16, 31])
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    mode: str,
-    call: int,
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, call: int
 ) -> None:
     assert small_runs("whole", *MODES[mode]) == 0
     with monkeypatch.context() as patch:
@@ -263,10 +258,7 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
 ) -> None:
     assert small_runs("first", ASYNC) == 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
-    stage = [
-        "--checkpoint.load=weights",
-        f"--checkpoint.load_path={small_runs.path('first')}/checkpoints/step-5",
-    ]
+    stage = ["--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.path('first')}/checkpoints/step-5"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
     begun_with: list[dict[str, torch.Tensor]] = []
 
@@ -282,9 +274,7 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
     assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
     first, [begun] = small_runs.state("first"), begun_with
-    assert {name for name in begun if name.startswith("weights/")} == {
-        n for n in first if n.startswith("weights/")
-    }
+    assert {name for name in begun if name.startswith("weights/")} == {n for n in first if n.startswith("weights/")}
     for name, view in begun.items():
         moment = not name.startswith("weights/")
         assert not view.any() if moment else torch.equal(view, first[name])
@@ -294,11 +284,7 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
     ("folder", "overrides", "message"),
     [
         ("nowhere", [], "checkpoint.load_path: given nowhere; legal: one checkpoint, a folder step-N"),
-        (
-            "outputs/first",
-            [],
-            "given outputs/first; legal: one checkpoint, such as outputs/first/checkpoints/step-5",
-        ),
+        ("outputs/first", [], "given outputs/first; legal: one checkpoint, such as outputs/first/checkpoints/step-5"),
         ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
     ],
 )
@@ -331,11 +317,7 @@ def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("--run.seed=1", "seed was 0, is 1"),
-        ("--checkpoint.load_path=nowhere", None),
-    ],
+    ("change", "expected"), [("--run.seed=1", "seed was 0, is 1"), ("--checkpoint.load_path=nowhere", None)]
 )
 def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], change: str, expected: str | None

@@ -69,10 +69,7 @@ def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retrie
 
 @pytest.mark.parametrize("interval", [0, STEPS])
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
-    small_runs: SmallRuns,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    interval: int,
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, interval: int
 ) -> None:
     """Also if its step is due to be saved beside training: no warning says then that training continues."""
     file_for_checkpoints(small_runs)
@@ -164,9 +161,7 @@ def test_a_loss_that_is_not_finite_is_skipped_and_its_count_survives_a_resume(
     assert [line["skipped_steps"] for line in small_runs.steps("run")] == [0, 1, 1, 1, 1]
 
 
-def test_a_console_that_is_closed_does_not_end_the_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_console_that_is_closed_does_not_end_the_run(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -206,11 +206,7 @@ MISTAKES = {
         "model.shape: given a table, but model.family",
     ),
     "no model": (("--model.hf_path=none",), {}, "legal: one of them"),
-    "a type that transformers does not know": (
-        (),
-        {"model_type": "qwen99"},
-        "'qwen99' is unknown to transformers",
-    ),
+    "a type that transformers does not know": ((), {"model_type": "qwen99"}, "'qwen99' is unknown to transformers"),
     "no type": ((), {"model_type": None}, "release/config.json: config.json: model_type = None"),
     "a quantised release": ((), {"quantization_config": {"quant_method": "fp8"}}, "an FP8 release"),
     "dropout": ((), {"attention_dropout": 0.1}, "release: model_type 'qwen2' of transformers does not fit"),
@@ -228,11 +224,7 @@ MISTAKES = {
         "missing: model.layers.2.self_attn.q_proj.weight",
     ),
     "a tokenizer that is larger": ((), {"vocab_size": 200}, "tokenizer: it has 259 tokens"),
-    "no such target": (
-        ("--lora.rank=2", "--lora.targets=['query']"),
-        {},
-        "lora.targets: this model has no 'query'",
-    ),
+    "no such target": (("--lora.rank=2", "--lora.targets=['query']"), {}, "lora.targets: this model has no 'query'"),
 }
 
 
@@ -269,6 +261,4 @@ def test_layers_are_never_compiled_and_a_run_that_asks_for_it_is_told_so_once(fo
     model = configured_model.build_model(parse_command_line(["--config", "small.toml"]))
     assert all(runs_fused(layer, device) for layer in model.layers for device in ("cpu", "cuda"))
     configured_model.build_model(parse_command_line(["--config", "small.toml", "--engine.compile=true"]))
-    assert (
-        len([record for record in caplog.records if "engine.compile = true compiles" in record.message]) == 1
-    )
+    assert len([record for record in caplog.records if "engine.compile = true compiles" in record.message]) == 1

@@ -120,10 +120,7 @@ def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     printed, errors = process.communicate()
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
-    assert (
-        "SIGTERM: finishing the steps under way and saving" in errors
-        and "reporting to wandb failed" not in errors
-    )
+    assert "SIGTERM: finishing the steps under way and saving" in errors and "reporting to wandb failed" not in errors
     assert "run the same command to continue" in printed.splitlines()[-1]
     assert process.returncode == 1 and "resuming after step" not in printed  # stopped, not restarted
 

@@ -31,13 +31,7 @@ MISTAKES = {
         'command line: tokenizer.path: given "nowhere", but there is no such file or folder; legal: ',
     ),
     "a model's folder that brings the tokenizer": (
-        [
-            "--config",
-            "debug.toml",
-            "--model.flavor=none",
-            "--model.hf_path=~/nowhere",
-            "--tokenizer.name=none",
-        ],
+        ["--config", "debug.toml", "--model.flavor=none", "--model.hf_path=~/nowhere", "--tokenizer.name=none"],
         'command line: model.hf_path: given "~/nowhere", but there is no such folder; legal: a local folder',
     ),
     "a tokenizer that the file names": (
@@ -89,14 +83,10 @@ def test_a_mistake_ends_with_exit_code_2_and_a_message(
     ],
     ids=["python", "torchrun"],
 )
-def test_the_message_comes_first_and_without_a_traceback(
-    launcher: list[str], code: int, tmp_path: Path
-) -> None:
+def test_the_message_comes_first_and_without_a_traceback(launcher: list[str], code: int, tmp_path: Path) -> None:
     arguments = [*launcher, str(ROOT / "train.py"), "--config", "debug.toml", "--training.stepps", "3"]
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert done.stderr.startswith("command line: training.stepps: unknown key, given 3; ")
     ours = done.stderr.partition("torch/distributed")[0]
@@ -104,7 +94,5 @@ def test_the_message_comes_first_and_without_a_traceback(
     if code == 1:
         # torchrun quotes the message at the end of its own report, where a reader looks first.
         report = done.stderr.partition("Root Cause")[2]
-        assert (
-            "exitcode  : 2 " in report and "traceback : command line: training.stepps: unknown key" in report
-        )
+        assert "exitcode  : 2 " in report and "traceback : command line: training.stepps: unknown key" in report
     assert list(tmp_path.iterdir()) == []

@@ -100,16 +100,9 @@ def test_a_shape_beside_a_flavor_replaces_only_what_it_names(folder, capsys):
     assert "model    qwen3 debug_moe with other sizes: " in capsys.readouterr().out
     assert export_hf.main(["outputs/own/checkpoints/step-1", "exported"]) == 0
     content = json.loads(Path("exported/config.json").read_text())
-    kept = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 56,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-    }
+    kept = {"hidden_size": 128, "moe_intermediate_size": 56, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     changed = {"num_hidden_layers": 3, "num_experts": 4}
-    assert kept.items() | changed.items() <= {
-        (k, v) for k, v in content.items() if isinstance(v, (int, float))
-    }
+    assert kept.items() | changed.items() <= {(k, v) for k, v in content.items() if isinstance(v, (int, float))}
 
 
 def test_a_run_is_not_resumed_with_another_shape_even_if_its_tensors_are_alike(folder, capsys):
@@ -174,10 +167,7 @@ def test_a_mistake_in_a_shape_is_one_message_and_nothing_is_written(name, folder
 
 def test_a_shape_and_a_folder_are_one_too_many(folder, capsys):
     assert train.main(write(folder, "llama3", SIZES, more='hf_path = "release"')) == 2
-    assert (
-        'model.shape, model.hf_path: given a table and "release"; legal: one of them'
-        in capsys.readouterr().err
-    )
+    assert 'model.shape, model.hf_path: given a table and "release"; legal: one of them' in capsys.readouterr().err
 
 
 def test_a_shape_is_planned_without_its_tokenizer_if_it_says_its_vocabulary(folder, capsys):

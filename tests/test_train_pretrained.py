@@ -79,9 +79,7 @@ FAULTS = {
         "release: this is a quantised (compressed-tensors) release",
     ),
     "weights in PyTorch's format": (
-        lambda folder: (folder / "release" / "model.safetensors").rename(
-            folder / "release" / "pytorch_model.bin"
-        ),
+        lambda folder: (folder / "release" / "model.safetensors").rename(folder / "release" / "pytorch_model.bin"),
         "index.json but pytorch_model.bin, a format that torchround does not read; legal: a release in safetensors",
     ),
     "a truncated file": (truncate, "model.safetensors: truncated"),
@@ -179,10 +177,7 @@ def test_a_run_starts_from_adapters_in_pefts_format(folder):
     [
         (("--lora.rank=3",), "r is 2 instead of 3"),
         (("--lora.alpha=8.0",), "lora_alpha is 4 instead of 8.0"),
-        (
-            ('--lora.targets=["q_proj"]',),
-            "not part of the model: base_model.model.model.layers.0.self_attn.k_proj",
-        ),
+        (('--lora.targets=["q_proj"]',), "not part of the model: base_model.model.model.layers.0.self_attn.k_proj"),
         (("--lora.path=nowhere",), "adapter_config.json cannot be read"),
     ],
 )
@@ -211,9 +206,7 @@ def test_a_mapped_base_trains_the_same_adapters_as_a_copied_one(folder, capsys):
 
 
 def test_a_mapped_run_resumes_with_the_same_bits_and_exports_the_same_files_as_a_copied_one(folder):
-    assert (
-        train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED, "--lr_schedule.decay=none"]) == 0
-    )
+    assert train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED, "--lr_schedule.decay=none"]) == 0
     for steps in ("--training.steps=2", "--training.steps=3"):
         mapped = ("--run.name=mapped", *MAPPED, "--lr_schedule.decay=none", steps)
         assert train.main(["--config", "small.toml", *mapped]) == 0
@@ -229,12 +222,7 @@ def test_a_mapped_run_resumes_with_the_same_bits_and_exports_the_same_files_as_a
 def test_a_new_stage_of_a_mapped_run_has_its_adapters_and_the_base_of_the_files(folder):
     for name, table in (("copied", ADAPTED), ("mapped", MAPPED)):
         assert train.main(["--config", "small.toml", f"--run.name={name}", *table]) == 0
-        stage = [
-            f"--run.name={name}-2",
-            "--optimizer.lr=1e-30",
-            "--training.steps=1",
-            "--checkpoint.load=weights",
-        ]
+        stage = [f"--run.name={name}-2", "--optimizer.lr=1e-30", "--training.steps=1", "--checkpoint.load=weights"]
         load = f"--checkpoint.load_path=outputs/{name}/checkpoints/step-3"
         assert train.main(["--config", "small.toml", *table, *stage, load]) == 0
     assert losses(folder, "mapped-2") == losses(folder, "copied-2")
@@ -298,10 +286,7 @@ def table_of(printed: str) -> dict[str, str]:
     ("overrides", "message"),
     [
         (("--lora.map_base=true",), "lora.map_base, lora.rank: given true and 0"),
-        (
-            ("--lora.map_base=true", "--lora.rank=2", "--model.hf_path=none", "--model.flavor=debug"),
-            "no folder",
-        ),
+        (("--lora.map_base=true", "--lora.rank=2", "--model.hf_path=none", "--model.flavor=debug"), "no folder"),
     ],
 )
 def test_only_a_frozen_base_with_a_folder_can_be_mapped(overrides, message, folder, capsys):

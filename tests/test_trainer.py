@@ -189,9 +189,7 @@ def test_a_complete_run_says_so_and_continues_when_it_gets_more_steps(
     small_runs.assert_same("run", "whole", step=7)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_last_step_changes_nothing(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     before_step(monkeypatch, STEPS, partial(interrupt, signal.SIGINT))
     assert small_runs("run") == 0
     assert small_runs.saved("run") == [STEPS]
@@ -205,9 +203,7 @@ def test_control_c_before_the_first_step_prints_no_traceback(
     assert capsys.readouterr().err == "interrupted before the first step\n"
 
 
-def test_signal_handlers_are_restored_after_a_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_handlers_are_restored_after_a_run(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     before_step(monkeypatch, 2, interrupt)
     assert small_runs("run") == 128 + signal.SIGTERM
@@ -216,10 +212,7 @@ def test_signal_handlers_are_restored_after_a_run(
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    number: signal.Signals,
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     before_step(monkeypatch, 2, partial(interrupt, number))
     assert small_runs("run") == 128 + number
@@ -306,9 +299,7 @@ def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small
         assert validated == [2, 4, 5]  # the last step too
 
 
-def test_the_time_of_a_validation_counts_in_no_step(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_a_validation_counts_in_no_step(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that takes 30 ms: four micro-batches one after the other are the least that a step can take."""
     write_text(small_runs.folder / "held-out.jsonl", lines=40, seed=1)
     before_forward(monkeypatch, 1, lambda call: time.sleep(0.03))
@@ -410,9 +401,7 @@ def test_a_new_run_names_a_faster_mode_and_its_end_says_what_to_open(
     assert small_runs("run", *validated, *planned, *keep) == 0
     out = capsys.readouterr().out
     assert re.search(r"^faster   engine\.(rounds|update) = .* less time per step", out, re.MULTILINE)
-    losses = {
-        step["step"]: step["validation_loss"] for step in small_runs.steps("run") if "validation_loss" in step
-    }
+    losses = {step["step"]: step["validation_loss"] for step in small_runs.steps("run") if "validation_loss" in step}
     best = min(losses, key=losses.__getitem__)
     assert f"checkpoints/step-{best}, the best one: validation loss {losses[best]:.4f}" in out
     assert (small_runs.folder / re.search(r"^open     ([^;]+);", out, re.MULTILINE)[1]).is_file()

@@ -51,15 +51,13 @@ MISTAKES = {
         ("command line: unknown flag --max_steps", "nearest: --training.steps"), ("--max_steps", "100")
     ),
     "another trainer's value": Mistake(
-        ('command line: training.dtype: given "bf16"; legal: ', "nearest: bfloat16"),
-        ("--training.dtype=bf16",),
+        ('command line: training.dtype: given "bf16"; legal: ', "nearest: bfloat16"), ("--training.dtype=bf16",)
     ),
     "a file that is no TOML": Mistake(
         ("run.toml: ", "line 3"), config=CONFIG.replace('family = "llama3"', "family: llama3")
     ),
     "a key outside of a table": Mistake(
-        ("run.toml: steps: given 3 outside of a table", "nearest: training.steps"),
-        config="steps = 3\n" + CONFIG,
+        ("run.toml: steps: given 3 outside of a table", "nearest: training.steps"), config="steps = 3\n" + CONFIG
     ),
     "a string without quotes": Mistake(
         ("run.toml: not valid TOML", "needs quotes"), config=CONFIG.replace('"llama3"', "llama3")
@@ -69,12 +67,9 @@ MISTAKES = {
     ),
     "a config in YAML": Mistake(("run.yaml: ", "TOML, not YAML"), ("--config", "run.yaml"), config=""),
     "an optimizer in 8 bits": Mistake(
-        ('optimizer.name: given "adamw_8bit"', 'optimizer.state = "compact"'),
-        ("--optimizer.name=adamw_8bit",),
+        ('optimizer.name: given "adamw_8bit"', 'optimizer.state = "compact"'), ("--optimizer.name=adamw_8bit",)
     ),
-    "weights in 4 bits": Mistake(
-        ("model.load_in_4bit: unknown key", "lora.map_base"), ("--model.load_in_4bit=true",)
-    ),
+    "weights in 4 bits": Mistake(("model.load_in_4bit: unknown key", "lora.map_base"), ("--model.load_in_4bit=true",)),
     "a config that is not there": Mistake(("runn.toml: no such file",), ("--config", "runn.toml"), config=""),
     "a name on the hub": Mistake(
         ("command line: model.hf_path: ", "meta-llama/Llama-3.1-8B", "not downloaded"),
@@ -88,22 +83,17 @@ MISTAKES = {
         config=CONFIG.replace('name = "bytes"', ""),
     ),
     "data that is not there": Mistake(
-        ("run.toml: data.sources: ", "texts/*.txt"),
-        config=CONFIG.replace("text.txt", "texts/*.txt"),
+        ("run.toml: data.sources: ", "texts/*.txt"), config=CONFIG.replace("text.txt", "texts/*.txt")
     ),
     "chats read as text": Mistake(
-        ("data.sources: ", "chats.jsonl", "line 1", "conversation"),
-        config=CONFIG.replace("text.txt", "chats.jsonl"),
+        ("data.sources: ", "chats.jsonl", "line 1", "conversation"), config=CONFIG.replace("text.txt", "chats.jsonl")
     ),
     "a broken line": Mistake(
         ("data.sources: ", "broken.jsonl", "line 1"), config=CONFIG.replace("text.txt", "broken.jsonl")
     ),
     "an empty file": Mistake(("data.sources: ", "empty.txt"), config=CONFIG.replace("text.txt", "empty.txt")),
     "a warm-up longer than the run": Mistake(
-        (
-            "command line and run.toml: lr_schedule.warmup_steps, training.steps: given 100 and 3; ",
-            "for example",
-        ),
+        ("command line and run.toml: lr_schedule.warmup_steps, training.steps: given 100 and 3; ", "for example"),
         ("--lr_schedule.warmup_steps=100",),
     ),
     "a micro-batch larger than the batch": Mistake(
@@ -114,12 +104,8 @@ MISTAKES = {
         ('engine.devices = "gpu": no such kind is known; nearest: auto; legal: "auto", "cpu"',),
         ("--engine.devices=gpu",),
     ),
-    "a model that does not fit": Mistake(
-        ("GiB", "engine.device_memory_gib"), ("--engine.device_memory_gib=0.001",)
-    ),
-    "a checkpoint that is not there": Mistake(
-        ("checkpoint.load_path", "nowhere"), ("--checkpoint.load_path=nowhere",)
-    ),
+    "a model that does not fit": Mistake(("GiB", "engine.device_memory_gib"), ("--engine.device_memory_gib=0.001",)),
+    "a checkpoint that is not there": Mistake(("checkpoint.load_path", "nowhere"), ("--checkpoint.load_path=nowhere",)),
     "a layer for adapters that no block has": Mistake(
         ("lora.targets", "query", "q_proj"), ("--lora.rank=4", '--lora.targets=["query"]')
     ),
@@ -127,10 +113,7 @@ MISTAKES = {
         ("run.folder: text.txt/run cannot be used",), ("--run.folder=text.txt",)
     ),
     "validation on nothing": Mistake(
-        (
-            "validation.interval_steps, validation.sources, data.validation_fraction: ",
-            "legal: at least one source",
-        ),
+        ("validation.interval_steps, validation.sources, data.validation_fraction: ", "legal: at least one source"),
         ("--validation.interval_steps=1",),
     ),
 }

@@ -26,9 +26,7 @@ NEEDS = {
     "test_whole_runs.py": COMMANDS,
 }
 LACKING = {
-    file: lacking
-    for file, names in NEEDS.items()
-    if (lacking := [name for name in names if not find_spec(name)])
+    file: lacking for file, names in NEEDS.items() if (lacking := [name for name in names if not find_spec(name)])
 }
 collect_ignore = list(LACKING)
 

@@ -100,9 +100,7 @@ def wide_family():
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_memory_stays_within_the_plan_and_comes_back(
-    small_runs: SmallRuns, monkeypatch, small_card, records, update
-):
+def test_memory_stays_within_the_plan_and_comes_back(small_runs: SmallRuns, monkeypatch, small_card, records, update):
     use_family(monkeypatch, "wide", wide_family())
     keys = [*KEYS, f"--engine.update={update}"]
     gc.disable()  # memory comes back without the collector

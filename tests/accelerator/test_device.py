@@ -59,9 +59,7 @@ def test_a_link_is_measured_with_the_devices_own_marks(kind):
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize("stream", Stream)
-def test_a_fresh_buffer_is_ordered_after_the_stream_that_allocated_it(
-    simulator, kind, monkeypatch, stream, is_ordered
-):
+def test_a_fresh_buffer_is_ordered_after_the_stream_that_allocated_it(simulator, kind, monkeypatch, stream, is_ordered):
     """The memory's previous user still has work in the allocating stream, which here runs as late as it may.
 
     It destroys what a stream writes into the buffer, unless the stream is ordered after it.

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from tests.support.device_toy import device_engine
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
@@ -100,9 +91,7 @@ def assert_fails(kind, cause, workers):
 
 # The 5 blocks of 4 micro-batches run 20 forwards before the first recomputation.
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize(
-    ("fault", "call"), [(fail_in_forward, 9), (fail_in_forward, 24), (FailsBackward.apply, 24)]
-)
+@pytest.mark.parametrize(("fault", "call"), [(fail_in_forward, 9), (fail_in_forward, 24), (FailsBackward.apply, 24)])
 def test_an_exception_in_a_layer_is_raised_and_training_can_continue(kind, monkeypatch, workers, fault, call):
     expected = toy_store(toy_model(), pinned=True)
     with device_engine(kind, toy_model(), expected, PARTITION, 1) as engine:
@@ -117,9 +106,7 @@ def test_an_exception_in_a_layer_is_raised_and_training_can_continue(kind, monke
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(
-    kind, monkeypatch, little_memory, workers
-):
+def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(kind, monkeypatch, little_memory, workers):
     before = torch.accelerator.memory_allocated()
     plant(monkeypatch, run_out_of_memory, 24)
     store = assert_fails(kind, torch.OutOfMemoryError, workers)
@@ -216,7 +203,5 @@ os._exit(3)
 
 def test_an_error_inside_a_kernel_is_a_pipeline_error(kind):
     """Run in a process of its own, because a device fails for the rest of a process after such an error."""
-    done = subprocess.run(
-        [sys.executable, "-c", POISON, kind], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", POISON, kind], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "raised" in done.stdout, done.stderr[-3000:]

@@ -67,9 +67,7 @@ def test_what_devices_touch_is_page_locked_and_released(kind, locks):
     store.close()
     assert not any(bundle.device_weights[0].is_pinned() for bundle in store.bundles)
     assert all(status == 0 for calls in locks.values() for _, status in calls)
-    assert sorted(address for address, _ in locks["lock"]) == sorted(
-        address for address, _ in locks["unlock"]
-    )
+    assert sorted(address for address, _ in locks["lock"]) == sorted(address for address, _ in locks["unlock"])
 
 
 def test_memory_that_is_dropped_without_closing_can_be_locked_again(kind, locks):
@@ -145,10 +143,7 @@ def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, r
     )
     training = TrainingTable(seq_len=seq_len, global_batch_size=16, micro_batch_size=4, dtype=dtype)
     table = EngineTable(
-        devices=kind,
-        num_devices=workers,
-        recompute=recompute,
-        plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4)),
+        devices=kind, num_devices=workers, recompute=recompute, plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4))
     )
     hardware, numbers = find_hardware(table), RunNumbers(training, table)
     plan = plan_for(run_question(model, numbers, hardware))
@@ -171,9 +166,7 @@ def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, r
     most = planned_bytes * (1 + UNCOUNTED_SHARE) + on_card * UNCOUNTED_BYTES
     if kind == "simulated":
         most = planned_bytes * (1 + UNCOUNTED_SHARE)  # it has no libraries with workspaces
-    assert LEAST_SHARE * planned_bytes < peak_bytes < most, (
-        f"{peak_bytes / MIB:.1f} of {planned_bytes / MIB:.1f} MiB"
-    )
+    assert LEAST_SHARE * planned_bytes < peak_bytes < most, f"{peak_bytes / MIB:.1f} of {planned_bytes / MIB:.1f} MiB"
 
 
 def random_micro_batches(seq_len):
@@ -182,8 +175,6 @@ def random_micro_batches(seq_len):
     for _ in range(4):
         drawn = torch.randint(32 * seq_len, (4, seq_len + 1))
         micro_batches.append(
-            MicroBatch(
-                drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
-            )
+            MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions))
         )
     return micro_batches

@@ -61,15 +61,7 @@ def test_a_queue_that_stands_still_is_named_and_training_can_continue(simulator,
         train(engine, BATCHES)
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
     store = toy_store(toy_model(), pinned=True)
-    engine = device_engine(
-        "simulated",
-        toy_model(),
-        store,
-        PARTITION,
-        2,
-        make=halted(stream),
-        hang_timeout_s=TIMEOUT_S,
-    )
+    engine = device_engine("simulated", toy_model(), store, PARTITION, 2, make=halted(stream), hang_timeout_s=TIMEOUT_S)
     with pytest.raises(HangError) as raised:
         train(engine, BATCHES)
     lines = [line for line in raised.value.report if line.startswith(f"  its {stream.value} queue")]

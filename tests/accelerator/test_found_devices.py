@@ -70,10 +70,7 @@ def test_marks_tell_the_devices_own_time(kind):
     earlier = device.mark(Stream.COMPUTE)
     device.run(
         Stream.COMPUTE,
-        lambda: (
-            torch.ones(256, 256, device=device.torch_device)
-            @ torch.ones(256, 256, device=device.torch_device)
-        ),
+        lambda: torch.ones(256, 256, device=device.torch_device) @ torch.ones(256, 256, device=device.torch_device),
     )
     later = device.mark(Stream.COMPUTE)
     assert later.seconds_since(earlier) >= 0.0 == earlier.seconds_since(earlier)
@@ -82,11 +79,7 @@ def test_marks_tell_the_devices_own_time(kind):
 
 @pytest.mark.parametrize("devices", ["one", "two"])
 def test_a_run_on_accelerators_has_the_losses_of_one_on_the_cpu(kind, small_runs: SmallRuns, devices):
-    keys = (
-        "--engine.plan=none",
-        "--engine.measure_steps=2",
-        f"--engine.num_devices={1 + (devices == 'two')}",
-    )
+    keys = ("--engine.plan=none", "--engine.measure_steps=2", f"--engine.num_devices={1 + (devices == 'two')}")
     for name in (kind, "cpu"):
         assert small_runs(name, f"--engine.devices={name}", *keys) == 0
     found, expected = small_runs.losses(kind), small_runs.losses("cpu")
@@ -102,11 +95,7 @@ def test_an_engine_gives_its_memory_back_to_the_driver(simulator, kind):
     before = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
     model, devices = toy_model(), iter([AcceleratorDevice(f"{kind}:{index}") for index in range(2)])
     with toy_engine(
-        model,
-        toy_store(model, pinned=True),
-        PARTITIONS["one layer a stage"],
-        2,
-        wrap=lambda _: next(devices),
+        model, toy_store(model, pinned=True), PARTITIONS["one layer a stage"], 2, wrap=lambda _: next(devices)
     ) as engine:
         train(engine, toy_batches(2, micro_batches=4))
         during = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]

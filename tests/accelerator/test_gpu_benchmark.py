@@ -14,11 +14,7 @@ def test_the_benchmark_measures_every_run_on_the_device(kind, tmp_path):
     assert GPU.run("gpu", ["--devices", kind, *shape, *runs, *limit]) == 0
     report = json.loads(path.read_text())
     assert report["cards"]["kind"] == kind and report["copies"]["pinned"]
-    assert [(run["workers"], run["compile"]) for run in report["runs"]] == [
-        (1, "auto"),
-        (1, "false"),
-        (2, "auto"),
-    ]
+    assert [(run["workers"], run["compile"]) for run in report["runs"]] == [(1, "auto"), (1, "false"), (2, "auto")]
     for run in [*report["runs"], report["resident"]]:
         assert all(map(math.isfinite, run["losses"])) and run["device_peak_gib"] > 0
     for run in report["runs"]:

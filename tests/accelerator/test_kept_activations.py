@@ -47,9 +47,7 @@ def test_any_choice_of_parts_gives_the_bits_of_a_full_recomputation(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_parts_keep_the_counted_bytes_and_their_kernels_do_not_run(
-    kind: str, case: Any, dtype: torch.dtype
-) -> None:
+def test_parts_keep_the_counted_bytes_and_their_kernels_do_not_run(kind: str, case: Any, dtype: torch.dtype) -> None:
     block = as_the_engine_binds(model_with_adapters(*case).layers[1], dtype, kind)
     batch = batch_on(kind, [[12, 20], [32]])
     hidden, work = an_input(block, batch, dtype), block.work(2, TOKENS, dtype.itemsize, kind)

@@ -22,8 +22,7 @@ def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(k
     for index in range(hardware.num_devices):
         assert re.search(r": .+iB free of .+iB", found[f"device {index}"])
         assert re.fullmatch(
-            r"\d+\.\d\d GB/s up, \d+\.\d\d GB/s down, from and to page-locked host memory",
-            found[f"link {index}"],
+            r"\d+\.\d\d GB/s up, \d+\.\d\d GB/s down, from and to page-locked host memory", found[f"link {index}"]
         )
     assert found["compiled layers"]
 

@@ -48,9 +48,7 @@ def test_a_block_needs_no_more_than_it_counts(
     integers = torch.zeros(1, TOKENS, dtype=torch.int64)
     positions = torch.arange(TOKENS)[None]
     ids = positions // (TOKENS // documents)
-    batch = MicroBatch(
-        *(part.to(kind) for part in (integers, integers, positions, ids)), max_documents=documents
-    )
+    batch = MicroBatch(*(part.to(kind) for part in (integers, integers, positions, ids)), max_documents=documents)
     hidden = torch.randn(1, TOKENS, WIDTH).to(kind, torch.bfloat16).requires_grad_()
     for _ in range(2):  # the first pass also makes what is kept for later ones
         torch.accelerator.synchronize()

@@ -83,14 +83,10 @@ WAITS = {
     ),
     "activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, event)": (REUSED, hurried(DOWN)),
     "activation_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)": (ONE, hurried(UP)),
-    "activation_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)": (
-        ONE,
-        hurried(UP),
-    ),
+    "activation_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)": (ONE, hurried(UP)),
     "activation_transfers._upload: device.wait(Stream.COMPUTE, uploaded)": (ONE, starved(UP)),
     "bundle_transfers.__init__: device.wait(Stream.WEIGHT_UPLOAD, slot.released)": (ONE, starved(COMPUTE)),
-    "bundle_transfers.layers_final: "
-    "self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.COMPUTE))": (
+    "bundle_transfers.layers_final: self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.COMPUTE))": (
         ONE,
         starved(COMPUTE),
     ),
@@ -98,9 +94,7 @@ WAITS = {
         *(PARTS, hurried(GRADIENTS_DOWN)),
     ),
     "kept_transfers.bring: self._device.wait(Stream.COMPUTE, staged.uploaded)": (KEEPS, starved(UP)),
-    "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)": (
-        *(KEEPS, starved(COMPUTE)),
-    ),
+    "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)": (*(KEEPS, starved(COMPUTE)),),
     "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)": (
         *(replace(KEEPS, workers=3, micro_batches=1), starved(DOWN)),
     ),
@@ -127,16 +121,10 @@ EVENTS = {
     "kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)": (KEEPS, hurried(UP)),
     "kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)": (KEEPS, starved(UP)),
     "bundle_transfers.finish: self._device.record(Stream.WEIGHT_UPLOAD)": (ONE, starved(WEIGHTS_UP)),
-    "bundle_transfers._enqueue: self._device.record(Stream.WEIGHT_UPLOAD)": (
-        EVALUATED,
-        starved(WEIGHTS_UP, seed=1),
-    ),
+    "bundle_transfers._enqueue: self._device.record(Stream.WEIGHT_UPLOAD)": (EVALUATED, starved(WEIGHTS_UP, seed=1)),
     "bundle_transfers.layers_final: self._device.record(Stream.COMPUTE)": (ONE, starved(COMPUTE)),
     "bundle_transfers.finish: self._device.record(Stream.GRADIENT_DOWNLOAD)": (ONE, starved(GRADIENTS_DOWN)),
-    "bundle_transfers._enqueue: self._device.record(Stream.GRADIENT_DOWNLOAD)": (
-        ONE,
-        starved(GRADIENTS_DOWN),
-    ),
+    "bundle_transfers._enqueue: self._device.record(Stream.GRADIENT_DOWNLOAD)": (ONE, starved(GRADIENTS_DOWN)),
     "orthogonalise._enqueue: device.record(Stream.ACTIVATION_UPLOAD)": (MATRICES, starved(UP)),
     "orthogonalise._enqueue: device.record(Stream.COMPUTE)": (MATRICES, starved(COMPUTE)),
     "orthogonalise._enqueue: device.record(Stream.GRADIENT_DOWNLOAD)": (MATRICES, starved(GRADIENTS_DOWN)),
@@ -172,15 +160,11 @@ OTHERS = {
     "rule 1: a version is overwritten under an upload": Mutant(
         skipped(Ordering, "before_device_weight_write"), EVALUATED, starved(WEIGHTS_UP)
     ),
-    "rule 1: uploads are not announced": Mutant(
-        skipped(Ordering, "expect_upload"), EVALUATED, starved(WEIGHTS_UP)
-    ),
+    "rule 1: uploads are not announced": Mutant(skipped(Ordering, "expect_upload"), EVALUATED, starved(WEIGHTS_UP)),
     "rule 2: a version is uploaded before it is complete": Mutant(
         skipped(Ordering, "before_upload"), TWO, starved(GRADIENTS_DOWN)
     ),
-    "rule 2: a version is posted before its update": Mutant(
-        early_signal("updated"), TWO, hurried(WEIGHTS_UP)
-    ),
+    "rule 2: a version is posted before its update": Mutant(early_signal("updated"), TWO, hurried(WEIGHTS_UP)),
     "rule 1: device weights that lag are written under the forward's upload": Mutant(
         skipped(Ordering, "before_device_weight_write"), BEHIND, starved(WEIGHTS_UP)
     ),
@@ -190,21 +174,15 @@ OTHERS = {
     "rule 3: a layer is updated before its gradient has landed": Mutant(
         gradient_before_it_landed, BEHIND, starved(GRADIENTS_DOWN)
     ),
-    "rule 3: a gradient is read before it has landed": Mutant(
-        gradient_before_it_landed, ONE, starved(GRADIENTS_DOWN)
-    ),
+    "rule 3: a gradient is read before it has landed": Mutant(gradient_before_it_landed, ONE, starved(GRADIENTS_DOWN)),
     "rule 4: a gradient is overwritten before it was consumed": Mutant(
         both(skipped(Ordering, "may_write_gradient", True), skipped(Ordering, "before_gradient_write")),
         LATE,
         starved(),
         late_updates,
     ),
-    "rule 4: a gradient is consumed before its update": Mutant(
-        early_signal("gradient_consumed"), LATE, starved()
-    ),
-    "rule 4: a part is given back before it is added": Mutant(
-        part_given_back_before_it_is_added, PARTS, starved()
-    ),
+    "rule 4: a gradient is consumed before its update": Mutant(early_signal("gradient_consumed"), LATE, starved()),
+    "rule 4: a part is given back before it is added": Mutant(part_given_back_before_it_is_added, PARTS, starved()),
     "rule 9: a look-ahead is uploaded before it is written": Mutant(
         skipped(Ordering, "before_look_ahead_upload"), MATRICES, starved(), late_look_aheads
     ),
@@ -225,10 +203,7 @@ OTHERS = {
         replaced(ActivationTransfers, "send", given_back_at_once), REUSED, starved(UP)
     ),
     "integers are written under an upload": Mutant(
-        integers_written_at_once,
-        replace(LATE, workers=1, tight_pool=True),
-        starved(UP),
-        newest_buffers_first,
+        integers_written_at_once, replace(LATE, workers=1, tight_pool=True), starved(UP), newest_buffers_first
     ),
     "a loss is read before it has landed": Mutant(loss_read_before_it_landed, ONE, starved(DOWN)),
     # Memory of devices.
@@ -247,9 +222,7 @@ OTHERS = {
     "slots are taken as if they were free, and gradients are late": Mutant(
         replaced(SlotRing, "next", never_released), ONE, starved(GRADIENTS_DOWN)
     ),
-    "weights are released when their stage begins": Mutant(
-        weights_released_at_the_start, ONE, starved(COMPUTE)
-    ),
+    "weights are released when their stage begins": Mutant(weights_released_at_the_start, ONE, starved(COMPUTE)),
     "slots are dropped when they are outgrown": Mutant(
         replaced(SlotRing, "_slot", outgrown_slots_are_dropped),
         replace(LATE, workers=1, growing=True),

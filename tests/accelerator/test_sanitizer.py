@@ -15,9 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "sanitized_run.py"
 
 
 def sanitized(*arguments):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -48,9 +48,7 @@ def test_what_needs_its_data_is_synchronous_and_counted(simulator):
 def test_a_kernel_that_fails_is_a_fault_of_its_device_alone(simulator):
     scores, wrong = torch.zeros(2, 3, device=DEVICE), torch.tensor([1, 700]).to(DEVICE)
     F.nll_loss(scores, wrong)
-    with pytest.raises(
-        RuntimeError, match=r"simulated:0 failed: aten::nll_loss.* Target 700 is out of bounds"
-    ):
+    with pytest.raises(RuntimeError, match=r"simulated:0 failed: aten::nll_loss.* Target 700 is out of bounds"):
         torch.accelerator.synchronize(0)
     with pytest.raises(RuntimeError, match="simulated:0 failed"):
         torch.ones(3, device=DEVICE)

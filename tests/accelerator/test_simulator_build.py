@@ -36,9 +36,7 @@ def compiler(tmp_path, monkeypatch):
 
 def test_processes_that_start_together_build_once(compiler, pytestconfig):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen([sys.executable, "-c", BUILD], cwd=pytestconfig.rootpath, **pipes) for _ in range(3)
-    ]
+    runs = [subprocess.Popen([sys.executable, "-c", BUILD], cwd=pytestconfig.rootpath, **pipes) for _ in range(3)]
     for run in runs:
         assert run.stdout.readline() == "ready\n"
     for run in runs:

@@ -13,9 +13,7 @@ from torch.nn import functional as F
 
 DEVICE = "simulated:0"
 HALVES = [torch.bfloat16, torch.float16]
-FLOAT32_SUMS = (
-    1e-4  # relative to the largest element: sums of at most 64 products in float32, taken generously
-)
+FLOAT32_SUMS = 1e-4  # relative to the largest element: sums of at most 64 products in float32, taken generously
 
 
 @pytest.fixture(autouse=True)

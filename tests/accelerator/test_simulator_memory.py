@@ -88,9 +88,7 @@ def test_what_does_not_fit_is_an_out_of_memory_error_and_cached_memory_is_given_
     larger = buffer(6 * MIB, "simulated:2")  # needs what the other stream has cached
     counts = simulator.memory_statistics(2)
     assert counts["flushes"] >= 1 and simulator.synchronous_operations()["flush of cached memory"] == 1
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"simulated:2 out of memory. Tried to allocate 1048576 bytes"
-    ):
+    with pytest.raises(torch.OutOfMemoryError, match=r"simulated:2 out of memory. Tried to allocate 1048576 bytes"):
         buffer(MIB, "simulated:2")
     assert buffer(MIB, "simulated:1").numel() == MIB
     assert simulator.memory_statistics(2)["out_of_memory"] == counts["out_of_memory"] + 1
@@ -116,10 +114,7 @@ def test_statistics_are_those_that_pytorch_asks_for(simulator):
     assert torch.accelerator.memory_allocated(1) - before == 2 * MIB + 512
     assert torch.accelerator.max_memory_allocated(1) - before == 3 * MIB + 512
     assert torch.accelerator.memory_reserved(1) >= 3 * MIB + 512
-    assert (
-        torch.accelerator.memory_stats(1)["num_device_alloc"]
-        == simulator.memory_statistics(1)["system_allocations"]
-    )
+    assert torch.accelerator.memory_stats(1)["num_device_alloc"] == simulator.memory_statistics(1)["system_allocations"]
     del second
     torch.accelerator.reset_peak_memory_stats(1)
     assert torch.accelerator.max_memory_allocated(1) == before

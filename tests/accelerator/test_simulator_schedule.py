@@ -58,13 +58,9 @@ def test_a_task_of_an_early_stream_has_run_when_it_is_enqueued(simulator):
     on(late, lambda: y.add_(1))
     early.wait_event(event_on(late))
     on(early, lambda: x.mul_(2))
-    assert [line.split()[1] for line in simulator.journal()] == ["a"], (
-        "the early stream waits for the late one"
-    )
+    assert [line.split()[1] for line in simulator.journal()] == ["a"], "the early stream waits for the late one"
     late.synchronize()
-    assert [line.split()[1] for line in simulator.journal()][-2:] == ["a", "a"], (
-        "it ran on as soon as it could"
-    )
+    assert [line.split()[1] for line in simulator.journal()][-2:] == ["a", "a"], "it ran on as soon as it could"
 
 
 def test_only_what_a_waiting_thread_needs_runs(simulator):
@@ -84,13 +80,7 @@ def test_only_what_a_waiting_thread_needs_runs(simulator):
     ran = [line.removeprefix("simulated:0 ") for line in simulator.journal()]
     kernels = [(line.split()[0], line.split()[2]) for line in ran]
     assert sorted(kernels) == sorted(
-        [
-            ("a", "aten::add.out"),
-            ("a", "event"),
-            ("b", "wait"),
-            ("b", "aten::add.out"),
-            ("b", "event"),
-        ]
+        [("a", "aten::add.out"), ("a", "event"), ("b", "wait"), ("b", "aten::add.out"), ("b", "event")]
     )
     assert kernels[0] == ("a", "aten::add.out")
 
@@ -197,9 +187,7 @@ def test_a_waiting_thread_is_served_only_when_all_registered_threads_wait(simula
     mine = simulator.register_thread()
     other = HostThread(simulator, late.synchronize)
     other.thread.join(0.3)
-    assert (
-        other.thread.is_alive() and simulator.journal() == []
-    )  # this thread runs, as far as the simulator knows
+    assert other.thread.is_alive() and simulator.journal() == []  # this thread runs, as far as the simulator knows
     simulator.host_blocks(mine)
     other.thread.join()
     simulator.host_unblocks(mine)

@@ -23,13 +23,9 @@ def trained(kind, partition, base=None, make=AcceleratorDevice):
     model = frozen_model()
     store = mapped_store(model, None if base is None else write_base(base), pinned=True)
     workers = iter(range(2))
-    with toy_engine(
-        model, store, partition, 2, wrap=lambda _: make(torch.device(kind, 0), next(workers))
-    ) as engine:
+    with toy_engine(model, store, partition, 2, wrap=lambda _: make(torch.device(kind, 0), next(workers))) as engine:
         losses = train(engine, BATCHES)
-    weights = {
-        parameter.name: parameter.view(b.weight).clone() for b in store.trained for parameter in b.parameters
-    }
+    weights = {parameter.name: parameter.view(b.weight).clone() for b in store.trained for parameter in b.parameters}
     store.close()
     return losses, weights
 
@@ -54,9 +50,7 @@ def test_from_their_map_each_copy_is_a_pageable_one(simulator, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("is_planted", [True, False])
-def test_a_chunk_that_is_read_into_before_it_is_uploaded_is_found(
-    simulator, tmp_path, monkeypatch, is_planted
-):
+def test_a_chunk_that_is_read_into_before_it_is_uploaded_is_found(simulator, tmp_path, monkeypatch, is_planted):
     losses, weights = trained("simulated", PARTITIONS["one stage"])
     if is_planted:
         site = "bundle_transfers._enqueue_piece: self._device.record(Stream.WEIGHT_UPLOAD)"

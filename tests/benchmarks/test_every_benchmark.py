@@ -28,9 +28,7 @@ def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_
     """Start each in a process of its own, as users do: several change threads or the environment for good."""
     command = [sys.executable, "-m", "benchmarks", name, *shlex.split(find(name).tiny)]
     out = tmp_path / "report.json"
-    done = subprocess.run(
-        [*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["machine"]["cores"] >= 1 and report["command"].startswith(f"python -m benchmarks {name} ")
@@ -42,9 +40,7 @@ def result_rows() -> list[list[str]]:
     """Return the cells of each row that names a command: measured, figure, rival, command, machine, date."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in lines
-        if "python -m benchmarks " in line
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if "python -m benchmarks " in line
     ]
     return [row for row in rows if len(row) > 1]
 

@@ -109,17 +109,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
     (tmp_path / "tests.xml").write_text(JUNIT)
     out = tmp_path / "figures.json"
     code = GPU.run(
-        "gpu",
-        [
-            *SMALL,
-            "--check",
-            "--budget-s",
-            "0",
-            "--tests-xml",
-            str(tmp_path / "tests.xml"),
-            "--json",
-            str(out),
-        ],
+        "gpu", [*SMALL, "--check", "--budget-s", "0", "--tests-xml", str(tmp_path / "tests.xml"), "--json", str(out)]
     )
     report = json.loads(out.read_text())
     assert code == 1
@@ -146,17 +136,13 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 def test_the_accelerators_tests_are_found_on_a_bare_machine(bare: dict[str, str]) -> None:
     command = ["-m", "pytest", "--collect-only", "-q", "-m", "accelerator", "tests/accelerator"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "left out: test_generation.py, which needs transformers" in done.stdout
     assert "test_gpu_benchmark.py::" in done.stdout and "test_training.py::" in done.stdout
 
 
-def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(
-    tmp_path: Path, bare: dict[str, str]
-) -> None:
+def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path, bare: dict[str, str]) -> None:
     """The command must not take tests on the simulated accelerator for tests that passed on a GPU."""
     environment = {
         **bare,

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.host_memory import (
-    CASES,
-    FAMILY,
-    LOADING,
-    ONE_SHORT_SEQUENCE,
-    TRAINING,
-    MemoryCase,
-    training_misses,
-)
+from benchmarks.host_memory import CASES, FAMILY, LOADING, ONE_SHORT_SEQUENCE, TRAINING, MemoryCase, training_misses
 from benchmarks.plain_loops import random_step
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
@@ -61,9 +53,7 @@ def bytes_on_the_page(case: MemoryCase) -> tuple[float, float]:
     column = 1 + ["sync", "async", "bounded", "predict"].index(
         case.correction if case.correction != "none" else case.update
     )
-    lines = re.findall(
-        rf"^\| (?:AdamW|Muon), {case.state}.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    lines = re.findall(rf"^\| (?:AdamW|Muon), {case.state}.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     adamw, muon = (float(line.split("|")[column + 1].replace("-", "nan")) for line in lines)
     return adamw, muon if case.optimizer == "muon" else adamw
 
@@ -72,9 +62,7 @@ def bytes_on_the_page(case: MemoryCase) -> tuple[float, float]:
 def test_a_store_takes_the_bytes_of_the_page_and_a_step_adds_none(case: MemoryCase) -> None:
     model = FAMILY.build(CONFIG)
     shapes = model.stored_shapes()
-    matrices = sum(
-        shape.numel() for name, shape in shapes.items() if name.startswith("block.") and len(shape) == 2
-    )
+    matrices = sum(shape.numel() for name, shape in shapes.items() if name.startswith("block.") and len(shape) == 2)
     others = sum(shape.numel() for shape in shapes.values()) - matrices
     adamw, own = bytes_on_the_page(case)
     micro_batches = random_step(ONE_SHORT_SEQUENCE, CONFIG.vocab_size, torch.Generator().manual_seed(0))

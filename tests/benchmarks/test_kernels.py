@@ -31,20 +31,11 @@ def counted(function: object, *tensors: Tensor) -> Counted:
         pytest.param(lambda a: a.zero_(), (meta(64),), 128, id="overwritten, not read"),
         pytest.param(lambda a: torch.zeros_like(a), (meta(64),), 128, id="taken for its shape"),
         pytest.param(lambda a: a.float(), (meta(64),), 128 + 256, id="a cast"),
+        pytest.param(lambda a, b: a.copy_(b), (meta(64, dtype=torch.float32), meta(64)), 256 + 128, id="a copy"),
+        pytest.param(lambda a, b: a * b, (meta(8, 64), meta(8, 1).expand(8, 64)), 2 * 1024 + 16, id="broadcast"),
+        pytest.param(lambda a, b: a[b], (meta(1000, 64), meta(4, dtype=torch.int64)), 2 * 512 + 32, id="rows"),
         pytest.param(
-            lambda a, b: a.copy_(b), (meta(64, dtype=torch.float32), meta(64)), 256 + 128, id="a copy"
-        ),
-        pytest.param(
-            lambda a, b: a * b, (meta(8, 64), meta(8, 1).expand(8, 64)), 2 * 1024 + 16, id="broadcast"
-        ),
-        pytest.param(
-            lambda a, b: a[b], (meta(1000, 64), meta(4, dtype=torch.int64)), 2 * 512 + 32, id="rows"
-        ),
-        pytest.param(
-            lambda a, b, out: torch.add(a, b, out=out),
-            (meta(64), meta(64), meta(64)),
-            3 * 128,
-            id="out argument",
+            lambda a, b, out: torch.add(a, b, out=out), (meta(64), meta(64), meta(64)), 3 * 128, id="out argument"
         ),
     ],
 )
@@ -112,10 +103,7 @@ def test_products_of_a_model_are_those_that_its_layers_declare(family: str) -> N
     model = FAMILIES[family].build(FAMILIES[family].config_from_flavor("debug"))
     integers = meta(2, 64, dtype=torch.int64)
     layers = count_layers(
-        model,
-        MicroBatch(integers, integers, integers, integers, max_documents=3),
-        torch.bfloat16,
-        CudaKind((9, 0)),
+        model, MicroBatch(integers, integers, integers, integers, max_documents=3), torch.bfloat16, CudaKind((9, 0))
     )
     for name, layer, module in zip(model.names, layers, model.layers, strict=True):
         work = module.work(2, 64, 2)
@@ -138,12 +126,9 @@ def test_blocks_and_head_stay_within_their_launches_and_bytes_and_the_predicted_
 
 
 def test_a_missed_goal_is_named_with_its_figure() -> None:
-    figures = {
-        "models": [counted_model("qwen3:1.7B", 16, 2048, 8)]
-    }  # four times the tokens: it must miss the bytes
+    figures = {"models": [counted_model("qwen3:1.7B", 16, 2048, 8)]}  # four times the tokens: it must miss the bytes
     assert any(
-        line.startswith("qwen3:1.7B block: ") and "GB of a forward, goal 1.6" in line
-        for line in missed_goals(figures)
+        line.startswith("qwen3:1.7B block: ") and "GB of a forward, goal 1.6" in line for line in missed_goals(figures)
     )
 
 

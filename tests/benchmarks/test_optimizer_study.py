@@ -54,9 +54,7 @@ def small_study(tmp_path_factory: pytest.TempPathFactory) -> ResultFile:
     return finished(SMALL, tmp_path_factory.mktemp("study") / "cells.jsonl")
 
 
-def test_a_small_study_tunes_each_optimizer_and_runs_every_mode_with_every_seed(
-    small_study: ResultFile,
-) -> None:
+def test_a_small_study_tunes_each_optimizer_and_runs_every_mode_with_every_seed(small_study: ResultFile) -> None:
     tuned = {(cell.mode, cell.lr) for cell in small_study.results if cell.seed == 0}
     assert tuned == {(mode, lr) for mode, rates in RATES.items() for lr in rates}
     assert {cell.mode for cell in small_study.results if cell.seed == 1} == set(MODES)
@@ -84,9 +82,7 @@ def test_the_page_shows_the_tables_of_the_committed_results() -> None:
     size, file = read_results(RESULTS)
     assert wanted_cells(size, file.results) == [], "the committed study is not complete"
     assert size == OptimizerStudySize()
-    assert {mode: table.model_dump(mode="json") for mode, table in MODES.items()} == file.description[
-        "optimizers"
-    ]
+    assert {mode: table.model_dump(mode="json") for mode, table in MODES.items()} == file.description["optimizers"]
     page = PAGE.read_text(encoding="utf-8")
     assert with_tables(page, tables(size, file.results)) == page
 
@@ -103,8 +99,6 @@ def test_compact_state_ends_within_the_spread_of_seeds_of_exact_state() -> None:
 def test_muon_reaches_the_final_loss_of_adamw_in_fewer_steps_with_every_seed() -> None:
     size, file = read_results(RESULTS)
     goal = final_losses(size, file.results)[EXACT]
-    steps = [
-        steps_to_reach(file.results, cell, goal[cell.seed]) for cell in final_cells(size, file.results, MUON)
-    ]
+    steps = [steps_to_reach(file.results, cell, goal[cell.seed]) for cell in final_cells(size, file.results, MUON)]
     assert len(steps) == 3
     assert all(step is not None and step < size.steps for step in steps)

@@ -12,14 +12,7 @@ from benchmarks.byte_model import draw_batch, model_config
 from benchmarks.delayed_loop import DelayedLoop, DelayRule
 from benchmarks.installed_text import documentation_of
 from benchmarks.staleness import describe, read_results
-from benchmarks.staleness_cells import (
-    FIRST_RATES,
-    PRETRAINING,
-    StudySize,
-    run_cell,
-    tuned_rate,
-    wanted_cells,
-)
+from benchmarks.staleness_cells import FIRST_RATES, PRETRAINING, StudySize, run_cell, tuned_rate, wanted_cells
 from benchmarks.staleness_report import final_losses, tables
 from benchmarks.study import AnotherStudyError, Cell, CellResult, ResultFile, complete, with_tables
 from torchround.config import AdamWTable, EngineTable
@@ -96,9 +89,7 @@ def new_store(**options) -> tuple:
 )
 def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partition: Partition) -> None:
     model, store = new_store(policy=ASYNC_PREDICT if rule.correction == "predict" else POLICIES[rule.update])
-    settings = EngineSettings(
-        max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0
-    )
+    settings = EngineSettings(max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0)
     devices = [CpuDevice(0), CpuDevice(1)]
     with Engine(model, store, devices, partition, optimizer=AdamWTable(), settings=settings) as engine:
         results = []
@@ -149,9 +140,7 @@ def test_an_interrupted_study_ends_with_the_same_bits(small_study: ResultFile, t
     lines = small_study.path.read_text(encoding="utf-8").splitlines(keepends=True)
     path = tmp_path / "cells.jsonl"
     path.write_text("".join(lines[:-3]) + lines[-3][:20], encoding="utf-8")  # killed while it wrote a line
-    assert sorted(finished(SMALL, path).path.read_text(encoding="utf-8").splitlines(keepends=True)) == sorted(
-        lines
-    )
+    assert sorted(finished(SMALL, path).path.read_text(encoding="utf-8").splitlines(keepends=True)) == sorted(lines)
 
 
 def test_the_page_shows_the_tables_of_the_committed_results() -> None:
@@ -165,9 +154,7 @@ def test_the_page_shows_the_tables_of_the_committed_results() -> None:
 def test_the_default_correction_of_async_is_the_better_one_in_both_tasks() -> None:
     size, file = read_results(RESULTS)
     for task in FIRST_RATES:
-        plain, predicted = (
-            final_losses(size, file.results, task, mode) for mode in ("async", "async predict")
-        )
+        plain, predicted = (final_losses(size, file.results, task, mode) for mode in ("async", "async predict"))
         assert all(predicted[seed] < plain[seed] for seed in size.seeds)
     assert update_policy(EngineTable(update="async")) is ASYNC_PREDICT
     assert update_policy(EngineTable(update="async", delay_correction="none")) is POLICIES["async"]

@@ -177,14 +177,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_and_the_next_save_succeeds(t
     assert names_in(tmp_path) == {"step-2"}
 
 
-def test_a_checkpoint_larger_than_the_free_space_is_refused_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_larger_than_the_free_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     # A mapping that is only read takes addresses and no memory.
-    mapping = mmap.mmap(
-        -1, free_bytes + 2**30, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    mapping = mmap.mmap(-1, free_bytes + 2**30, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of memory that is not writable
         huge = {"weights": torch.frombuffer(mapping, dtype=torch.uint8)}
@@ -276,9 +272,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_and_not_passed_over(
         ("elsewhere", torch.zeros(3, device="meta")),
     ],
 )
-def test_a_tensor_that_cannot_be_written_in_place_is_refused_by_name(
-    tmp_path: Path, name: str, tensor: Tensor
-) -> None:
+def test_a_tensor_that_cannot_be_written_in_place_is_refused_by_name(tmp_path: Path, name: str, tensor: Tensor) -> None:
     with pytest.raises(ValueError, match=f"{name} cannot be stored"):
         Checkpointer(tmp_path).save(1, {"fine": torch.zeros(2), name: tensor}, {})
     assert names_in(tmp_path) == set()

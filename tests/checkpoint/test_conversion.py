@@ -54,9 +54,7 @@ class HalvesConverter:
         found = []
         for name in NAMES:
             whole: Layout = {f"weights/{name}": (torch.float32, (10, NUMEL // 10))}
-            parts: Layout = {
-                f"{kind}/{name}": (torch.int16, (10, NUMEL // 10)) for kind in ("upper", "lower")
-            }
+            parts: Layout = {f"{kind}/{name}": (torch.int16, (10, NUMEL // 10)) for kind in ("upper", "lower")}
             if whole.items() <= stored.items() and parts.items() <= wanted.items():
                 found.append(Conversion(whole, parts, self._split))
             elif parts.items() <= stored.items() and whole.items() <= wanted.items():
@@ -85,10 +83,7 @@ class HalvesConverter:
 
             return take
 
-        return {
-            f"upper/{path}": taker(lambda part: part << 16),
-            f"lower/{path}": taker(lambda part: part + 0x8000),
-        }
+        return {f"upper/{path}": taker(lambda part: part << 16), f"lower/{path}": taker(lambda part: part + 0x8000)}
 
 
 @pytest.fixture
@@ -170,9 +165,7 @@ def test_a_missing_half_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     assert_equal(target, room_for(target))
 
 
-def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_is_read(
-    tmp_path: Path,
-) -> None:
+def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_is_read(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(3, halves(whole_values()), {})
     newest = checkpointer.save(4, halves({name: -tensor for name, tensor in whole_values().items()}), {})
@@ -232,9 +225,7 @@ def test_machines_read_halves_that_others_saved(tmp_path: Path, shared: bool) ->
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone() -> None:
     frozen = {"weights/frozen": torch.arange(7.0)}
-    stored, wanted = (
-        layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values())
-    )
+    stored, wanted = (layout_of({**tensors, **frozen}) for tensors in (halves(whole_values()), whole_values()))
     plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
     own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
     assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}

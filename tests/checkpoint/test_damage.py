@@ -30,10 +30,7 @@ TENSORS = "tensors-00000.safetensors"
 
 
 def state_of(step: int) -> dict[str, Tensor]:
-    return {
-        "weights/block.0.w": torch.full((30, 7), float(step)),
-        "exp_avg/block.0.w": torch.full((30, 7), -1.0),
-    }
+    return {"weights/block.0.w": torch.full((30, 7), float(step)), "exp_avg/block.0.w": torch.full((30, 7), -1.0)}
 
 
 def two_checkpoints(folder: Path) -> Checkpointer:
@@ -91,23 +88,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json cannot be read"),
     "tensors cut short": (lambda path: truncate(path / TENSORS), f"{TENSORS} is \\d+ bytes long instead of"),
-    "state cut short": (
-        lambda path: truncate(path / "state.json"),
-        "state.json is 10 bytes long instead of 11",
-    ),
+    "state cut short": (lambda path: truncate(path / "state.json"), "state.json is 10 bytes long instead of 11"),
     "manifest cut short": (lambda path: truncate(path / "manifest.json"), "manifest.json is not JSON"),
-    "manifest not JSON": (
-        lambda path: (path / "manifest.json").write_text("oops"),
-        "manifest.json is not JSON",
-    ),
-    "manifest a list": (
-        lambda path: (path / "manifest.json").write_text("[1]"),
-        "manifest.json is not a JSON object",
-    ),
-    "manifest nested": (
-        lambda path: (path / "manifest.json").write_text("[" * 10**5),
-        "manifest.json is not JSON",
-    ),
+    "manifest not JSON": (lambda path: (path / "manifest.json").write_text("oops"), "manifest.json is not JSON"),
+    "manifest a list": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json is not a JSON object"),
+    "manifest nested": (lambda path: (path / "manifest.json").write_text("[" * 10**5), "manifest.json is not JSON"),
     "state altered": (lambda path: flip_last_byte(path / "state.json"), "state.json has checksum"),
     "tensor altered": (lambda path: flip_last_byte(path / TENSORS), f"{TENSORS} has checksum"),
     "unknown format": (
@@ -120,26 +105,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "manifest.json was altered",
     ),
-    "a link in place of a file": (
-        lambda path: replace_by_link(path / TENSORS),
-        f"{TENSORS} is not an ordinary",
-    ),
-    "a manifest that is a link": (
-        lambda path: replace_by_link(path / "manifest.json"),
-        "manifest.json cannot be read",
-    ),
-    "a pipe in place of a file": (
-        lambda path: replace_by_pipe(path / "state.json"),
-        "state.json is not an ordinary",
-    ),
+    "a link in place of a file": (lambda path: replace_by_link(path / TENSORS), f"{TENSORS} is not an ordinary"),
+    "a manifest that is a link": (lambda path: replace_by_link(path / "manifest.json"), "manifest.json cannot be read"),
+    "a pipe in place of a file": (lambda path: replace_by_pipe(path / "state.json"), "state.json is not an ordinary"),
     "a manifest that is a pipe": (
         lambda path: replace_by_pipe(path / "manifest.json"),
         "manifest.json cannot be read: not an ordinary",
     ),
-    "a huge manifest": (
-        lambda path: os.truncate(path / "manifest.json", 2**40),
-        "more than the 16777216 that it may",
-    ),
+    "a huge manifest": (lambda path: os.truncate(path / "manifest.json", 2**40), "more than the 16777216 that it may"),
     "negative size": (
         lambda path: forge_manifest(path, lambda m: m["files"][TENSORS].update(size_bytes=-1)),
         "manifest.json was altered",
@@ -177,10 +150,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"header of {TENSORS} is damaged",
     ),
     "offsets outside": (lambda path: forge_tensors(path, one_tensor([2], [0, 800])), "w takes 800 bytes"),
-    "more data than tensors": (
-        lambda path: forge_tensors(path, one_tensor([1], [0, 4])),
-        "take 4 of 8 bytes",
-    ),
+    "more data than tensors": (lambda path: forge_tensors(path, one_tensor([1], [0, 4])), "take 4 of 8 bytes"),
     "a gap before a tensor": (
         lambda path: forge_tensors(path, one_tensor([1], [4, 8])),
         "w begins at byte 4 instead of 0",
@@ -189,10 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: forge_tensors(path, one_tensor([2], [0, 8], "F4")),
         "w is of the unknown type F4",
     ),
-    "absurd shape": (
-        lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])),
-        "w takes 8 bytes",
-    ),
+    "absurd shape": (lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])), "w takes 8 bytes"),
     "sizes below zero": (
         lambda path: forge_tensors(path, one_tensor([-1, -2], [0, 8])),
         f"header of {TENSORS} is damaged",
@@ -217,9 +184,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("tensor altered", "another step")])
-def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched(
-    tmp_path: Path, kind: str
-) -> None:
+def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_path: Path, kind: str) -> None:
     damage, words = DAMAGES[kind]
     two_checkpoints(tmp_path)
     damage(tmp_path / "step-2")
@@ -242,9 +207,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(
-    tmp_path: Path, kind: str
-) -> None:
+def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(tmp_path: Path, kind: str) -> None:
     change, words = FOREIGN[kind]
     checkpointer = two_checkpoints(tmp_path)
     change(tmp_path / "step-2")
@@ -347,9 +310,7 @@ def whole_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    file=st.integers(0, 2), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans()
-)
+@given(file=st.integers(0, 2), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
     whole_checkpoint: Path, file: int, place: float, bit: int, cut: bool
 ) -> None:
@@ -371,10 +332,6 @@ def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     path = Checkpointer(tmp_path).save(1, {"w": torch.zeros(2)}, {})
     shutil.copy(path / TENSORS, path / "tensors-00001.safetensors")
-    forge_manifest(
-        path, lambda m: m["files"].update({"tensors-00001.safetensors": dict(m["files"][TENSORS])})
-    )
-    with pytest.raises(
-        DamagedCheckpointError, match="w is in tensors-00001.safetensors and in a file before"
-    ):
+    forge_manifest(path, lambda m: m["files"].update({"tensors-00001.safetensors": dict(m["files"][TENSORS])}))
+    with pytest.raises(DamagedCheckpointError, match="w is in tensors-00001.safetensors and in a file before"):
         load_checkpoint(path, {"w": torch.zeros(2)})

@@ -64,9 +64,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Disk:
     """A disk behind `os.write` that refuses direct transfers unless they are whole blocks in memory and in the file."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cut_bytes: int | None = None
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cut_bytes: int | None = None) -> None:
         self.block_bytes = block_bytes
         self.cut_bytes = cut_bytes  # the first large direct transfer ends there
         self.direct_bytes = self.cached_bytes = self.refused = 0
@@ -171,9 +169,7 @@ def test_a_disk_without_direct_transfers_is_one_warning(
     Disk(monkeypatch, 2**16)
     for _ in range(2):
         written(tmp_path, [(0, 100)])
-    assert [record.getMessage()[:41] for record in caplog.records] == [
-        "the disk takes no direct transfers (O_DIR"
-    ]
+    assert [record.getMessage()[:41] for record in caplog.records] == ["the disk takes no direct transfers (O_DIR"]
 
 
 def test_a_file_whose_first_write_fails_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,16 +200,9 @@ def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
-)
+@pytest.mark.parametrize("family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
 def test_the_host_store_is_written_without_a_copy(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    copied: list[int],
-    family: str,
-    flavor: str,
-    policy: UpdatePolicy,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int], family: str, flavor: str, policy: UpdatePolicy
 ) -> None:
     """A copy is made only of the header and of parameters that are small or not whole blocks."""
     store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)

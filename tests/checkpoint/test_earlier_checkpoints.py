@@ -14,13 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import (
-    SmallRuns,
-    fp32_weights,
-    small_runs,
-    stop_before_the_first_step,
-    use_family,
-)
+from tests.support.small_run import SmallRuns, fp32_weights, small_runs, stop_before_the_first_step, use_family
 from torchround.checkpoint import load_checkpoint, verify_checkpoint
 from torchround.models import FAMILIES
 
@@ -43,9 +37,7 @@ class EarlierRun:
 
 EARLIER = {
     "async, before version 1": EarlierRun(
-        CHECKPOINT,
-        (),
-        {3: (5.535650784852074, 0.6277746148425002), 4: (5.517587630475154, 0.6433600012985939)},
+        CHECKPOINT, (), {3: (5.535650784852074, 0.6277746148425002), 4: (5.517587630475154, 0.6433600012985939)}
     ),
     "sync": EarlierRun(
         SPLIT_LATER / "sync" / "step-2",
@@ -106,9 +98,7 @@ def test_a_run_has_the_very_state_of_an_earlier_checkpoint_before_its_first_step
     found, stored = tiny_runs.state("tiny", 2), load_file(earlier.checkpoint / "tensors-00000.safetensors")
     is_split = kind in ("async, before version 1", "sync")
     assert any(name.startswith("residual/") for name in found) == is_split
-    found = {
-        name: tensor for name, tensor in found.items() if not name.startswith("residual/")
-    } | fp32_weights(found)
+    found = {name: tensor for name, tensor in found.items() if not name.startswith("residual/")} | fp32_weights(found)
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name

@@ -46,9 +46,7 @@ def owned_by(rank: int, size: int, seed: int) -> dict[str, Tensor]:
 def wanted_by(rank: int, size: int) -> dict[str, Tensor]:
     """Return room for the tensors that a machine loads: its own ones, and the frozen one on every machine."""
     frozen = whole_state(0)["weights/frozen"]
-    return {
-        name: torch.zeros_like(t) for name, t in {**owned_by(rank, size, 0), "weights/frozen": frozen}.items()
-    }
+    return {name: torch.zeros_like(t) for name, t in {**owned_by(rank, size, 0), "weights/frozen": frozen}.items()}
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -105,9 +103,7 @@ def test_what_four_machines_save_together_any_number_loads_bit_for_bit(tmp_path:
     assert verify_checkpoint(path) == 3
     # One machine reads it like any other.
     alone = {name: torch.zeros_like(tensor) for name, tensor in whole_state(3).items()}
-    assert load_checkpoint(path, alone).state == {**STATE, "rank": 0, "step": 3} and equal(
-        alone, whole_state(3)
-    )
+    assert load_checkpoint(path, alone).state == {**STATE, "rank": 0, "step": 3} and equal(alone, whole_state(3))
     for num_machines in (2, 3):
         for loaded, is_equal in run_machines(num_machines, loads(tmp_path, True)):
             assert loaded is not None and loaded.step == 3 and loaded.path == path and is_equal
@@ -119,9 +115,7 @@ def test_what_one_machine_saved_several_load(tmp_path: Path) -> None:
         assert loaded is not None and loaded.step == 5 and loaded.state == STATE and is_equal
 
 
-def test_a_machine_reads_only_the_files_that_hold_its_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_reads_only_the_files_that_hold_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_machines(4, saves(tmp_path, True, 3))
     read: list[tuple[str, bool]] = []
 
@@ -138,9 +132,7 @@ def test_a_machine_reads_only_the_files_that_hold_its_tensors(
     )
 
 
-def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_travels(
-    tmp_path: Path,
-) -> None:
+def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_travels(tmp_path: Path) -> None:
     run_machines(4, saves(tmp_path, False, 1, 2, keep_latest_k=1))
     for rank in range(4):
         names = {file.name for file in (tmp_path / f"disk{rank}/run/step-2").iterdir()}
@@ -171,16 +163,12 @@ def test_a_file_that_no_machine_has_is_named_with_the_machines_asked_and_an_olde
     shutil.rmtree(tmp_path / "disk1/run/step-2")
     for loaded, is_equal in run_machines(3, loads(tmp_path, False)):
         assert loaded is not None and loaded.step == 1 and is_equal
-    missing = (
-        "tensors-100000.safetensors is on none of machine 0 (node0), machine 1 (node1), machine 2 (node2)"
-    )
+    missing = "tensors-100000.safetensors is on none of machine 0 (node0), machine 1 (node1), machine 2 (node2)"
     assert f"step-2: {missing}; trying the checkpoint before step 2" in caplog.text
     # Two machines without the third: neither step is whole.
     messages = errors_of(loads(tmp_path, False), 2)
     assert len(set(messages)) == 2, "each names its own folder"
-    assert all(
-        "none of the checkpoints" in text and text.count("on none of machine 0") == 2 for text in messages
-    )
+    assert all("none of the checkpoints" in text and text.count("on none of machine 0") == 2 for text in messages)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -207,9 +195,7 @@ def test_a_sender_that_cannot_read_its_file_fails_the_load_on_all(
 
     monkeypatch.setattr("torchround.checkpoint.joint_load._fill", refuse)
     messages = errors_of(loads(tmp_path, False))
-    assert all(
-        "machine 0 (node0): tensors-00000.safetensors cannot be read: the disk says no" in m for m in messages
-    )
+    assert all("machine 0 (node0): tensors-00000.safetensors cannot be read: the disk says no" in m for m in messages)
 
 
 def test_tensors_of_another_model_are_refused_with_the_same_message_on_all(tmp_path: Path) -> None:
@@ -225,9 +211,7 @@ def test_tensors_of_another_model_are_refused_with_the_same_message_on_all(tmp_p
         return str(caught.value)
 
     messages = run_machines(2, load)
-    assert (
-        len(set(messages)) == 1 and "step-2: 1 tensors are not this model's: weights/block.9.w" in messages[0]
-    )
+    assert len(set(messages)) == 1 and "step-2: 1 tensors are not this model's: weights/block.9.w" in messages[0]
 
 
 def test_a_given_checkpoint_is_loaded_together_and_one_that_is_nowhere_is_named(tmp_path: Path) -> None:
@@ -273,9 +257,7 @@ def test_a_disk_that_fails_on_one_machine_fails_the_save_on_all_and_the_next_suc
         assert loaded is not None and loaded.step == 2 and is_equal
 
 
-def test_a_machine_that_dies_in_a_save_wakes_the_others_and_leaves_the_checkpoint_before(
-    tmp_path: Path,
-) -> None:
+def test_a_machine_that_dies_in_a_save_wakes_the_others_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run_machines(2, saves(tmp_path, True, 1))
 
     def save(group: MachineGroup) -> None:

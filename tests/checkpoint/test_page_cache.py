@@ -57,9 +57,7 @@ def load(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-@pytest.mark.parametrize(
-    "use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"]
-)
+@pytest.mark.parametrize("use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"])
 def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object], direct: bool
 ) -> None:
@@ -76,9 +74,7 @@ def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
     assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + PAGES // 50
 
 
-def test_pages_are_given_back_while_a_file_is_still_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
     told: list[tuple[int, int]] = []
     advise = os.posix_fadvise
@@ -95,10 +91,7 @@ def test_pages_are_given_back_while_a_file_is_still_written(
     assert last == 0 and length == tensor_file_in(path).stat().st_size
     assert len(pieces) >= 4 and all(nbytes <= written for nbytes, written in pieces)
     before = [0, *(nbytes for nbytes, _ in pieces)]
-    assert (
-        max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False))
-        <= 3 * PIECE_BYTES
-    )
+    assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -26,10 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_of_each_dtype() -> dict[str, torch.Tensor]:
-    tensors = {
-        str(dtype): (torch.arange(15).view(3, 5) % 2).to(dtype).view(5, 3).contiguous()
-        for dtype in DTYPE_NAMES
-    }
+    tensors = {str(dtype): (torch.arange(15).view(3, 5) % 2).to(dtype).view(5, 3).contiguous() for dtype in DTYPE_NAMES}
     return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3).bool()}
 
 
@@ -70,9 +67,7 @@ def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path:
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
-)
+@pytest.mark.parametrize("family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
 def test_each_bundle_is_released_once_its_share_of_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flavor: str, policy: UpdatePolicy
 ) -> None:

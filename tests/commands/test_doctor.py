@@ -35,23 +35,11 @@ def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
 ) -> None:
     assert doctor.main(["--folder", str(tmp_path)]) == 0
     found = facts(capsys.readouterr().out)
-    for name in (
-        "system",
-        "software",
-        "processors",
-        "host memory",
-        "memlock",
-        "driver",
-        "devices",
-        "link",
-        "disk",
-    ):
+    for name in ("system", "software", "processors", "host memory", "memlock", "driver", "devices", "link", "disk"):
         assert found[name], name
     shipped = {path.name for path in (ROOT / "configs").glob("*.toml")}
     assert shipped <= set(found)
-    assert re.fullmatch(
-        r"fits: host memory .+iB, each of 2 devices .+iB, a checkpoint .+iB", found["debug.toml"]
-    )
+    assert re.fullmatch(r"fits: host memory .+iB, each of 2 devices .+iB, a checkpoint .+iB", found["debug.toml"])
     assert re.match(r"does not fit: .* need \d+\.\d\d GiB of host memory", found["qwen3_235b_lora.toml"])
     assert list(tmp_path.iterdir()) == []
 
@@ -63,16 +51,12 @@ def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(hardware, "present_kind", lambda: None)
-    monkeypatch.setattr(
-        hardware, "why_no_accelerator", lambda: Absence("the driver is not loaded", has_card=True)
-    )
+    monkeypatch.setattr(hardware, "why_no_accelerator", lambda: Absence("the driver is not loaded", has_card=True))
     config = tmp_path / "auto.toml"
     config.write_text('base = "debug.toml"\n[engine]\ndevices = "auto"\n')
     assert doctor.main(["--folder", str(tmp_path), "--config", str(config)]) == 0
     printed = capsys.readouterr().out
-    assert facts(printed)["devices"] == (
-        "1 virtual, on the processor: no accelerator found (the driver is not loaded)"
-    )
+    assert facts(printed)["devices"] == ("1 virtual, on the processor: no accelerator found (the driver is not loaded)")
     assert printed.count("not loaded") == 1 and caplog.messages == []
     hardware.find_hardware(EngineTable())  # elsewhere it stays a warning
     assert len(caplog.messages) == 1
@@ -141,8 +125,7 @@ def test_a_mistake_is_one_message_before_anything_is_measured(
 
 def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(
-        r"\d+\.\d\d GB/s written, \d+\.\d\d GB/s read, past .*|.*reads not measured: .*",
-        machine.disk_text(tmp_path),
+        r"\d+\.\d\d GB/s written, \d+\.\d\d GB/s read, past .*|.*reads not measured: .*", machine.disk_text(tmp_path)
     )
 
     def full(path: Path, content: object) -> float:
@@ -187,9 +170,7 @@ def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_syst
     assert found["driver"] == "NVRM version: 580.65.06"
     assert found["memlock"] == "no limit (ulimit -l)"
     assert sys.version.split()[0] in found["software"]
-    assert dict(machine.system_facts(tmp_path / "empty"))["driver"].startswith(
-        "none is shown in /proc/driver"
-    )
+    assert dict(machine.system_facts(tmp_path / "empty"))["driver"].startswith("none is shown in /proc/driver")
 
 
 def test_long_facts_are_wrapped_beside_their_names(

@@ -95,16 +95,7 @@ def test_output_that_cannot_be_written_is_one_message_and_output_that_was_closed
     ):
         done = subprocess.run(
             # Buffered, as Python is unless a variable says otherwise.
-            [
-                "env",
-                "-u",
-                "PYTHONUNBUFFERED",
-                "sh",
-                "-c",
-                f'exec "$0" -c "$1" {redirection}',
-                sys.executable,
-                code,
-            ],
+            ["env", "-u", "PYTHONUNBUFFERED", "sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code],
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,

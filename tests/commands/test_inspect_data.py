@@ -21,9 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 def prepare(folder: Path) -> None:
     """Write three documents of 12, 7 and 32 tokens with BOS and EOS, and a config of 16 tokens per sequence."""
     (folder / "a.txt").write_text("0123456789")
-    (folder / "b.jsonl").write_text(
-        f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n"
-    )
+    (folder / "b.jsonl").write_text(f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n")
     (folder / "x.toml").write_text(
         f"""
         [model]
@@ -82,9 +80,7 @@ def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Pa
     ]
 
 
-def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(
-    tmp_path: Path,
-) -> None:
+def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(tmp_path: Path) -> None:
     """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens. The last record is broken."""
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"

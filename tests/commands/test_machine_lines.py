@@ -15,9 +15,7 @@ SMALL_HOST = ["--host-memory-gib", "0.0296"]
 
 
 @pytest.fixture
-def printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> pytest.CaptureFixture[str]:
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     monkeypatch.chdir(Path(__file__).parents[2])
     return capsys
 
@@ -30,12 +28,8 @@ def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(
     out = printed.readouterr().out
     assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out
     assert re.search(r"link: (\S+) MiB of gradients out, \1 MiB of weights back", out)
-    assert re.search(
-        r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out
-    )
-    head, *rows = (
-        line.split() for line in out.partition("tokens/s of all machines, with")[2].splitlines()[2:]
-    )
+    assert re.search(r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out)
+    head, *rows = (line.split() for line in out.partition("tokens/s of all machines, with")[2].splitlines()[2:])
     assert " ".join(head) == "machines micro-batches host 0.9 Gb/s no exchange"
     table = {row[0]: row[1:] for row in rows[1:6]}
     assert list(table) == ["1", "2", "4", "8", "16"]
@@ -49,9 +43,7 @@ def test_the_table_says_which_machines_are_too_few(printed: pytest.CaptureFixtur
     assert re.search(r"host +10 Gb/s +25 Gb/s +100 Gb/s +no exchange", out)
 
 
-def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(
-    printed: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed: pytest.CaptureFixture[str]) -> None:
     assert plan_run.main([*DEBUG, *SMALL_HOST]) == 1
     assert "  on 2 such machines: fits\n" in printed.readouterr().out
 

@@ -50,11 +50,7 @@ def test_list_shows_what_is_there_and_what_is_damaged(
 ) -> None:
     assert main(["list", str(run / given)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "folder",
-        *(f"step-{n}" for n in range(1, 7)),
-        "step-7.tmp",
-    ]
+    assert [line.split()[0] for line in lines] == ["folder", *(f"step-{n}" for n in range(1, 7)), "step-7.tmp"]
     assert all("complete" in line and line.endswith("my-run") for line in map(str.rstrip, lines[1:7]))
     assert "left by a killed save" in lines[7]
     assert not any("0.00 GiB" in line for line in lines) and " MiB" in lines[1]
@@ -85,9 +81,7 @@ def test_list_shows_the_optimizer_and_the_format_of_its_state(
     assert line[place].strip() == told
 
 
-def test_verify_reads_every_byte_and_names_what_is_damaged(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_every_byte_and_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 0
     assert "6 of 6 are sound" in capsys.readouterr().out
     flip(run / "checkpoints" / "step-5" / TENSORS)
@@ -149,9 +143,7 @@ def test_prune_keeps_the_newest_sound_checkpoint_if_all_others_that_it_keeps_are
     assert left(run) == {"step-4", "step-5", "step-6", "notes"}
 
 
-def test_prune_leaves_the_folder_of_a_running_process_alone(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_leaves_the_folder_of_a_running_process_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = left(run)
     with RunFolder(RunTable(name="my-run", folder=str(run.parent))):
         assert main(["prune", str(run)]) == 2

@@ -24,13 +24,7 @@ PUBLISHED = ["--costs", str(COSTS), "--devices", "8", "--microbatches", "16"]
 
 @pytest.fixture
 def small_costs(tmp_path: Path) -> Path:
-    layer = {
-        "name": "block",
-        "forward_s": 0.01,
-        "backward_s": 0.02,
-        "activation_bytes": 100,
-        "boundary_bytes": 10,
-    }
+    layer = {"name": "block", "forward_s": 0.01, "backward_s": 0.02, "activation_bytes": 100, "boundary_bytes": 10}
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"hop_s": 0.001, "layers": [layer] * 7}))
     return path
@@ -44,14 +38,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_fixed_partition_gives_the_published_step_and_the_agreed_json(tmp_path: Path) -> None:
     (tmp_path / "partition.json").write_text(json.dumps(PARTITION))
-    arguments = [
-        "--partition",
-        "partition.json",
-        "--schedules",
-        "looped_bfs,roundpipe_sync",
-        "--json",
-        "out.json",
-    ]
+    arguments = ["--partition", "partition.json", "--schedules", "looped_bfs,roundpipe_sync", "--json", "out.json"]
     result = run(*PUBLISHED, *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "roundpipe_sync" in result.stdout and "2286.0" in result.stdout
@@ -75,41 +62,38 @@ def test_a_partition_of_another_number_of_layers_is_refused(
 ) -> None:
     path = tmp_path / "partition.json"
     path.write_text(json.dumps(PARTITION))
-    arguments = [
-        "--costs",
-        str(small_costs),
-        "--partition",
-        str(path),
-        "--devices",
-        "2",
-        "--microbatches",
-        "4",
-    ]
+    arguments = ["--costs", str(small_costs), "--partition", str(path), "--devices", "2", "--microbatches", "4"]
     assert main(arguments) == 2
     assert "the partition holds 29 layers, the costs 7" in capsys.readouterr().err
 
 
-def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(
-    small_costs: Path, tmp_path: Path
-) -> None:
+def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(small_costs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--json", str(out)]
     assert main(arguments) == 0
     assert list(json.loads(out.read_text())["schedules"]) == list(SCHEDULES)
 
 
+def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(
+    small_costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "trace", "plot")}
+    files["plot"] = tmp_path / "out.svg"
+    for file in files.values():
+        file.symlink_to("precious")
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "1f1b"]
+    assert main([*arguments, *(f"--{kind}={file}" for kind, file in files.items())]) == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
+    for kind in files:
+        assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
+        assert "there is no folder" in capsys.readouterr().err
+
+
 def test_costs_of_a_model_are_counted_for_a_card(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = [
-        "--model",
-        "llama3/3.2-1B",
-        "--device",
-        "rtx4090",
-        "--schedules",
-        "1f1b,mobius",
-        "--json",
-        str(out),
-    ]
+    arguments = ["--model", "llama3/3.2-1B", "--device", "rtx4090", "--schedules", "1f1b,mobius", "--json", str(out)]
     assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
     schedules = json.loads(out.read_text())["schedules"]
     # Each of 8 micro-batches of 8192 tokens costs at least 6 FLOP per parameter and token on 165 TFLOP/s.
@@ -117,19 +101,8 @@ def test_costs_of_a_model_are_counted_for_a_card(tmp_path: Path) -> None:
     assert at_least_s < schedules["1f1b"]["makespan_s"] < 3 * at_least_s / COMPUTE_EFFICIENCY
 
 
-def test_trace_and_plot_are_written_or_the_missing_package_is_named(
-    small_costs: Path, tmp_path: Path
-) -> None:
-    arguments = [
-        "--costs",
-        str(small_costs),
-        "--devices",
-        "2",
-        "--microbatches",
-        "4",
-        "--schedules",
-        "gpipe,paci",
-    ]
+def test_trace_and_plot_are_written_or_the_missing_package_is_named(small_costs: Path, tmp_path: Path) -> None:
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "gpipe,paci"]
     result = run(*arguments, "--trace", "trace.json", "--plot", "picture.png", cwd=tmp_path)
     processes = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert len(processes) == 4
@@ -189,16 +162,7 @@ def test_work_of_devices_for_an_update_is_in_picture_and_trace_and_has_no_micro_
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(
     small_costs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "--costs",
-        str(small_costs),
-        "--devices",
-        "2",
-        "--microbatches",
-        "4",
-        "--offload-ratio",
-        "1.5",
-    ]
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--offload-ratio", "1.5"]
     assert main([*arguments, "--schedules", "po_h,po_f"]) == 0
     captured = capsys.readouterr()
     assert "po_f left out" in captured.err and "1.50 x its compute" in captured.err

@@ -54,12 +54,8 @@ def nats(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
 def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, capsys):
     run = trained("run")
     newest = nats(capsys, "--run", run)
-    assert (
-        newest == nats(capsys, "--run", run, "--step=2") == nats(capsys, "--model", run / "export" / "step-2")
-    )
-    assert (
-        len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
-    )
+    assert newest == nats(capsys, "--run", run, "--step=2") == nats(capsys, "--model", run / "export" / "step-2")
+    assert len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
 
 
 @pytest.mark.parametrize("maps", ["false", "true"], ids=["copied", "mapped"])
@@ -85,9 +81,7 @@ def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders,
 
 
 def test_another_type_than_the_files_is_converted(trained, folders, capsys):
-    exact, rounded = (
-        nats(capsys, "--model", folders["llama3"], f"--dtype={name}") for name in ("float32", "bfloat16")
-    )
+    exact, rounded = (nats(capsys, "--model", folders["llama3"], f"--dtype={name}") for name in ("float32", "bfloat16"))
     assert exact != rounded and exact == pytest.approx(rounded, rel=0.05)
 
 
@@ -95,9 +89,7 @@ def test_chats_are_written_by_the_template_up_to_the_answer(folders, capsys, tmp
     folder = shutil.copytree(folders["llama3"], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "<|eos|> or not"}]
-    (tmp_path / "chats.jsonl").write_text(
-        json.dumps({"messages": messages}) + "\n" + json.dumps("hello") + "\n"
-    )
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + json.dumps("hello") + "\n")
     chats = ("--model", str(folder), "--chat", "--prompts", "chats.jsonl", "--max-tokens=8")
     guarded, plain = results(capsys, *chats)
     assert (guarded["prompt"], plain["prompt"]) == ("<|eos|> or not", "hello")
@@ -131,24 +123,12 @@ def remove_tokenizer(folder: Path) -> None:
 
 ASKED = ("--prompt", "a")
 MISTAKES = {
-    "a run that is not there": (
-        ("--run", "outputs/x", *ASKED),
-        ("--run: there is no outputs/x/config.toml; legal: ",),
-    ),
-    "a hub name": (
-        ("--model", "Qwen/Qwen3", *ASKED),
-        ("--model: there is no folder Qwen/Qwen3", "not downloaded"),
-    ),
+    "a run that is not there": (("--run", "outputs/x", *ASKED), ("--run: there is no outputs/x/config.toml; legal: ",)),
+    "a hub name": (("--model", "Qwen/Qwen3", *ASKED), ("--model: there is no folder Qwen/Qwen3", "not downloaded")),
     "a folder of something else": (("--model", ".", *ASKED), ("config.json cannot be read",)),
     "an empty prompt": (("--model", "toy", "--prompt", ""), ("--prompt: an empty prompt",)),
-    "a file without prompts": (
-        ("--model", "toy", "--prompts", "empty.txt"),
-        ("--prompts: empty.txt holds no prompt",),
-    ),
-    "a missing file of prompts": (
-        ("--model", "toy", "--prompts", "none.txt"),
-        ("--prompts: none.txt cannot be read",),
-    ),
+    "a file without prompts": (("--model", "toy", "--prompts", "empty.txt"), ("--prompts: empty.txt holds no prompt",)),
+    "a missing file of prompts": (("--model", "toy", "--prompts", "none.txt"), ("--prompts: none.txt cannot be read",)),
     "a line that is no prompt": (
         ("--model", "toy", "--prompts", "odd.jsonl"),
         ("odd.jsonl, line 2: no prompt; legal: ",),
@@ -161,10 +141,7 @@ MISTAKES = {
     ),
     "no chat template": (("--model", "toy", "--chat", *ASKED), ("no chat template",)),
     "no tokenizer": (("--model", "untold", *ASKED), ("no tokenizer.json", "untold")),
-    "devices that are not here": (
-        ("--model", "toy", "--engine.devices=gpu", *ASKED),
-        ("no such kind is known",),
-    ),
+    "devices that are not here": (("--model", "toy", "--engine.devices=gpu", *ASKED), ("no such kind is known",)),
     "a key that is not there": (
         ("--model", "toy", "--engine.device=cpu", *ASKED),
         ("unknown key", "nearest: engine.devices"),

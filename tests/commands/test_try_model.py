@@ -109,32 +109,21 @@ def their_texts(folder: Path, prompts: list[str], max_tokens: int) -> list[str]:
     for prompt in prompts:
         ids = torch.tensor([[BYTES.bos_id, *BYTES.encode(prompt)]])
         with torch.no_grad():
-            found = model.generate(ids, max_new_tokens=max_tokens, do_sample=False)[
-                0, ids.shape[1] :
-            ].tolist()
+            found = model.generate(ids, max_new_tokens=max_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
         texts.append(BYTES.decode_known([token for token in found if token != BYTES.eos_id]))
     return texts
 
 
 @pytest.mark.parametrize("kind", RELEASES)
 def test_greedy_continuations_are_those_of_transformers(kind, folders, capsys):
-    found = results(
-        capsys, "--model", str(folders[kind]), "--prompt", *PROMPTS, "--max-tokens=12", "--batch-size=3"
-    )
+    found = results(capsys, "--model", str(folders[kind]), "--prompt", *PROMPTS, "--max-tokens=12", "--batch-size=3")
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == their_texts(folders[kind], PROMPTS, 12)
     assert all(line["tokens"] == 12 or line["ended"] for line in found)
 
 
 def test_drawn_continuations_follow_the_seed_and_not_the_devices_or_the_other_prompts(folders, capsys):
-    drawn = (
-        "--model",
-        str(folders["llama3"]),
-        "--temperature=1.5",
-        "--top-k=50",
-        "--top-p=0.9",
-        "--max-tokens=9",
-    )
+    drawn = ("--model", str(folders["llama3"]), "--temperature=1.5", "--top-k=50", "--top-p=0.9", "--max-tokens=9")
     first = results(capsys, *drawn, "--prompt", *PROMPTS)
     assert first == results(capsys, *drawn, "--prompt", *PROMPTS, "--engine.num_devices=3")
     assert first[:2] == results(capsys, *drawn, "--prompt", *PROMPTS[:2], "--batch-size=1")

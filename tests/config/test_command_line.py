@@ -26,14 +26,7 @@ def test_an_override_may_be_written_with_a_space_or_with_an_equals_sign() -> Non
 
 def test_overrides_are_toml_values() -> None:
     table = config(
-        "--optimizer.betas",
-        "[0.5, 0.75]",
-        "--data.shuffle",
-        "false",
-        "--optimizer.lr",
-        "1e-2",
-        "--run.name",
-        '"7"',
+        "--optimizer.betas", "[0.5, 0.75]", "--data.shuffle", "false", "--optimizer.lr", "1e-2", "--run.name", '"7"'
     )
     assert (table.optimizer.betas, table.data.shuffle, table.optimizer.lr) == ((0.5, 0.75), False, 0.01)
     assert table.run.name == "7"
@@ -108,17 +101,12 @@ def test_help_names_every_flag_and_key_and_ends_well(flag: str, capsys: pytest.C
         (["--config", "debug.toml", "--training.steps"], "training.steps: no value"),
         (["--config", "debug.toml", "--training.steps", "--dry-run"], "training.steps: no value"),
         (["--config", "debug.toml", "--training..steps=3"], "given --training..steps; a key is written"),
-        (
-            ["--config", "debug.toml", "--data.sources", "[{"],
-            "data.sources: given [{, which is not valid TOML",
-        ),
+        (["--config", "debug.toml", "--data.sources", "[{"], "data.sources: given [{, which is not valid TOML"),
         (["--config", "debug.toml", "--run.name", '"x'], 'run.name: given "x, which is not valid TOML'),
         (["--config", "debug.toml", "--run.folder", "\udcff"], "command line: run.folder: given "),
     ],
 )
-def test_a_mistake_in_the_arguments_is_one_line_that_says_what_to_write(
-    arguments: list[str], expected: str
-) -> None:
+def test_a_mistake_in_the_arguments_is_one_line_that_says_what_to_write(arguments: list[str], expected: str) -> None:
     message = refusal(*arguments)
     assert expected in message and "\n" not in message
 

@@ -64,14 +64,8 @@ def test_a_missing_file_is_named_with_every_path_that_was_tried(
 
 
 def test_a_key_replaces_its_base_and_all_others_are_inherited(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "base.toml",
-        MINIMAL + "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nbetas = [0.1, 0.2]",
-    )
-    child = write(
-        tmp_path, "child.toml", 'base = "base.toml"\n[training]\nsteps = 7\n[optimizer]\nbetas = [0.3, 0.4]'
-    )
+    write(tmp_path, "base.toml", MINIMAL + "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nbetas = [0.1, 0.2]")
+    child = write(tmp_path, "child.toml", 'base = "base.toml"\n[training]\nsteps = 7\n[optimizer]\nbetas = [0.3, 0.4]')
     config = load_config(child)
     assert (config.training.steps, config.training.seq_len, config.optimizer.betas) == (7, 64, (0.3, 0.4))
 
@@ -99,7 +93,9 @@ def test_a_base_that_is_not_beside_the_file_is_looked_up_in_configs_as_a_config_
 def test_a_list_of_sources_and_a_plan_replace_their_base_as_a_whole(tmp_path: Path) -> None:
     plan = "[engine]\nplan = {forward = [2], fused = 1, backward = [2], rounds = 2}"
     write(tmp_path, "base.toml", MINIMAL + plan)
-    text = 'base = "base.toml"\n[engine]\nplan = {forward = [1], fused = 2, backward = [1]}\n[[data.sources]]\npath = "x"'
+    text = (
+        'base = "base.toml"\n[engine]\nplan = {forward = [1], fused = 2, backward = [1]}\n[[data.sources]]\npath = "x"'
+    )
     config = load_config(write(tmp_path, "child.toml", text))
     assert [source.path for source in config.data.sources] == ["x"]
     assert config.engine.plan is not None and not isinstance(config.engine.plan, str)
@@ -110,16 +106,11 @@ def test_a_list_of_sources_and_a_plan_replace_their_base_as_a_whole(tmp_path: Pa
     ("links", "expected"),
     [
         ({"a.toml": "a.toml"}, ["a.toml -> ", "a.toml"]),
-        (
-            {"a.toml": "b.toml", "b.toml": "c.toml", "c.toml": "a.toml"},
-            ["a.toml", "b.toml", "c.toml", "a.toml"],
-        ),
+        ({"a.toml": "b.toml", "b.toml": "c.toml", "c.toml": "a.toml"}, ["a.toml", "b.toml", "c.toml", "a.toml"]),
         ({"a.toml": "b.toml", "b.toml": "./b.toml"}, ["a.toml", "b.toml", "b.toml"]),
     ],
 )
-def test_a_cycle_of_bases_is_shown_as_a_path(
-    tmp_path: Path, links: dict[str, str], expected: list[str]
-) -> None:
+def test_a_cycle_of_bases_is_shown_as_a_path(tmp_path: Path, links: dict[str, str], expected: list[str]) -> None:
     for name, base in links.items():
         write(tmp_path, name, f'base = "{base}"')
     message = refusal(tmp_path / "a.toml")
@@ -181,9 +172,7 @@ def test_none_clears_a_key_that_a_base_set(tmp_path: Path) -> None:
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_a_file_that_is_not_toml_is_refused_with_its_name(
-    tmp_path: Path, content: bytes, expected: str
-) -> None:
+def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
     message = refusal(path)

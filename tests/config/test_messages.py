@@ -45,14 +45,8 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("--training.steps=9223372036854775808", "at most 9223372036854775807"),
         ("--training.steps=0x" + "f" * 5000, "training.steps: given an integer too long to print"),
         ("--optimizer.lr=inf", "optimizer.lr: given inf; legal: a number above 0"),
-        (
-            "--optimizer.betas=[0.9]",
-            "optimizer.betas: given [0.9]; legal: an array of 2, each element a number",
-        ),
-        (
-            "--optimizer.betas=[0.9, 2]",
-            "optimizer.betas[1]: given 2; legal: a number of at least 0 and below 1",
-        ),
+        ("--optimizer.betas=[0.9]", "optimizer.betas: given [0.9]; legal: an array of 2, each element a number"),
+        ("--optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; legal: a number of at least 0 and below 1"),
         (
             "--engine.update=asyncc",
             'engine.update: given "asyncc"; legal: "sync" or "async" or "bounded"; nearest: async',
@@ -76,10 +70,7 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("--run.name=7", "run.name: given 7; legal: a string"),
         ("--run.name=7", """; as a string: --run.name '"7"'"""),
         ("--run.name=a/b", 'run.name: given "a/b"; legal: a string of letters, digits, '),
-        (
-            "--training.dtype=float64",
-            'training.dtype: given "float64"; legal: "float32" or "bfloat16" or "float16"',
-        ),
+        ("--training.dtype=float64", 'training.dtype: given "float64"; legal: "float32" or "bfloat16" or "float16"'),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(
@@ -128,11 +119,7 @@ CONFLICTS = [
     ({"model.flavor": "none"}, ["model.flavor", "model.shape", "model.hf_path"], ["none is given"]),
     ({"tokenizer.path": "folder"}, ["tokenizer.path", "tokenizer.name"], ["folder", "bytes"]),
     ({"tokenizer.name": "none"}, ["tokenizer.path", "tokenizer.name", "model.hf_path"], ["no tokenizer"]),
-    (
-        {"training.micro_batch_size": "9"},
-        ["training.micro_batch_size", "training.global_batch_size"],
-        ["9 and 8"],
-    ),
+    ({"training.micro_batch_size": "9"}, ["training.micro_batch_size", "training.global_batch_size"], ["9 and 8"]),
     (
         {"engine.delay_correction": "predict", "engine.update": "sync"},
         ["engine.delay_correction", "engine.update"],
@@ -177,11 +164,7 @@ CONFLICTS = [
         ["engine.update", "optimizer.name"],
         ['given "bounded" and "muon"', '"sync" or "async"'],
     ),
-    (
-        {"engine.stale_layers": "3"},
-        ["engine.stale_layers", "engine.update"],
-        ['given 3 and "sync"', '"auto"'],
-    ),
+    ({"engine.stale_layers": "3"}, ["engine.stale_layers", "engine.update"], ['given 3 and "sync"', '"auto"']),
     ({"engine.rounds": "5"}, ["engine.rounds", "training.global_batch_size"], ["5 rounds", "1 to 4"]),
     ({"engine.plan": "{forward=[1],fused=1,backward=[1],rounds=5}"}, ["engine.plan"], ["5 rounds", "1 to 4"]),
     (
@@ -239,9 +222,7 @@ def test_all_conflicts_of_one_load_are_in_one_message(tmp_path: Path) -> None:
 
 def test_a_conflict_names_every_source_of_its_keys(tmp_path: Path) -> None:
     text = message(tmp_path, VALID, "--training.micro_batch_size=9")
-    assert text.startswith(
-        "command line and run.toml: training.micro_batch_size, training.global_batch_size: "
-    )
+    assert text.startswith("command line and run.toml: training.micro_batch_size, training.global_batch_size: ")
 
 
 def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(tmp_path: Path) -> None:

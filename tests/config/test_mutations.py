@@ -119,9 +119,7 @@ def test_a_wrong_or_unknown_table_is_refused_by_its_name(table: str, value: Any)
 
 @given(st.integers(0, 10**6), st.text(max_size=3), st.integers(0, 5))
 @settings(max_examples=250, deadline=None)
-def test_a_damaged_text_gives_a_config_or_a_config_error_and_nothing_else(
-    at: int, put: str, cut: int
-) -> None:
+def test_a_damaged_text_gives_a_config_or_a_config_error_and_nothing_else(at: int, put: str, cut: int) -> None:
     text = text_of(VALID)
     at %= len(text)
     assert isinstance(load_text(text[:at] + put + text[at + cut :]), Config | ConfigError)

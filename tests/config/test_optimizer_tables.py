@@ -6,7 +6,9 @@ import pytest
 
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
 
-MODEL = '[model]\nfamily = "llama3"\nflavor = "debug"\n[tokenizer]\nname = "bytes"\n[data]\nsources = [{ path = "x" }]\n'
+MODEL = (
+    '[model]\nfamily = "llama3"\nflavor = "debug"\n[tokenizer]\nname = "bytes"\n[data]\nsources = [{ path = "x" }]\n'
+)
 
 
 def written(folder: Path, optimizer: str) -> Path:

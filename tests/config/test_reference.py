@@ -9,9 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_of_all_keys_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "run python -m torchround.config > docs/configuration.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m torchround.config > docs/configuration.md"
 
 
 def test_the_page_has_every_key_under_its_table() -> None:

@@ -102,15 +102,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
         "tokenizer": {"path", "name"},
         "data": {"sources", "shuffle", "num_workers"},
         "training": {"steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"},
-        "engine": {
-            "devices",
-            "num_devices",
-            "device_memory_gib",
-            "update",
-            "rounds",
-            "recompute",
-            "grad_dtype",
-        }
+        "engine": {"devices", "num_devices", "device_memory_gib", "update", "rounds", "recompute", "grad_dtype"}
         | {"accumulate_dtype", "plan", "measure_steps", "hang_timeout_s", "compile", "cpu_threads"},
         "optimizer": {"name", "lr", "weight_decay", "state"},
         "lr_schedule": {"warmup_steps", "decay", "min_lr_factor"},

@@ -23,9 +23,7 @@ SCALARS = st.one_of(
     st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), TEXT, st.dates(), st.times()
 )
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
 )
 
 
@@ -48,9 +46,9 @@ def test_dates_are_written_without_quotes() -> None:
     assert toml_value(date(2024, 1, 2)) == "2024-01-02"
 
 
-NAMES = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8
-).filter(lambda name: name != "none")
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8).filter(
+    lambda name: name != "none"
+)
 COUNTS = st.integers(1, 2**63 - 1)
 NUMBERS = st.floats(1e-300, 1e300)
 SOURCES = st.lists(
@@ -102,14 +100,10 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             plan=NAMES | PLANS,
             compile=st.sampled_from([True, False, "auto"]),
         ),
-        "optimizer": table(
-            lr=NUMBERS, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2), eps=NUMBERS
-        ),
+        "optimizer": table(lr=NUMBERS, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2), eps=NUMBERS),
         "lr_schedule": table(warmup_steps=st.integers(0, steps - 1), min_lr_factor=st.floats(0, 1)),
         "validation": {"interval_steps": draw(st.integers(0, 9)), "sources": draw(SOURCES)},
-        "lora": table(
-            alpha=NUMBERS, dropout=st.floats(0, 0.999), targets=st.lists(NAMES, min_size=1, max_size=3)
-        ),
+        "lora": table(alpha=NUMBERS, dropout=st.floats(0, 0.999), targets=st.lists(NAMES, min_size=1, max_size=3)),
     }
 
 

@@ -41,11 +41,7 @@ def test_each_usual_value_leads_to_one_that_a_key_lists(usual):
 
 
 def test_messages_name_the_key_here_wherever_the_usual_one_is_written(tmp_path):
-    for override in (
-        "--training.learning_rate=1",
-        "--optimizer.learning-rate=1",
-        "--optimizer.LEARNING_RATE=1",
-    ):
+    for override in ("--training.learning_rate=1", "--optimizer.learning-rate=1", "--optimizer.LEARNING_RATE=1"):
         assert message(tmp_path, VALID, override).endswith("; nearest: optimizer.lr")
     assert "; nearest: optimizer.lr" in message(tmp_path, "learning_rate = 1\n" + VALID)
     with pytest.raises(ConfigError, match=r"unknown flag --max_steps; .*; nearest: --training\.steps$"):

@@ -39,10 +39,7 @@ BAD = [
     ('{"messages": []}', r"line 2: the messages are not a list with at least one message"),
     ('{"messages": ["x"]}', r"line 2: message 0 is a str, not an object"),
     ('{"messages": [{"content": "x"}]}', r"line 2: message 0 has no role; fields: content"),
-    (
-        '{"messages": [{"role": "user", "text": "x"}]}',
-        r"line 2: message 0 \(user\) has no content; fields: role, text",
-    ),
+    ('{"messages": [{"role": "user", "text": "x"}]}', r"line 2: message 0 \(user\) has no content; fields: role, text"),
     (
         '{"messages": [{"role": "user", "content": 7}]}',
         r"line 2: message 0 \(user\): the content is a int, not a string",
@@ -67,10 +64,7 @@ def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([GOOD.encode(), line, GOOD.encode()]))
     data = DataTable(
-        sources=(SourceTable(path=str(path), content="messages"),),
-        epochs=1,
-        shuffle=False,
-        num_workers=workers,
+        sources=(SourceTable(path=str(path), content="messages"),), epochs=1, shuffle=False, num_workers=workers
     )
     with pytest.raises(DataError, match=f"x.jsonl, {message}"):
         list(build_loader(data, tokenizer, 64, 8, 0))
@@ -118,12 +112,7 @@ def test_a_run_stopped_by_a_bad_record_continues_as_if_the_record_had_been_left_
     path = tmp_path_factory.mktemp("bad") / "x.jsonl"
     lines = [json.dumps({"text": f"record {n} " * (n % 13)}) for n in range(60)]
     path.write_text("\n".join([*lines[:bad], "broken", *lines[bad + 1 :]]))
-    keys = {
-        "sources": (SourceTable(path=str(path)),),
-        "epochs": 2,
-        "packing": packing,
-        "num_workers": workers,
-    }
+    keys = {"sources": (SourceTable(path=str(path)),), "epochs": 2, "packing": packing, "num_workers": workers}
     stopping, skipping = DataTable(**keys), DataTable(**keys, on_bad_record="skip")
     loader = build_loader(stopping, tokenizer, 64, 2, 5)
     batches = until_it_stops(loader, rf"line {bad + 1}: not valid JSON.*data.on_bad_record = \"skip\"")
@@ -144,18 +133,16 @@ def test_after_a_repair_that_changes_a_files_size_a_run_continues_if_asked_to(
     loader = build_loader(data, tokenizer, 64, 2, 0)
     batches = until_it_stops(loader, "line 41")
     path.write_text("\n".join(lines))
-    with pytest.raises(
-        DataError, match="other data: sources was .*--data.on_changed_files go_on keeps the place"
-    ):
+    with pytest.raises(DataError, match="other data: sources was .*--data.on_changed_files go_on keeps the place"):
         build_loader(data, tokenizer, 64, 2, 0).load_state_dict(loader.state_dict())
     going_on = build_loader(data.model_copy(update={"on_changed_files": "go_on"}), tokenizer, 64, 2, 0)
     going_on.load_state_dict(loader.state_dict())
     assert "in changed files: sources was ['60 documents" in caplog.text
     assert content([*batches, *going_on]) == whole
     with pytest.raises(DataError, match="other data: seed was 0, is 1"):
-        build_loader(
-            data.model_copy(update={"on_changed_files": "go_on"}), tokenizer, 64, 2, 1
-        ).load_state_dict(loader.state_dict())
+        build_loader(data.model_copy(update={"on_changed_files": "go_on"}), tokenizer, 64, 2, 1).load_state_dict(
+            loader.state_dict()
+        )
 
 
 def test_skipping_ends_with_an_error_if_every_record_is_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -163,25 +150,18 @@ def test_skipping_ends_with_an_error_if_every_record_is_bad(tmp_path: Path, toke
     data = DataTable(
         sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip", validation_fraction=0.9
     )
-    with pytest.raises(
-        DataError, match="none of its documents holds any text; 2 records were skipped as bad$"
-    ):
+    with pytest.raises(DataError, match="none of its documents holds any text; 2 records were skipped as bad$"):
         next(build_loader(data, tokenizer, 64, 1, 0))
     (tmp_path / "x.jsonl").write_text('broken\n{"text": "held out"}\n')
     with pytest.raises(DataError, match=r"1 records were skipped as bad; data.validation_fraction 0.9 holds"):
         next(build_loader(data, tokenizer, 64, 1, 0))
 
 
-def test_a_truncated_archive_still_gives_its_records_before_the_cut(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_truncated_archive_still_gives_its_records_before_the_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = "\n".join(json.dumps({"text": f"{number} {number**9}"}) for number in range(2000))
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-2000])
     data = DataTable(
-        sources=(SourceTable(path=str(tmp_path / "x.jsonl.gz")),),
-        on_bad_record="skip",
-        epochs=1,
-        shuffle=False,
+        sources=(SourceTable(path=str(tmp_path / "x.jsonl.gz")),), on_bad_record="skip", epochs=1, shuffle=False
     )
     loader = build_loader(data, tokenizer, 512, 8, 0)
     texts = [text for text, _ in documents(loader, tokenizer)]

@@ -16,9 +16,7 @@ def batch_of(sequences: int, tokens: int = 3) -> MicroBatch:
 
 @settings(max_examples=60, deadline=None)
 @given(sequences=st.integers(1, 40), size=st.integers(1, 45))
-def test_micro_batches_hold_every_sequence_once_in_order_and_the_first_ones_one_more(
-    sequences: int, size: int
-) -> None:
+def test_micro_batches_hold_every_sequence_once_in_order_and_the_first_ones_one_more(sequences: int, size: int) -> None:
     batch = batch_of(sequences)
     parts = cut(batch, size)
     sizes = [part.tokens.shape[0] for part in parts]

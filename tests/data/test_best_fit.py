@@ -77,9 +77,7 @@ def unpacked(rows: list[PackedSequence]) -> list[Document]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    lengths=lengths_strategy, seq_len=st.integers(4, 15), handling=st.sampled_from(["cut", "skip", "split"])
-)
+@given(lengths=lengths_strategy, seq_len=st.integers(4, 15), handling=st.sampled_from(["cut", "skip", "split"]))
 def test_every_document_is_whole_in_one_sequence_and_a_long_one_is_handled_as_asked(
     lengths: list[int], seq_len: int, handling: str
 ) -> None:
@@ -129,9 +127,7 @@ def test_no_document_would_have_fitted_better_when_it_was_placed(lengths: list[i
 
 
 @pytest.mark.parametrize("seq_len", [1024, 2048, 8192])
-def test_at_least_97_percent_of_a_realistic_mix_is_tokens(
-    monkeypatch: pytest.MonkeyPatch, seq_len: int
-) -> None:
+def test_at_least_97_percent_of_a_realistic_mix_is_tokens(monkeypatch: pytest.MonkeyPatch, seq_len: int) -> None:
     """Lengths as in public instruction sets: log-normal, median 250, one in 40 above 2048; longer ones are cut."""
     monkeypatch.undo()
     generator = random.Random(0)

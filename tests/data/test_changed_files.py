@@ -67,22 +67,15 @@ class Run:
 
     def trained_on(self) -> Counter[str]:
         return Counter(
-            text.removeprefix("<|bos|>").removesuffix("<|eos|>")
-            for text, _ in documents(self.batches, self._tokenizer)
+            text.removeprefix("<|bos|>").removesuffix("<|eos|>") for text, _ in documents(self.batches, self._tokenizer)
         )
 
 
-changes = st.tuples(
-    st.integers(0, 25), st.sampled_from("ab"), st.integers(0, 39), st.sampled_from(["", "y", "y" * 50])
-)
+changes = st.tuples(st.integers(0, 25), st.sampled_from("ab"), st.integers(0, 39), st.sampled_from(["", "y", "y" * 50]))
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    stops=st.lists(changes, min_size=1, max_size=3),
-    workers=st.integers(0, 2),
-    shuffle=st.booleans(),
-)
+@given(stops=st.lists(changes, min_size=1, max_size=3), workers=st.integers(0, 2), shuffle=st.booleans())
 def test_every_document_is_trained_on_once_for_any_changed_record_and_any_stop(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: Tokenizer,
@@ -115,18 +108,13 @@ def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(
     used = sum(run.trained_on().values())
     run.change("b", 39, "longer than it was " * 2)
     run.resume(0)
-    assert (
-        f"; {used} documents of the group being packed are used, its other documents are packed anew"
-        in caplog.text
-    )
+    assert f"; {used} documents of the group being packed are used, its other documents are packed anew" in caplog.text
     assert "sources was ['40 documents in " in caplog.text
     counted = int(caplog.text.split("at most the ")[1].split()[0])
     assert 0 < counted <= 40  # only of the source that has changed
 
 
-def test_resuming_twice_after_a_change_gives_the_batches_of_resuming_once(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_resuming_twice_after_a_change_gives_the_batches_of_resuming_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """A group of longer documents would end sooner if the position did not keep its end."""
     tokens = []
     for folder, parts in (("once", [None]), ("twice", [0, 1, 2, None])):
@@ -149,9 +137,7 @@ def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(
     run.resume(2)
     assert run.state is not None
     run.state["position"]["until"] = [2**60, 2**60]
-    with pytest.raises(
-        DataError, match=r"end at \[\d+, \d+\], by which there are over 16 times as many tokens"
-    ):
+    with pytest.raises(DataError, match=r"end at \[\d+, \d+\], by which there are over 16 times as many tokens"):
         run.resume(1)
 
 

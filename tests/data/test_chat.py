@@ -113,9 +113,7 @@ def qwen3(messages: Messages) -> Written:
     for index, message in enumerate(messages):
         content, role = message["content"], message["role"]
         if role == "tool":
-            written.append(
-                (f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False)
-            )
+            written.append((f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False))
             continue
         thought = message.get("reasoning_content", "")
         if role == "assistant" and index > last_question and (thought or message is messages[-1]):
@@ -156,9 +154,7 @@ def gpt_oss(messages: Messages) -> Written:
         if role == "system":
             written.append((f"<|start|>developer<|message|># Instructions\n\n{content}<|end|>", False))
         elif role == "tool":
-            tool = (
-                f'<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"{content}"<|end|>'
-            )
+            tool = f'<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"{content}"<|end|>'
             written.append((tool, False))
         elif role == "user":
             written.append((f"<|start|>user<|message|>{content}<|end|>", False))
@@ -201,15 +197,9 @@ words = st.text(st.sampled_from("ab é中\n:"), min_size=1, max_size=12).map(lam
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4), system=st.booleans())
 def test_the_assistants_part_of_any_dialogue_is_learnt(
-    ours: dict[str, Tokenizer],
-    folders: dict[str, Path],
-    name: str,
-    turns: list[tuple[str, str]],
-    system: bool,
+    ours: dict[str, Tokenizer], folders: dict[str, Path], name: str, turns: list[tuple[str, str]], system: bool
 ) -> None:
-    messages = [SYSTEM] * system + [
-        message for said, replied in turns for message in (question(said), answer(replied))
-    ]
+    messages = [SYSTEM] * system + [message for said, replied in turns for message in (question(said), answer(replied))]
     assert learnt(ours[name], messages) == reference(folders[name], FORMATS[name](messages))
 
 
@@ -223,12 +213,7 @@ def test_tokens_are_those_of_transformers_rendering(
         tokenizer_file=str(folders[name] / "tokenizer.json"), bos_token=FAMILIES[VOCABULARIES[name]].bos
     )
     template = SAME_DAY + (folders[name] / "chat_template.jinja").read_text()
-    text = theirs.apply_chat_template(
-        list(messages),
-        tools=list(tools) or None,
-        chat_template=template,
-        tokenize=False,
-    )
+    text = theirs.apply_chat_template(list(messages), tools=list(tools) or None, chat_template=template, tokenize=False)
     expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
     assert learnt(ours[name], messages, tools)[0] == expected
 
@@ -244,9 +229,7 @@ def test_a_message_cannot_fake_a_turn_of_the_assistant(
     assert sum(learn) == sum(learnt(ours[name], plain)[1])
     assert faked.strip() in ours[name].decode(tokens)
     special = set(ours[name].special.values())
-    assert sum(token in special for token in tokens) == sum(
-        token in special for token in learnt(ours[name], plain)[0]
-    )
+    assert sum(token in special for token in tokens) == sum(token in special for token in learnt(ours[name], plain)[0])
 
 
 @EACH_TEMPLATE
@@ -314,9 +297,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox(ours: dict[str, Tokenizer]) 
         with_template(ours["qwen3"], reach)
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(
-    ours: dict[str, Tokenizer],
-) -> None:
+def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(ours: dict[str, Tokenizer]) -> None:
     template = ChatTemplate(ours["llama3"])
     messages = [question("x"), answer("", tool_calls=CALL * 2)]
     with pytest.raises(DataError, match="error in chat template.*only supports single tool-calls"):

@@ -104,21 +104,12 @@ def test_calls_without_weight_are_told_from_calls_with_weight(templates: dict[st
 
 
 @EACH_TEMPLATE
-def test_a_conversation_without_any_weight_has_no_labels(
-    templates: dict[str, ChatTemplate], name: str
-) -> None:
-    messages = [
-        question("one"),
-        answer("first", weight=0, thinking="Hm."),
-        question("two"),
-        answer("x", train=False),
-    ]
+def test_a_conversation_without_any_weight_has_no_labels(templates: dict[str, ChatTemplate], name: str) -> None:
+    messages = [question("one"), answer("first", weight=0, thinking="Hm."), question("two"), answer("x", train=False)]
     assert learnt(templates[name], messages) == []
 
 
-def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
+def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenizers: dict[str, Tokenizer]) -> None:
     template = with_templates(tokenizers["qwen3"], LOOP + PROMPT, loss_on="all")
     messages = [question("one"), answer("first", weight=0), question("two"), answer("second")]
     assert learnt(template, messages) == [
@@ -155,13 +146,9 @@ JOINS = (
 )
 
 
-def test_messages_that_a_template_joins_cannot_have_different_weights(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
+def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers: dict[str, Tokenizer]) -> None:
     template = with_templates(tokenizers["gpt_oss"], JOINS)
-    assert learnt(template, [question("one"), answer("two"), answer("three")]) == [
-        "<|message|>twothree<|end|>"
-    ]
+    assert learnt(template, [question("one"), answer("two"), answer("three")]) == ["<|message|>twothree<|end|>"]
     with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
         template(Conversation((question("one"), answer("two"), answer("three", weight=0))))
 
@@ -193,9 +180,7 @@ def test_names_of_reasoning_without_a_value_do_not_hide_the_one_that_has_it(
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "tool_calls"])
-def test_a_message_of_reasoning_or_calls_needs_no_content(
-    templates: dict[str, ChatTemplate], field: str
-) -> None:
+def test_a_message_of_reasoning_or_calls_needs_no_content(templates: dict[str, ChatTemplate], field: str) -> None:
     value: Any = [call("weather")] if field == "tool_calls" else "the thought"
     reader = RecordReader(SourceTable(path="x.jsonl", content="messages"), templates["qwen3"])
     record = {"messages": [question("one"), {"role": "assistant", "content": None, field: value}]}
@@ -216,9 +201,7 @@ WITH_FIELDS = [
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    return [
-        text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts
-    ]
+    return [text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts]
 
 
 def test_each_kind_of_field_that_a_template_drops_is_said_once(

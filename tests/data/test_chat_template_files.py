@@ -100,9 +100,7 @@ def test_a_template_that_is_given_writes_all_conversations(folder: Path, tmp_pat
 
 def test_templates_without_a_default_say_which_key_gives_one(qwen: Tokenizer, tmp_path: Path) -> None:
     tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
-    with pytest.raises(
-        TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'
-    ):
+    with pytest.raises(TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'):
         ChatTemplate(tokenizer)
     only_tools = with_templates(qwen, None, with_tools=LOOP)
     assert learnt(only_tools, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
@@ -118,9 +116,7 @@ def test_another_template_for_tools_is_another_place_in_the_data() -> None:
 
 def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path: Path) -> None:
     gone = TokenizerTable(name="bytes", chat_template=str(tmp_path / "gone.jinja"))
-    with pytest.raises(
-        TokenizerError, match=r"^tokenizer.chat_template: given .*there is no such file; legal"
-    ):
+    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*there is no such file; legal"):
         build_tokenizer(gone)
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     latin = TokenizerTable(name="bytes", chat_template=str(tmp_path / "latin.jinja"))

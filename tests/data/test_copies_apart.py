@@ -190,11 +190,7 @@ def test_every_document_is_in_each_epoch_once_and_the_last_batch_has_the_rest(
         for name, part, weight in (("a.jsonl", [*lengths, 5, 6, 7], 3.0), ("b.jsonl", [9] * 17, 1.0))
     )
     data = DataTable(
-        sources=sources,
-        packing="best_fit",
-        long_documents=handling,
-        epochs=epochs,
-        validation_fraction=held_out,
+        sources=sources, packing="best_fit", long_documents=handling, epochs=epochs, validation_fraction=held_out
     )
     batches = list(build_loader(data, tokenizer, 32, batch, 0))
     assert {len(found.tokens) for found in batches[:-1]} <= {batch}

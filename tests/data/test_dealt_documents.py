@@ -184,14 +184,7 @@ def small_loader(source: SourceTable, tokenizer: Tokenizer, **keys: Any) -> Load
 
 def test_bad_records_are_counted_over_all_streams_and_machines(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"body" if number % 9 == 4 else "text": "a" * 62} for number in range(60)]
-    make = partial(
-        small_loader,
-        source_of(tmp_path, records),
-        tokenizer,
-        epochs=1,
-        on_bad_record="skip",
-        shuffle=False,
-    )
+    make = partial(small_loader, source_of(tmp_path, records), tokenizer, epochs=1, on_bad_record="skip", shuffle=False)
     assert [train(partial(make, streams=streams), 2)[2] for streams in (1, 2, 4)] == [7, 7, 7]
 
 
@@ -232,8 +225,7 @@ def test_another_number_of_streams_is_refused_with_both_numbers(make_loader: Mak
 
 
 @pytest.mark.parametrize(
-    "forged",
-    [{"streams": 3}, {"streams": []}, {}, {"streams": ["elsewhere", None]}, {"streams": [1, 2]}, [1]],
+    "forged", [{"streams": 3}, {"streams": []}, {}, {"streams": ["elsewhere", None]}, {"streams": [1, 2]}, [1]]
 )
 def test_a_forged_position_of_streams_is_refused(make_loader: MakeLoader, forged: Any) -> None:
     loader = make_loader(streams=2)

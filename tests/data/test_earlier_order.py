@@ -155,9 +155,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> SourceTable:
 
 
 @pytest.mark.parametrize("kind", EARLIER)
-def test_a_run_keeps_the_order_that_it_began_with(
-    source: SourceTable, tokenizer: Tokenizer, kind: str
-) -> None:
+def test_a_run_keeps_the_order_that_it_began_with(source: SourceTable, tokenizer: Tokenizer, kind: str) -> None:
     keys, state, digest = EARLIER[kind]
     loader = build_loader(DataTable(sources=(source,), **keys), tokenizer, 64, 3, 5)
     loader.load_state_dict(state)
@@ -190,8 +188,7 @@ def test_a_run_without_shuffled_sequences_is_not_continued_with_windows_of_a_giv
 
 
 @pytest.mark.parametrize(
-    "forged",
-    [{"order": 3}, {"order": True}, {"order": "2"}, {"shuffle_sequences": -1}, {"shuffle_sequences": 2**40}],
+    "forged", [{"order": 3}, {"order": True}, {"order": "2"}, {"shuffle_sequences": -1}, {"shuffle_sequences": 2**40}]
 )
 def test_rules_that_no_version_has_are_refused(
     source: SourceTable, tokenizer: Tokenizer, forged: dict[str, Any]

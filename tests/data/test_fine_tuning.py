@@ -35,9 +35,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write 150 conversations in three shapes and kinds of file, and the template that writes them."""
     folder = tmp_path_factory.mktemp("chats")
     (folder / "template.jinja").write_text(TEMPLATE)
-    turns = [
-        (f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 % 31)) for n in range(150)
-    ]
+    turns = [(f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 % 31)) for n in range(150)]
     messages = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
         for asked, said in turns[:50]
@@ -49,9 +47,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alpaca = [{"instruction": asked, "input": "", "output": said} for asked, said in turns[100:]]
     (folder / "messages.jsonl").write_text("\n".join(map(json.dumps, messages)))
     (folder / "sharegpt.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, sharegpt)).encode()))
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(alpaca), folder / "alpaca.parquet", row_group_size=11
-    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(alpaca), folder / "alpaca.parquet", row_group_size=11)
     return folder
 
 
@@ -77,9 +73,7 @@ def make_chat_loader(chats: Path, chat_tokenizer: Tokenizer) -> Make:
             SourceTable(path=str(chats / "sharegpt.jsonl.gz"), content="messages", weight=2.0),
             SourceTable(path=str(chats / "alpaca.parquet"), content="alpaca"),
         )
-        return build_loader(
-            DataTable(sources=sources, **keys), chat_tokenizer, seq_len, global_batch_size, seed
-        )
+        return build_loader(DataTable(sources=sources, **keys), chat_tokenizer, seq_len, global_batch_size, seed)
 
     return make
 
@@ -89,12 +83,9 @@ def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_
 ) -> None:
     loader = make_chat_loader(epochs=1, seq_len=256)
     found = sorted(documents(loader, chat_tokenizer))
-    turns = [
-        (f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 % 31)) for n in range(150)
-    ]
+    turns = [(f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 % 31)) for n in range(150)]
     assert found == sorted(
-        (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>")
-        for asked, said in turns
+        (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>") for asked, said in turns
     )
 
 
@@ -118,19 +109,13 @@ def test_resuming_at_any_batch_with_other_workers_gives_the_same_remaining_batch
     assert content(resumed) == rest
 
 
-def test_two_epochs_differ_in_order_and_repeat_by_seed(
-    make_chat_loader: Make, chat_tokenizer: Tokenizer
-) -> None:
+def test_two_epochs_differ_in_order_and_repeat_by_seed(make_chat_loader: Make, chat_tokenizer: Tokenizer) -> None:
     def order(seed: int) -> list[tuple[str, str]]:
-        return documents(
-            make_chat_loader(seed=seed, epochs=2, packing="contiguous", seq_len=4096), chat_tokenizer
-        )
+        return documents(make_chat_loader(seed=seed, epochs=2, packing="contiguous", seq_len=4096), chat_tokenizer)
 
     assert order(1) == order(1)
     assert order(1) != order(2)
-    counted = Counter(
-        text for text, _ in order(1) if text.endswith("<|eos|>") and text.startswith("<|bos|>user")
-    )
+    counted = Counter(text for text, _ in order(1) if text.endswith("<|eos|>") and text.startswith("<|bos|>user"))
     assert max(counted.values()) == 2
 
 
@@ -155,17 +140,13 @@ def test_a_conversation_longer_than_a_sequence_is_handled_by_key_and_counted(
     path = tmp_path / "x.jsonl"
     records = [{"instruction": "q", "output": "a" * length} for length in (3, 100, 5)]
     path.write_text("\n".join(map(json.dumps, records)))
-    data = DataTable(
-        sources=(SourceTable(path=str(path), content="alpaca"),), long_documents=handling, epochs=1
-    )
+    data = DataTable(sources=(SourceTable(path=str(path), content="alpaca"),), long_documents=handling, epochs=1)
     loader = build_loader(data, chat_tokenizer, 64, 4, 0)
     assert len(documents(loader, chat_tokenizer)) == kept
     assert loader.num_long_documents() == 1
 
 
-def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"tokens": [5, 6, 7]}\n{"tokens": [8, 258]}\n{"tokens": []}\n')
     table = SourceTable(path=str(path), content="tokens")
@@ -174,9 +155,7 @@ def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 258, tokenizer.pad_id]]
     assert batch.labels.tolist() == [[6, 7, -100, 258, -100, -100]]
     path.write_text('{"tokens": [1]}\n{"tokens": [259]}\n')
-    with pytest.raises(
-        DataError, match=r"x.jsonl, line 2: token ids from 259 to 259; the vocabulary has 0 to 258"
-    ):
+    with pytest.raises(DataError, match=r"x.jsonl, line 2: token ids from 259 to 259; the vocabulary has 0 to 258"):
         list(build_loader(data, tokenizer, 6, 1, 0))
 
 
@@ -193,14 +172,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_held_out_document_is_never_trained_on_not_even_as_a_copy(
     many: Path, tokenizer: Tokenizer, fraction: float
 ) -> None:
-    data = DataTable(
-        sources=(SourceTable(path=str(many)),), epochs=2, validation_fraction=fraction, packing="best_fit"
-    )
+    data = DataTable(sources=(SourceTable(path=str(many)),), epochs=2, validation_fraction=fraction, packing="best_fit")
     trained = [text for text, _ in documents(build_loader(data, tokenizer, 64, 8, 3), tokenizer)]
     table = ValidationTable(interval_steps=1, max_batches=1000)
-    validated = [
-        text for text, _ in documents(build_validation_loader(table, tokenizer, 64, 8, data), tokenizer)
-    ]
+    validated = [text for text, _ in documents(build_validation_loader(table, tokenizer, 64, 8, data), tokenizer)]
     assert not set(trained) & set(validated)
     assert len(set(trained) | set(validated)) == 300
     assert (len(trained), len(validated)) == (2 * 2 * len(set(trained)), 2 * len(set(validated)))
@@ -216,9 +191,7 @@ def test_validation_on_another_split_reads_that_split_and_training_its_own(
         for name in ("train", "held")
     }
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    train, held = (
-        SourceTable(path=str(tmp_path / "saved"), format="dataset", split=split) for split in splits
-    )
+    train, held = (SourceTable(path=str(tmp_path / "saved"), format="dataset", split=split) for split in splits)
     data = DataTable(sources=(train,), epochs=2)
     table = ValidationTable(interval_steps=1, sources=(held,), max_batches=1000)
     trained = documents(build_loader(data, tokenizer, 512, 4, 0), tokenizer)
@@ -240,9 +213,7 @@ def test_a_fraction_that_holds_nothing_out_is_an_error_and_no_loss_of_zero(
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_a_fraction_of_one_text_file_says_what_helps(
-    tmp_path: Path, tokenizer: Tokenizer, fraction: float
-) -> None:
+def test_a_fraction_of_one_text_file_says_what_helps(tmp_path: Path, tokenizer: Tokenizer, fraction: float) -> None:
     """All of it is held out, or none: then either training or validation has no document."""
     (tmp_path / "x.txt").write_text("a long text " * 1000)
     data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.txt")),), validation_fraction=fraction)
@@ -258,9 +229,7 @@ def test_validation_of_conversations_learns_what_training_does(
     data = DataTable(sources=(source,), epochs=1, loss_on="assistant")
     table = ValidationTable(interval_steps=1, sources=(source,), max_batches=100)
     validated = documents(build_validation_loader(table, chat_tokenizer, 256, 4, data), chat_tokenizer)
-    assert sorted(validated) == sorted(
-        documents(build_loader(data, chat_tokenizer, 256, 4, 0), chat_tokenizer)
-    )
+    assert sorted(validated) == sorted(documents(build_loader(data, chat_tokenizer, 256, 4, 0), chat_tokenizer))
 
 
 def test_a_position_is_refused_if_the_template_or_packing_changed(make_chat_loader: Make) -> None:
@@ -278,6 +247,4 @@ def test_padding_of_packed_conversations_is_not_counted_as_tokens(
     batches = list(make_chat_loader(epochs=1, seq_len=256))
     counted = sum(num_tokens(batch, chat_tokenizer.pad_id) for batch in batches)
     texts = [text for text, _ in documents(batches, chat_tokenizer)]
-    assert counted == sum(
-        len(chat_tokenizer.encode(text)) - 4 * 6 for text in texts
-    )  # <|bos|> is 1 token, not 7
+    assert counted == sum(len(chat_tokenizer.encode(text)) - 4 * 6 for text in texts)  # <|bos|> is 1 token, not 7

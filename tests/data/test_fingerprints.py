@@ -30,10 +30,7 @@ def test_a_source_is_named_whose_files_differ_in_size_or_in_their_first_records(
     expected = make_loader().fingerprints()
     assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[1]"]
     (copy / "note-1.txt").write_text("longer than it was")
-    assert different(expected, make_loader(folder=copy).fingerprints()) == [
-        "data.sources[0]",
-        "data.sources[1]",
-    ]
+    assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[0]", "data.sources[1]"]
     assert different(expected, make_loader(seed=1).fingerprints()) == ["data: seed"]
 
 

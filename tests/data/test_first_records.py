@@ -33,11 +33,7 @@ def check(path: Path, tokenizer: Tokenizer, mode: str = "skip", **source: Any) -
         ({"prompt": "a", "completion": "b"}, {}, r'content = "prompt_completion"\?'),
         ({"question": "a", "answer": "b"}, {}, r'content = "prompt_completion"\?'),
         ({"instruction": "a", "output": "b"}, {}, r'content = "alpaca"\?'),
-        (
-            {"tokens": [1, 300]},
-            {"content": "tokens"},
-            "token ids from 1 to 300; the vocabulary has 0 to 299",
-        ),
+        ({"tokens": [1, 300]}, {"content": "tokens"}, "token ids from 1 to 300; the vocabulary has 0 to 299"),
     ],
 )
 def test_a_mistake_of_all_records_is_found_before_the_run_even_if_bad_records_are_skipped(
@@ -112,9 +108,7 @@ def llama3(folder: Path) -> Tokenizer:
 
 
 def tokens_of(tokenizer: Tokenizer, content: Any, special_tokens: bool = False) -> list[int]:
-    piece = DocumentPiece(
-        content, 0, 0, Document("here"), first=True, last=True, special_tokens=special_tokens
-    )
+    piece = DocumentPiece(content, 0, 0, Document("here"), first=True, last=True, special_tokens=special_tokens)
     return tokenise(tokenizer, piece).tokens.tolist()
 
 
@@ -131,9 +125,7 @@ def test_a_chat_that_is_already_written_has_the_tokens_that_its_messages_have(ll
     assert len(as_text) > 2 * len(expected) and llama3.special_id("<|eot_id|>") not in as_text
 
 
-def test_text_with_special_tokens_has_the_tokens_of_the_package_tokenizers(
-    folder: Path, llama3: Tokenizer
-) -> None:
+def test_text_with_special_tokens_has_the_tokens_of_the_package_tokenizers(folder: Path, llama3: Tokenizer) -> None:
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -150,17 +142,11 @@ def test_bos_and_the_end_of_a_document_are_not_written_twice(tokenizer: Tokenize
     assert tokens_of(tokenizer, "a", special_tokens=True) == [256, 97, 257]
 
 
-def test_the_key_reaches_the_batches_and_is_part_of_the_position(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_the_key_reaches_the_batches_and_is_part_of_the_position(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "<|bos|>a<|eos|>"}))
     loaders = [
         build_loader(
-            DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl"), special_tokens=value),)),
-            tokenizer,
-            3,
-            1,
-            0,
+            DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl"), special_tokens=value),)), tokenizer, 3, 1, 0
         )
         for value in (True, False)
     ]

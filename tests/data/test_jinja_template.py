@@ -26,9 +26,7 @@ HARMLESS = [
     "{% for x in messages|selectattr('a') recursive %}{{ x.a }}{% endfor %}{{ tools }}",
 ]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}TEXT{% endfor %}{% endfor %}"
-GROWTH = (
-    "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n.t OPERATOR n.t %}{% endfor %}"
-)
+GROWTH = "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n.t OPERATOR n.t %}{% endfor %}"
 HOSTILE = {
     "a text": "{{ 'a' * 10**10 }}",
     "a list": "{{ [1] * 10**9 }}",
@@ -102,7 +100,9 @@ def test_no_template_takes_500_mb() -> None:
         text=True,
     )
     *codes, most_bytes = map(int, ended.stdout.split())
-    assert len(codes) == len(HOSTILE) and {*codes} >= {OUT_OF_MEMORY, -signal.SIGPROF}
+    # A source that is nested too deeply is an error of Jinja's, after which the process goes on.
+    ends = {name: code for name, code in zip(HOSTILE, codes, strict=True) if name != "a deep source"}
+    assert {*ends.values()} == {OUT_OF_MEMORY, -signal.SIGPROF}, ends
     assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
@@ -125,9 +125,7 @@ def test_a_conversation_that_is_too_large_is_an_error_of_its_own() -> None:
     assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
-def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
     names = ["good"] * 40 + ["bomb"] + ["good"] * 20

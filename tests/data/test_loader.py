@@ -51,9 +51,7 @@ def test_documents_stay_whole_and_framed_and_nothing_is_lost_at_the_end(
     assert 0 < sizes[-1] <= 6
     text = tokenizer.decode([token for batch in batches for token in batch.tokens.flatten().tolist()])
     documents = text.replace("<|pad|>", "").split("<|bos|>")[1:]
-    records = [
-        json.loads(line) for line in (corpus / "records.jsonl").read_text().split("\n") if line.strip()
-    ]
+    records = [json.loads(line) for line in (corpus / "records.jsonl").read_text().split("\n") if line.strip()]
     expected = [path.read_text() for path in corpus.glob("*.txt")] + [record["text"] for record in records]
     assert all(document.endswith("<|eos|>") for document in documents)
     assert sorted(document[: -len("<|eos|>")] for document in documents) == sorted(filter(None, expected))
@@ -80,15 +78,11 @@ def test_resuming_at_any_batch_with_other_workers_gives_the_same_remaining_batch
     make_loader: MakeLoader, stop: int, workers: tuple[int, int], shape: tuple[int, int]
 ) -> None:
     seq_len, global_batch_size = shape
-    loader = make_loader(
-        num_workers=workers[0], epochs=1, seq_len=seq_len, global_batch_size=global_batch_size
-    )
+    loader = make_loader(num_workers=workers[0], epochs=1, seq_len=seq_len, global_batch_size=global_batch_size)
     take(loader, stop)
     state = json.loads(json.dumps(loader.state_dict()))
     rest = content(loader)
-    resumed = make_loader(
-        num_workers=workers[1], epochs=1, seq_len=seq_len, global_batch_size=global_batch_size
-    )
+    resumed = make_loader(num_workers=workers[1], epochs=1, seq_len=seq_len, global_batch_size=global_batch_size)
     resumed.load_state_dict(state)
     assert content(resumed) == rest
 
@@ -152,9 +146,7 @@ def test_a_bad_record_stops_the_batch_that_would_hold_it_and_every_later_one(
 ) -> None:
     good = json.dumps({"text": "0123456789"})  # 12 tokens with BOS and EOS
     (tmp_path / "x.jsonl").write_text(f"{good}\n{good}\n{good}\nbroken\n{good}\n")
-    data = DataTable(
-        sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), shuffle=False, num_workers=num_workers
-    )
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), shuffle=False, num_workers=num_workers)
     loader = build_loader(data, tokenizer, seq_len=8, global_batch_size=2, seed=0)
     assert len(take(loader, 2)) == 2  # 32 of the 36 good tokens
     state = loader.state_dict()
@@ -181,9 +173,7 @@ def test_a_position_of_other_data_is_refused_and_says_what_changed(
         make_loader(folder=tmp_path / "moved").load_state_dict(state)
     with pytest.raises(DataError, match=r"other data: seed was 0, is 1"):
         make_loader(seed=1).load_state_dict(state)
-    with pytest.raises(
-        DataError, match=r"shuffle was True, is False; weights was \[1.0, 2.5\], is \[1.0, 1.0\]"
-    ):
+    with pytest.raises(DataError, match=r"shuffle was True, is False; weights was \[1.0, 2.5\], is \[1.0, 1.0\]"):
         make_loader(shuffle=False, weights=(1.0, 1.0)).load_state_dict(state)
 
 

@@ -195,8 +195,7 @@ def test_more_bad_records_than_the_fraction_allows_stop_the_run(tmp_path: Path, 
     """12 of 400 records are 3 %; up to 10 in a pass never stop a run."""
     path = with_bad(tmp_path / "x.jsonl", set(range(0, 120, 10)))
     with pytest.raises(
-        DataError,
-        match=r"x.jsonl, line 101: .*11 of 101 records were bad, .* data.max_bad_fraction = 0.01",
+        DataError, match=r"x.jsonl, line 101: .*11 of 101 records were bad, .* data.max_bad_fraction = 0.01"
     ):
         list(loader_of(path, tokenizer, on_bad_record="skip", shuffle=False, epochs=1))
     loader = loader_of(path, tokenizer, on_bad_record="skip", max_bad_fraction=0.2, epochs=3)
@@ -215,11 +214,7 @@ def test_more_bad_records_than_the_fraction_allows_stop_the_run(tmp_path: Path, 
     packing=st.sampled_from(["contiguous", "best_fit"]),
 )
 def test_the_fraction_stops_at_the_same_record_after_a_resume_and_with_other_workers(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: Tokenizer,
-    stop: int,
-    workers: tuple[int, int],
-    packing: str,
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, stop: int, workers: tuple[int, int], packing: str
 ) -> None:
     path = with_bad(tmp_path_factory.mktemp("bad") / "x.jsonl", set(range(0, 400, 25)))
     keys: dict[str, Any] = {"on_bad_record": "skip", "max_bad_fraction": 0.03, "packing": packing}

@@ -46,8 +46,7 @@ def test_marks_of_tables_newer_than_pythons_stay_where_the_reference_leaves_them
     known = {
         mark
         for mark in marks
-        if decomposed(mark) != mark
-        or any(decomposed(f"e{o}{mark}") == decomposed(f"e{mark}{o}") for o in others)
+        if decomposed(mark) != mark or any(decomposed(f"e{o}{mark}") == decomposed(f"e{mark}{o}") for o in others)
     }
     assert len(known) > 800 and {"\U0001e08f", "\U00010efd", "\u0897"} <= set(marks) - known
     assert {mark for mark in marks if NEWER.fullmatch(mark)} == set(marks) - known

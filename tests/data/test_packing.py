@@ -25,15 +25,9 @@ def pieces_of(documents: list[list[int]], cuts: set[int]) -> list[TokenPiece]:
     """Cut each document into pieces, before the tokens whose number is in `cuts`."""
     pieces = []
     for document in documents:
-        bounds = [
-            0,
-            *(index for index in range(1, len(document)) if document[index] % 7 in cuts),
-            len(document),
-        ]
+        bounds = [0, *(index for index in range(1, len(document)) if document[index] % 7 in cuts), len(document)]
         for start, end in pairwise(bounds):
-            pieces.append(
-                TokenPiece(np.array(document[start:end], dtype=np.int64), starts_document=start == 0)
-            )
+            pieces.append(TokenPiece(np.array(document[start:end], dtype=np.int64), starts_document=start == 0))
     return pieces
 
 

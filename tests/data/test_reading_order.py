@@ -57,9 +57,7 @@ def test_order_repeats_with_the_seed_and_differs_with_another(sources: list[Sour
 def test_after_any_number_of_documents_no_source_is_ahead_of_its_share_by_more_than_one(
     sources: list[Source], weights: tuple[float, ...], count: int
 ) -> None:
-    drawn = Counter(
-        text[0] for text in texts(Reader(sources, MixSettings(weights, shuffle=True, seed=0)), count)
-    )
+    drawn = Counter(text[0] for text in texts(Reader(sources, MixSettings(weights, shuffle=True, seed=0)), count))
     for number, weight in enumerate(weights):
         assert drawn[str(number)] <= count * weight / sum(weights) + 1 + 1e-6
 
@@ -73,8 +71,7 @@ def test_a_limited_mix_holds_each_document_as_often_as_there_are_epochs(sources:
 def test_a_source_without_any_text_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
     reader = Reader(
-        [open_source(SourceTable(path=str(tmp_path / "blank.jsonl")))],
-        MixSettings([1.0], shuffle=True, seed=0),
+        [open_source(SourceTable(path=str(tmp_path / "blank.jsonl")))], MixSettings([1.0], shuffle=True, seed=0)
     )
     with pytest.raises(DataError, match="none of its documents holds any text"):
         texts(reader)
@@ -102,9 +99,7 @@ def test_a_shuffle_is_the_one_that_earlier_checkpoints_were_written_with() -> No
 def test_shuffles_put_every_document_in_every_place_equally_often() -> None:
     """4000 shuffles of 5: each of the 25 counts is 800 +- 25.3 (binomial); 6 of those leave no room for chance."""
     places = Counter(
-        (place, document)
-        for number in range(4000)
-        for place, document in enumerate(shuffled(5, f"{number}").tolist())
+        (place, document) for number in range(4000) for place, document in enumerate(shuffled(5, f"{number}").tolist())
     )
     assert len(places) == 25
     assert all(abs(count - 800) < 6 * 25.3 for count in places.values())

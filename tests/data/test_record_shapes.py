@@ -45,11 +45,7 @@ ROWS = st.lists(st.fixed_dictionaries({"text": TEXTS, "b]": TEXTS | st.lists(st.
 @settings(max_examples=80, deadline=None)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 3]), ascii=st.booleans(), block=st.integers(1, 40))
 def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_scanned(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[dict[str, Any]],
-    indent: int | None,
-    ascii: bool,
-    block: int,
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None, ascii: bool, block: int
 ) -> None:
     path = tmp_path_factory.mktemp("array") / "x.json"
     mark = b"" if ascii else b"\xef\xbb\xbf"
@@ -143,11 +139,7 @@ CELLS = st.text(st.sampled_from('ab ,;"\n\tü€'), max_size=8)
     end=st.sampled_from(["\n", "\r\n"]),
 )
 def test_every_row_of_csv_is_a_record_whatever_its_values_hold(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[tuple[str, str]],
-    kind: str,
-    mark: bytes,
-    end: str,
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: str, mark: bytes, end: str
 ) -> None:
     path = tmp_path_factory.mktemp("table") / ("x.tsv" if kind == "tsv" else "x.csv")
     out = io.StringIO(newline="")
@@ -220,9 +212,7 @@ def test_pairs_are_read_by_their_usual_names(
     tmp_path: Path, tokenizer: Tokenizer, prompt: str, completion: str
 ) -> None:
     records = [{"id": 1, prompt: "2+2=", completion: "4"}]
-    expected = trained_on(
-        tmp_path / "x.json", [{"prompt": "2+2=", "completion": "4"}], tokenizer, "prompt_completion"
-    )
+    expected = trained_on(tmp_path / "x.json", [{"prompt": "2+2=", "completion": "4"}], tokenizer, "prompt_completion")
     assert trained_on(tmp_path / "y.json", records, tokenizer, "prompt_completion") == expected
 
 
@@ -251,28 +241,18 @@ def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Toke
     ("record", "message"),
     [
         ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
-        (
-            {"prompt": "a", "answer": "b", "response": "c"},
-            "fields 'response' and 'answer' may both be the comp",
-        ),
+        ({"prompt": "a", "answer": "b", "response": "c"}, "fields 'response' and 'answer' may both be the comp"),
         ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
         ({"prompt": "a", "completion": None}, "field 'completion' is null, not a string or a list"),
-        (
-            {"prompt": "a", "completion": [turn("user", "b")]},
-            "field 'completion' has no message of the assistant",
-        ),
+        ({"prompt": "a", "completion": [turn("user", "b")]}, "field 'completion' has no message of the assistant"),
     ],
 )
-def test_a_bad_pair_is_named(
-    tmp_path: Path, chat_tokenizer: Tokenizer, record: dict[str, Any], message: str
-) -> None:
+def test_a_bad_pair_is_named(tmp_path: Path, chat_tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"x.json, record 1: {message}"):
         trained_on(tmp_path / "x.json", [record], chat_tokenizer, "prompt_completion")
 
 
-def test_a_file_whose_records_are_in_a_field_says_how_to_take_them_out(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_file_whose_records_are_in_a_field_says_how_to_take_them_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.json").write_text(json.dumps({"data": [{"text": "a"}]}))
     with pytest.raises(DataError, match=r"""no field 'text'; fields: data .*jq -c '\.\["data"\]\[\]'"""):
         build_loader(

@@ -47,9 +47,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceTable]:
     (folder / "x.jsonl.zst").write_bytes(zstandard.compress(data[:900]) + zstandard.compress(data[900:]))
     rows = pyarrow.Table.from_pylist([{"text": text} for text in texts])
     pyarrow.parquet.write_table(rows, folder / "x.parquet", row_group_size=11)
-    (folder / "ids.jsonl").write_text(
-        "\n".join(json.dumps({"tokens": list(text.encode())}) for text in texts)
-    )
+    (folder / "ids.jsonl").write_text("\n".join(json.dumps({"tokens": list(text.encode())}) for text in texts))
     chats = [{"instruction": text, "output": text[::-1]} for text in texts]
     (folder / "chats.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, chats)).encode()))
     (folder / "set").mkdir()
@@ -142,6 +140,4 @@ def test_a_dataset_continues_from_any_batch(
     workers: tuple[int, int],
 ) -> None:
     data = {"sources": (sources[kind], sources["gzip"]), "on_bad_record": "skip", "epochs": 2}
-    assert_continues(
-        {**data, "packing": packing[0], "long_documents": packing[1]}, chat_tokenizer, stop, workers
-    )
+    assert_continues({**data, "packing": packing[0], "long_documents": packing[1]}, chat_tokenizer, stop, workers)

@@ -40,9 +40,7 @@ def book_share(loader: Loader) -> list[int]:
     return [int((batch.tokens[:, 1:-1] == letter).all(dim=1).sum()) for batch in loader]
 
 
-def test_a_book_of_300_sequences_is_spread_over_all_batches_by_default(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_book_of_300_sequences_is_spread_over_all_batches_by_default(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The book is a quarter of 1200 sequences: a random batch has 4 of it, and 11 are four standard deviations more."""
     lines = ["b" * (300 * SEQ_LEN), *(f"other {number:03} " * 32 for number in range(180))]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
@@ -160,9 +158,7 @@ def test_the_seed_and_the_window_fix_the_order(make_loader: MakeLoader) -> None:
         mixed = sequences(make_loader(**keys, seed=seed, shuffle_sequences=WINDOW))
         orders.append([plain.index(row) for row in mixed])
     assert orders[0] == orders[1] != orders[2]
-    first, second = (
-        [number % WINDOW for number in orders[0][start : start + WINDOW]] for start in (0, WINDOW)
-    )
+    first, second = ([number % WINDOW for number in orders[0][start : start + WINDOW]] for start in (0, WINDOW))
     assert first != second
 
 
@@ -259,9 +255,7 @@ def test_a_forged_position_is_refused(make_loader: MakeLoader, name: str) -> Non
         make_loader(seq_len=SEQ_LEN, shuffle_sequences=WINDOW).load_state_dict(state)
 
 
-def test_a_bad_record_stops_a_run_where_its_window_began(
-    make_loader: MakeLoader, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_bad_record_stops_a_run_where_its_window_began(make_loader: MakeLoader, corpus: Path, tmp_path: Path) -> None:
     """No sequence of the window is trained before the record is repaired, and each is trained after."""
     records = (corpus / "records.jsonl").read_text().splitlines()
     repaired, broken = tmp_path / "repaired", tmp_path / "broken"

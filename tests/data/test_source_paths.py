@@ -27,17 +27,13 @@ def test_a_folder_with_brackets_in_its_name_is_that_folder_if_it_exists(tmp_path
     assert names(f"{tmp_path}/br[1]/*.py", tmp_path) == ["br[1]/a.py", "br[1]/b[2].py"]
     assert names(f"{tmp_path}/br[1]/b[2].py", tmp_path) == ["br[1]/b[2].py"]
     assert names(f"{tmp_path}/br[12]/*.py", tmp_path) == ["br1/c.py", "br2/d.py"]
-    with pytest.raises(
-        DataError, match=r"no file matches .*; \[ begins a set of letters in a glob, and \[\[\]"
-    ):
+    with pytest.raises(DataError, match=r"no file matches .*; \[ begins a set of letters in a glob, and \[\[\]"):
         find_files(f"{tmp_path}/x[1]*.py")
     with pytest.raises(DataError, match=r"no file matches \(working directory: [^;]*\)$"):
         find_files(f"{tmp_path}/x*.py")
 
 
-def test_linked_files_and_folders_are_read_and_each_file_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_linked_files_and_folders_are_read_and_each_file_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "disk" / "deep").mkdir(parents=True)
     (tmp_path / "disk" / "a.txt").write_text("a")
     (tmp_path / "disk" / "deep" / "b.txt").write_text("b")
@@ -74,13 +70,9 @@ def test_a_folder_of_save_to_disk_is_recognised_and_names_its_splits(tmp_path: P
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"first": rows, "held": rows}).save_to_disk(str(tmp_path / "several"))
     for name in ("one", "several"):
-        with pytest.raises(
-            DataError, match=rf"/{name}' is a folder that save_to_disk .* format = \"dataset\""
-        ):
+        with pytest.raises(DataError, match=rf"/{name}' is a folder that save_to_disk .* format = \"dataset\""):
             find_files(str(tmp_path / name))
-    with pytest.raises(
-        DataError, match=r"split 'train': it has no such split, only first, held \(source keys"
-    ):
+    with pytest.raises(DataError, match=r"split 'train': it has no such split, only first, held \(source keys"):
         open_source(SourceTable(path=str(tmp_path / "several"), format="dataset"))
 
 

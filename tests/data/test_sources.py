@@ -62,8 +62,7 @@ def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path: Pat
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lines=st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=12),
-    scan=st.integers(1, 40),
+    lines=st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=12), scan=st.integers(1, 40)
 )
 def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], scan: int
@@ -76,10 +75,7 @@ def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    text=st.text(st.sampled_from("ab /\n\u00fc\u20ac\U0001f600"), min_size=1, max_size=120),
-    size=st.integers(8, 24),
-)
+@given(text=st.text(st.sampled_from("ab /\n\u00fc\u20ac\U0001f600"), min_size=1, max_size=120), size=st.integers(8, 24))
 def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(
     tmp_path_factory: pytest.TempPathFactory, text: str, size: int
 ) -> None:
@@ -127,9 +123,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, content: bytes, 
         read_all(source)
 
 
-@pytest.mark.parametrize(
-    "bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"]
-)
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"])
 def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path, bad: bytes) -> None:
     before = b"good line\n" * 30_000
     (tmp_path / "x.txt").write_bytes(before + b"and then " + bad)
@@ -153,9 +147,7 @@ def test_empty_files_and_blank_lines_hold_no_text_and_are_no_error(tmp_path: Pat
         ("folder/empty*", "all of its 2 files are empty"),
     ],
 )
-def test_a_source_without_documents_is_named_when_it_is_built(
-    tmp_path: Path, path: str, message: str
-) -> None:
+def test_a_source_without_documents_is_named_when_it_is_built(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "empty-1.txt").touch()
     (tmp_path / "folder" / "empty-2.jsonl").touch()

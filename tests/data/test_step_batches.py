@@ -111,9 +111,7 @@ def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loa
 
 
 def loader_of(make_loader: MakeLoader, folder: Path, **keys: Any) -> Loader:
-    return make_loader(
-        folder=folder, shuffle=False, weights=(1e-9, 1.0), seq_len=64, global_batch_size=2, **keys
-    )
+    return make_loader(folder=folder, shuffle=False, weights=(1e-9, 1.0), seq_len=64, global_batch_size=2, **keys)
 
 
 def write(folder: Path, bad: int | None, letter: str = "a") -> Path:
@@ -147,9 +145,7 @@ def test_a_record_that_is_bad_on_one_machine_stops_all_at_the_same_step_with_its
     assert "records.jsonl, line 14: no field 'text'" in first
 
 
-def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(
-    make_loader: MakeLoader, tmp_path: Path
-) -> None:
+def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(make_loader: MakeLoader, tmp_path: Path) -> None:
     folder = write(tmp_path / "bad", 5)
     with pytest.raises(DataError, match="line 6") as alone:
         on_machines(partial(loader_of, make_loader, folder), 1, 1)
@@ -166,9 +162,7 @@ def test_files_of_equal_sizes_and_other_content_are_noticed_at_the_first_step(
     def work(machine: int, gather: Gather) -> None:
         StepBatches(loader_of(make_loader, folders[machine]), 1, 1, gather, machine, 2).next()
 
-    with pytest.raises(
-        DataError, match=r"machine 1 reads another batch than machine 0 .*data\.sources differ"
-    ):
+    with pytest.raises(DataError, match=r"machine 1 reads another batch than machine 0 .*data\.sources differ"):
         run_agreeing(2, work)
 
 

@@ -180,9 +180,7 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ArrowCapacityError", "ArrowSerializationError", "ArrowInvalid"])
-def test_every_error_of_pyarrow_names_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_error_of_pyarrow_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Some of its errors are not subclasses of any error of Python."""
     path = Path(write_parquet(tmp_path, [{"text": "a"}]).path)
 
@@ -275,9 +273,7 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
     (tmp_path / "y.jsonl").write_bytes(as_lines(RECORDS[20:30]))
     (tmp_path / "z.txt").write_text("record 30")
     source = open_source(SourceTable(path=str(tmp_path / "*")))
-    assert sorted(text for text, _, _ in walk(source, EpochKey("k"))) == sorted(
-        f"record {n}" for n in range(31)
-    )
+    assert sorted(text for text, _, _ in walk(source, EpochKey("k"))) == sorted(f"record {n}" for n in range(31))
     assert source.count() == 31
 
 
@@ -286,19 +282,11 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
     [
         ({"path": "{folder}/no", "format": "dataset"}, "dataset '.*/no', split 'train': "),
         ({"path": "{folder}/set", "format": "dataset", "split": "test"}, r"split 'test': ValueError: "),
-        (
-            {"path": "{folder}/a.txt", "content": "messages"},
-            "a.txt is a file of text, which cannot hold 'messages'",
-        ),
-        (
-            {"path": "{folder}/b.json", "content": "alpaca"},
-            "none of its 1 files holds a record",
-        ),
+        ({"path": "{folder}/a.txt", "content": "messages"}, "a.txt is a file of text, which cannot hold 'messages'"),
+        ({"path": "{folder}/b.json", "content": "alpaca"}, "none of its 1 files holds a record"),
     ],
 )
-def test_a_contradictory_source_is_named_when_it_is_opened(
-    tmp_path: Path, table: dict[str, Any], message: str
-) -> None:
+def test_a_contradictory_source_is_named_when_it_is_opened(tmp_path: Path, table: dict[str, Any], message: str) -> None:
     write_dataset(tmp_path, RECORDS)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.json").write_text("[]")

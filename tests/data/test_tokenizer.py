@@ -27,15 +27,8 @@ def test_bytes_has_one_token_per_utf8_byte_and_decodes_to_the_text(text: str) ->
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_of_bytes_are_above_the_bytes_and_below_the_vocabulary_size(
-    tokenizer: Tokenizer,
-) -> None:
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
-        256,
-        257,
-        258,
-        259,
-    )
+def test_special_tokens_of_bytes_are_above_the_bytes_and_below_the_vocabulary_size(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (256, 257, 258, 259)
 
 
 def test_text_that_looks_like_a_special_token_is_encoded_as_text(tokenizer: Tokenizer) -> None:
@@ -94,18 +87,14 @@ FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
 
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(st.sampled_from("abcdthein 0123.\n'ü"), max_size=80))
-def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(
-    llama3: Tokenizer, text: str
-) -> None:
+def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(llama3: Tokenizer, text: str) -> None:
     pieces = regex.findall(LLAMA3.pattern, text)
     # A piece that is a token as a whole is taken without merging, as in the released tokenizer.
     expected = [
         token
         for piece in pieces
         for token in (
-            [FABRICATED[piece.encode()]]
-            if piece.encode() in FABRICATED
-            else merged(piece.encode(), FABRICATED)
+            [FABRICATED[piece.encode()]] if piece.encode() in FABRICATED else merged(piece.encode(), FABRICATED)
         )
     ]
     assert llama3.encode(text) == expected
@@ -143,9 +132,7 @@ def bytes_of(token: str) -> bytes:
 
 
 @pytest.fixture(scope="module", params=[("llama3", LLAMA3), ("qwen3", QWEN)], ids=["llama3", "qwen"])
-def tiktoken_file(
-    request, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+def tiktoken_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     """Return ours from a tiktoken file of a trained vocabulary, and the reference that trained it."""
     name, known = request.param
     reference = vocabularies.train(name, 1000)
@@ -202,18 +189,12 @@ def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None
     ("files", "message"),
     [
         ({}, r"^tokenizer.path: given .*there is no such file or folder; legal: .*not downloaded"),
-        (
-            {"tok/tokenizer.txt": b"{}"},
-            r"no tokenizer.json, tokenizer.model or qwen.tiktoken in .*tokenizer.txt",
-        ),
+        ({"tok/tokenizer.txt": b"{}"}, r"no tokenizer.json, tokenizer.model or qwen.tiktoken in .*tokenizer.txt"),
         ({"tok/tokenizer.json": b"{}"}, r"not a tokenizer.json \(it lacks 'model'\)"),
         ({"tok/tokenizer.json": b"{"}, r"not a tokenizer.json \(Expecting property name"),
         ({"tok/tokenizer.model": b"\x0a\x0e\n\x05<unk>\x15"}, "not a tiktoken rank file"),
         ({"tok/tokenizer.model": b"YQ== zero"}, "not a tiktoken rank file"),
-        (
-            {"tok/tokenizer.model": b"YQ== 0\nYg== 1"},
-            "2 ranks, not the 128000 of Llama 3 or the 151643 of Qwen",
-        ),
+        ({"tok/tokenizer.model": b"YQ== 0\nYg== 1"}, "2 ranks, not the 128000 of Llama 3 or the 151643 of Qwen"),
     ],
 )
 def test_an_unusable_tokenizer_is_named_with_what_is_supported(

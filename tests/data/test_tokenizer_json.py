@@ -71,9 +71,7 @@ def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(
     texts = ["".join(parts) for parts in dialogues]
     expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
     for parts, ids in zip(dialogues, expected, strict=True):
-        found = [
-            [ours.special_id(part)] if index % 2 else ours.encode(part) for index, part in enumerate(parts)
-        ]
+        found = [[ours.special_id(part)] if index % 2 else ours.encode(part) for index, part in enumerate(parts)]
         assert list(chain.from_iterable(found)) == ids
 
 
@@ -106,39 +104,8 @@ def test_every_token_keeps_its_id_and_its_text(pairs: dict[str, Pair], name: str
     assert ours.decode(every_id) == reference.decode(every_id, skip_special_tokens=False)
 
 
-WORDS = (
-    "a",
-    "the",
-    "def",
-    "12345",
-    "x1",
-    "//",
-    "==",
-    "it's",
-    "Ünï",
-    "e\u0301",
-    "中文文字",
-    "<think>",
-    "\u00a0",
-    "...",
-)
-GAPS = (
-    " ",
-    " ",
-    "\n",
-    "\n\n",
-    "\n\n\n",
-    "\n    ",
-    "   ",
-    "\t",
-    ".\n",
-    ";\n\n",
-    "\r\n",
-    "\r\n\r\n",
-    "，",
-    ")",
-    "\n/",
-)
+WORDS = ("a", "the", "def", "12345", "x1", "//", "==", "it's", "Ünï", "e\u0301", "中文文字", "<think>", "\u00a0", "...")
+GAPS = (" ", " ", "\n", "\n\n", "\n\n\n", "\n    ", "   ", "\t", ".\n", ";\n\n", "\r\n", "\r\n\r\n", "，", ")", "\n/")
 PIECES = {
     "paragraphs": "Some words of it.\n\n",
     "lines between paragraphs": "One line\nand another\n\n",
@@ -220,10 +187,7 @@ Change = Callable[[dict[str, Any]], Any]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda file: file["model"].update(type="Unigram"),
-            "its model is 'Unigram'; supported: a byte-level BPE",
-        ),
+        (lambda file: file["model"].update(type="Unigram"), "its model is 'Unigram'; supported: a byte-level BPE"),
         (lambda file: file["model"].update(dropout=0.1), "its model has dropout 0.1"),
         (lambda file: file["model"]["vocab"].pop("a"), "no token for 'a': it is not byte-level"),
         (
@@ -259,9 +223,7 @@ def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(
 def test_a_vocabulary_without_a_token_that_ends_documents_is_refused(tmp_path: Path) -> None:
     reference = train("llama3", 300, text=["abc"])
     content = json.loads(reference.to_str())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if "end_of_text" not in token["content"]
-    ]
+    content["added_tokens"] = [token for token in content["added_tokens"] if "end_of_text" not in token["content"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match=r"no token ends a document: none of .*, and no eos_token in"):
         build_tokenizer(TokenizerTable(path=str(tmp_path)))

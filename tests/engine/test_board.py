@@ -36,14 +36,7 @@ def test_a_value_of_another_type_is_found_by_mypy(tmp_path):
     snippet = tmp_path / "snippet.py"
     snippet.write_text(MISTAKES)
     board = ROOT / "torchround" / "engine" / "board.py"
-    mypy = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--follow-imports=skip",
-        "--allow-any-generics",
-        "--no-error-summary",
-    ]
+    mypy = [sys.executable, "-m", "mypy", "--follow-imports=skip", "--allow-any-generics", "--no-error-summary"]
     found = subprocess.run(
         [*mypy, f"--cache-dir={tmp_path / 'cache'}", str(snippet), str(board)],
         cwd=ROOT,
@@ -51,9 +44,7 @@ def test_a_value_of_another_type_is_found_by_mypy(tmp_path):
         text=True,
         check=False,
     ).stdout
-    lines = [
-        int(line.split(":")[1]) for line in found.splitlines() if "snippet.py" in line and "error" in line
-    ]
+    lines = [int(line.split(":")[1]) for line in found.splitlines() if "snippet.py" in line and "error" in line]
     assert lines == [n for n, line in enumerate(MISTAKES.split("\n"), 1) if "# mistake" in line], found
 
 

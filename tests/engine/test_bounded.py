@@ -34,9 +34,7 @@ def run_both(partition, num_devices, stale_layers, tied=False, dtype=torch.float
     """Train with the engine and with the plain loop, and compare every loss and every saved tensor."""
     model, batches = model or toy_model(tied), toy_batches(STEPS, micro_batches=3)
     store = toy_store(model, dtype, policy=BOUNDED)
-    loop = BoundedLoop(
-        model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype
-    )
+    loop = BoundedLoop(model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype)
     with toy_engine(model, store, partition, num_devices, stale_layers=stale_layers, **settings) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)
@@ -51,9 +49,7 @@ def trained(store):
 
 # Every K that a partition allows: the layers before its fused stage.
 CASES = [
-    (name, stale_layers)
-    for name, partition in PARTITIONS.items()
-    for stale_layers in range(sum(partition.forward) + 1)
+    (name, stale_layers) for name, partition in PARTITIONS.items() for stale_layers in range(sum(partition.forward) + 1)
 ]
 
 
@@ -360,9 +356,7 @@ def test_settings_that_do_not_fit_are_refused(options, message):
 
 def test_float16_and_other_policies_are_refused():
     with pytest.raises(EngineUsageError, match="bfloat16 or float32"):
-        toy_engine(
-            toy_model(), toy_store(toy_model(), torch.float16, policy=BOUNDED), PARTITIONS["one stage"], 1
-        )
+        toy_engine(toy_model(), toy_store(toy_model(), torch.float16, policy=BOUNDED), PARTITIONS["one stage"], 1)
     with pytest.raises(EngineUsageError, match="legal under sync: 0 to 0"):
         toy_engine(toy_model(), toy_store(toy_model()), PARTITIONS["backward coarser"], 1, stale_layers=1)
 

@@ -133,11 +133,7 @@ def test_a_layer_keeps_its_memory_once_and_no_weight():
     total = sum(tensor.nbytes for tensor in kept)
     batch, tokens = case.micro_batch.tokens.shape
     work = case.block.work(batch, tokens, case.dtype.itemsize, "cpu")
-    assert (
-        case.micro_batch.tokens.numel() * case.width * 4
-        < total
-        <= work.activation_bytes + work.boundary_bytes
-    )
+    assert case.micro_batch.tokens.numel() * case.width * 4 < total <= work.activation_bytes + work.boundary_bytes
 
 
 @pytest.mark.parametrize("names", [(), ("qkv",), KEEPABLE[1:]])

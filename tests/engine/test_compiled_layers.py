@@ -235,9 +235,7 @@ def test_no_layer_is_compiled_during_the_step_of_a_torch_optimizer():
     class Slow(torch.optim.SGD):
         def step(self, closure=None):
             compiling.clear()
-            if (
-                not disturbed
-            ):  # the second step's batch has another shape, which a device wants to compile now
+            if not disturbed:  # the second step's batch has another shape, which a device wants to compile now
                 disturbed.append(compiling.wait(1.5))
             return super().step(closure)
 
@@ -280,9 +278,7 @@ CASES = {
 def packed_batches(steps):
     """Two documents a sequence, two micro-batches a step, with numbers for dropout."""
     return [
-        with_dropout_seeds(
-            [replace(part, max_documents=4) for part in packed(micro_batches)], seed=7, step=step
-        )
+        with_dropout_seeds([replace(part, max_documents=4) for part in packed(micro_batches)], seed=7, step=step)
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=3))
     ]
 

@@ -7,15 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker

@@ -93,8 +93,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_than_the_plan_counts(fa
         hidden = torch.empty(batch, tokens, block.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         integers = torch.zeros(batch, tokens, dtype=torch.int64)
         parameters = [
-            torch.empty(parameter.shape, dtype=torch.bfloat16, requires_grad=True)
-            for parameter in block.parameters()
+            torch.empty(parameter.shape, dtype=torch.bfloat16, requires_grad=True) for parameter in block.parameters()
         ]
         compiled = aot_function(
             run,

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from tests.support.predicting_loop import PredictingLoop
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import OptimizerTable
 from torchround.config.key_types import Beta, Pair
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
@@ -52,9 +44,7 @@ def copies(store):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
-def test_training_is_bitwise_a_plain_loop_whose_late_gradients_come_from_predicted_weights(
-    num_devices, tied, dtype
-):
+def test_training_is_bitwise_a_plain_loop_whose_late_gradients_come_from_predicted_weights(num_devices, tied, dtype):
     loop = PredictingLoop(*predicting(tied, dtype), tied)
     losses, store = trained(num_devices, tied=tied, dtype=dtype)
     assert losses == loop.train_late(BATCHES, LR)
@@ -85,9 +75,7 @@ def test_frozen_weights_are_never_predicted():
         losses = train(engine, BATCHES, LR)
     assert losses == loop.train_late(BATCHES, LR)
     assert len(before) == 2
-    assert all(
-        torch.equal(store.bundles[index].device_weights[0], weights) for index, weights in before.items()
-    )
+    assert all(torch.equal(store.bundles[index].device_weights[0], weights) for index, weights in before.items())
 
 
 class SkipStep:
@@ -126,9 +114,7 @@ def test_a_skipped_update_leaves_the_prediction_of_the_update_before_it(skipped)
 def test_a_resumed_store_derives_the_predicted_weights_bit_for_bit(dtype, stop, skipped):
     """A checkpoint holds no more than that of `async`: the newest device weights come from the fp32 state."""
     expected = copies(trained(dtype=dtype, spikes=None if skipped is None else SkipStep(skipped))[1])
-    first = trained(
-        batches=BATCHES[:stop], dtype=dtype, spikes=None if skipped is None else SkipStep(skipped)
-    )[1]
+    first = trained(batches=BATCHES[:stop], dtype=dtype, spikes=None if skipped is None else SkipStep(skipped))[1]
     model, store = predicting(dtype=dtype, spikes=None if skipped is None else SkipStep(skipped - stop))
     for name, view in store.named_views().items():
         view.copy_(first.named_views()[name])

@@ -7,15 +7,7 @@ import threading
 
 import pytest
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import PipelineError
 

@@ -61,9 +61,7 @@ def test_an_evaluation_between_steps_changes_no_bit_of_training():
 def test_steps_may_differ_in_number_and_size_of_micro_batches():
     """The same sequences in other micro-batches give the same mean loss, up to the rounding of other matrix sizes."""
     [micro_batches] = toy_batches(1, micro_batches=4)
-    whole = MicroBatch(
-        *(torch.cat(parts) for parts in zip(*(m.tensors() for m in micro_batches), strict=True))
-    )
+    whole = MicroBatch(*(torch.cat(parts) for parts in zip(*(m.tensors() for m in micro_batches), strict=True)))
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
         losses = [engine.evaluate(cut).loss() for cut in (micro_batches, [whole], micro_batches[::-1])]
@@ -73,8 +71,7 @@ def test_steps_may_differ_in_number_and_size_of_micro_batches():
 
 def test_a_step_with_no_label_at_all_changes_no_moment(engine):
     blank = [
-        MicroBatch(m.tokens, torch.full_like(m.labels, IGNORED_LABEL), m.positions, m.document_ids)
-        for m in BATCHES[0]
+        MicroBatch(m.tokens, torch.full_like(m.labels, IGNORED_LABEL), m.positions, m.document_ids) for m in BATCHES[0]
     ]
     result = engine.forward_backward(blank)
     engine.step(1e-2)
@@ -142,10 +139,7 @@ def test_two_engines_in_one_process_do_not_disturb_each_other():
     for together in (False, True):
         model = toy_model()
         store, other = toy_store(model), toy_store(model, seed=1)
-        with (
-            toy_engine(model, store, PARTITION, 2) as engine,
-            toy_engine(model, other, PARTITION, 3) as second,
-        ):
+        with toy_engine(model, store, PARTITION, 2) as engine, toy_engine(model, other, PARTITION, 3) as second:
             for micro_batches in BATCHES:
                 engine.forward_backward(micro_batches)
                 if together:

@@ -167,10 +167,7 @@ def torch_training(module: nn.Module, batches: list[list[MicroBatch]]) -> list[f
 def test_bf16_gradients_accumulate_in_fp32_and_are_rounded_once():
     """Sums of 32 micro-batches in bf16 would lose more than the final rounding does."""
     norms = {}
-    for name, options in {
-        "fp32 sums": {},
-        "bf16 sums": {"accumulate_dtype": torch.bfloat16},
-    }.items():
+    for name, options in {"fp32 sums": {}, "bf16 sums": {"accumulate_dtype": torch.bfloat16}}.items():
         model = toy_model()
         store = toy_store(model, torch.bfloat16)
         with toy_engine(model, store, PARTITIONS["forward coarser"], 2, **options) as engine:

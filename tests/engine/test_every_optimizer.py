@@ -8,15 +8,7 @@ import torch
 from tests.support.optimizers import OPTIMIZERS, POLICIES
 from tests.support.small_decoders import small_decoder
 from tests.support.stateful_loop import StatefulLoop
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.layer import with_dropout_seeds
 from torchround.optim import make_optimizer
@@ -104,23 +96,17 @@ def test_experts_and_adapters_give_the_bits_of_a_plain_loop_on_any_number_of_dev
     losses, state = looped(name, policy, tied="tied" in decoder, **case)
     stacks = [key for key, view in state.items() if key.startswith("momentum_buffer/") and view.ndim == 3]
     assert bool(stacks) == (name != "adamw compact" and "experts" in decoder)
-    frozen = {
-        key: view.clone() for key, view in toy_store(case["build"](), torch.bfloat16).named_views().items()
-    }
+    frozen = {key: view.clone() for key, view in toy_store(case["build"](), torch.bfloat16).named_views().items()}
     for num_devices, partition in CUTS:
         found, store = trained(name, policy, num_devices, partition, **case)
         assert found == losses
-        kept = {
-            key: frozen[key] for key in store.named_views() if key.startswith("weights/") and key not in state
-        }
+        kept = {key: frozen[key] for key in store.named_views() if key.startswith("weights/") and key not in state}
         assert bool(kept) == ("adapters" in decoder)
         assert_equal_to_the_loop(store, state | kept)
 
 
 def test_the_dropout_of_adapters_is_a_part_of_the_loop():
-    losses = [
-        looped("muon", SYNC, DECODERS["adapters with dropout"], batches=b)[0] for b in (SEEDED, BATCHES[:3])
-    ]
+    losses = [looped("muon", SYNC, DECODERS["adapters with dropout"], batches=b)[0] for b in (SEEDED, BATCHES[:3])]
     assert losses[0] != losses[1]
 
 
@@ -138,11 +124,7 @@ def test_float32_weights_are_not_split_and_keep_any_state(name):
 def test_bounded_updates_do_not_depend_on_devices_and_cuts(name, stale_layers):
     runs = [
         trained(name, BOUNDED, num_devices, PARTITIONS[partition], stale_layers=stale_layers)
-        for num_devices, partition in (
-            (1, "one layer a stage"),
-            (3, "forward coarser"),
-            (8, "backward coarser"),
-        )
+        for num_devices, partition in ((1, "one layer a stage"), (3, "forward coarser"), (8, "backward coarser"))
     ]
     for losses, store in runs[1:]:
         assert losses == runs[0][0]

@@ -17,13 +17,7 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice
-from torchround.engine.errors import (
-    DeviceMemoryError,
-    EngineUsageError,
-    FaultLocation,
-    HostMemoryError,
-    PipelineError,
-)
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, FaultLocation, HostMemoryError, PipelineError
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
@@ -154,9 +148,7 @@ def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_rai
 @pytest.mark.parametrize("case", ["update", "readers", "readers, skipped"])
 def test_the_first_of_two_faults_that_an_update_overcame_is_raised(monkeypatch, case):
     """The bundles of layers 2 and 4 fail, each at its first try."""
-    owner, name = (
-        (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_device_weight_write")
-    )
+    owner, name = (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_device_weight_write")
     original, failed = getattr(owner, name), []
 
     def failing(self, bundle, *arguments):
@@ -182,9 +174,7 @@ def test_a_fault_that_an_update_overcame_is_known_before_a_call_can_see_its_step
     engine = toy_engine(toy_model(), store, PARTITION, 2)
     optimizer, steps_seen = engine._life._optimizer, []
     tell = optimizer._on_failure
-    monkeypatch.setattr(
-        optimizer, "_on_failure", lambda failure: [steps_seen.append(store.step), tell(failure)]
-    )
+    monkeypatch.setattr(optimizer, "_on_failure", lambda failure: [steps_seen.append(store.step), tell(failure)])
     with pytest.raises(PipelineError):
         train(engine, BATCHES)
     assert steps_seen == [1] and store.step == 2
@@ -222,11 +212,7 @@ def test_a_device_fault_during_an_update_lets_the_update_finish(monkeypatch):
 
 def test_an_update_that_outlasts_every_wait_is_waited_for_as_long_as_it_moves(monkeypatch):
     """Each wait for the optimizer ends, as if its time were up, when the update has come to the next bundle."""
-    update, may_go_on, arrived = (
-        OptimizerWorker._update_bundle,
-        threading.Semaphore(0),
-        threading.Semaphore(0),
-    )
+    update, may_go_on, arrived = (OptimizerWorker._update_bundle, threading.Semaphore(0), threading.Semaphore(0))
 
     def gated(worker, bundle, *arguments):
         if bundle.index > 2:
@@ -307,9 +293,7 @@ def test_training_continues_with_a_new_engine_from_the_state_a_fault_left(monkey
 def test_a_device_that_is_too_small_is_named_before_anything_runs():
     model = toy_model()
     with pytest.raises(DeviceMemoryError, match=r"cpu:0 cannot allocate 0\.000 GiB: it has 0\.000 GiB"):
-        toy_engine(
-            model, toy_store(model), PARTITION, 1, wrap=lambda _: CpuDevice(0, memory_limit_bytes=1000)
-        )
+        toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: CpuDevice(0, memory_limit_bytes=1000))
     assert engine_threads() == []
 
 
@@ -334,8 +318,6 @@ def test_a_non_finite_gradient_skips_the_update_and_is_counted():
 
 def test_host_memory_that_the_system_refuses_to_a_virtual_device_is_named():
     device = CpuDevice(0)
-    with pytest.raises(
-        HostMemoryError, match=r"refused .* GiB of host memory for cpu:0.*engine.host_memory_gib"
-    ):
+    with pytest.raises(HostMemoryError, match=r"refused .* GiB of host memory for cpu:0.*engine.host_memory_gib"):
         device.allocate(2**60)
     assert device.peak_bytes() == 0

@@ -99,9 +99,7 @@ class Float16Loop:
             for layer in self.module:
                 hidden = layer(hidden, micro_batch)
             total += hidden.item()
-            grads = torch.autograd.grad(
-                hidden, list(self.parameters.values()), torch.full_like(hidden, scale / labels)
-            )
+            grads = torch.autograd.grad(hidden, list(self.parameters.values()), torch.full_like(hidden, scale / labels))
             for name, gradient in zip(sums, grads, strict=True):
                 sums[name] += gradient.float()
         return total / labels, {name: gradient.half() for name, gradient in sums.items()}
@@ -179,9 +177,7 @@ def test_float16_training_is_bitwise_a_plain_loop_with_the_same_scales(planted, 
     assert losses == loop.train(BATCHES)
     assert [(update.loss_scale, update.skipped) for update in updates] == loop.history
     assert 2 <= sum(update.skipped for update in updates) <= STEPS - 4
-    assert any(
-        later > earlier for (earlier, _), (later, _) in zip(loop.history, loop.history[1:], strict=False)
-    )
+    assert any(later > earlier for (earlier, _), (later, _) in zip(loop.history, loop.history[1:], strict=False))
     views = store.named_views()
     assert_same_state({name: views[name] for name in loop.state()}, loop.state())
     assert store.applied_updates == loop.updates

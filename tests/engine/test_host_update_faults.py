@@ -71,9 +71,7 @@ def test_a_fault_inside_the_step_marks_the_store():
     model, batches = toy_model(), toy_batches(3, micro_batches=2)
     store = moment_free(model)
     engine = host_engine(model, store, HostOptimizer(lambda named: Failing(named, lr=0.1)))
-    with pytest.raises(
-        PipelineError, match=r"Failing.step\(\) raised ArithmeticError: planted.*do not save"
-    ) as told:
+    with pytest.raises(PipelineError, match=r"Failing.step\(\) raised ArithmeticError: planted.*do not save") as told:
         train(engine, batches)
     assert not told.value.store_is_consistent and not store.is_consistent
     with pytest.raises(EngineUsageError, match="mixes two weight versions"):
@@ -82,11 +80,7 @@ def test_a_fault_inside_the_step_marks_the_store():
 
 def test_a_fault_before_the_step_leaves_the_last_whole_update(monkeypatch):
     model, batches = toy_model(), toy_batches(3, micro_batches=2)
-    store, optimizer, gradients = (
-        moment_free(model),
-        HostOptimizer(MAKERS["sgd"]),
-        HostOptimizerWorker._gradients,
-    )
+    store, optimizer, gradients = (moment_free(model), HostOptimizer(MAKERS["sgd"]), HostOptimizerWorker._gradients)
 
     def failing(worker, step, *arguments):
         if step == 1:
@@ -129,8 +123,7 @@ def test_a_fault_while_device_weights_are_written_is_overcome_by_a_second_try(mo
 
 
 @pytest.mark.parametrize(
-    ("policy", "machines", "words"),
-    [(BOUNDED, 1, "bounded"), (ASYNC_PREDICT, 1, "predict"), (SYNC, 2, "one machine")],
+    ("policy", "machines", "words"), [(BOUNDED, 1, "bounded"), (ASYNC_PREDICT, 1, "predict"), (SYNC, 2, "one machine")]
 )
 def test_who_cannot_use_it_says_so(policy, machines, words):
     model = toy_model()
@@ -153,17 +146,13 @@ def test_adamw_refuses_a_store_without_moments_and_a_step_without_a_rate():
 def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used():
     model = toy_model()
     with pytest.raises(EngineUsageError, match="LBFGS.*closure"):
-        host_engine(
-            model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named))
-        )
+        host_engine(model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named)))
 
 
 # Races.
 
 
-def races(
-    policy, partition="backward coarser", accumulates=False, evaluates=True, tied=True, steps=3, saves=False
-):
+def races(policy, partition="backward coarser", accumulates=False, evaluates=True, tied=True, steps=3, saves=False):
     log, model = AccessLog(), toy_model(tied)
     store = moment_free(model, policy=policy)
     settings = {"observer": log, "wrap": lambda device: watched(linked(device), log)}

@@ -64,9 +64,7 @@ def test_gradients_of_16_bits_reach_the_optimizer_in_fp32_without_their_loss_sca
 
     model, batches = toy_model(), toy_batches(2, micro_batches=3)
     store = moment_free(model, dtype=dtype)
-    with host_engine(
-        model, store, HostOptimizer(lambda named: Recording(named, lr=0.01)), max_norm=0.0
-    ) as engine:
+    with host_engine(model, store, HostOptimizer(lambda named: Recording(named, lr=0.01)), max_norm=0.0) as engine:
         result = engine.forward_backward(batches[0])
         engine.step()
         norm = result.update().grad_norm
@@ -115,10 +113,7 @@ def test_a_scheduler_may_change_them_while_steps_are_under_way(monkeypatch, poli
     for micro_batches in batches:
         losses.append(loop.step(micro_batches, 0.0))
         plain.step()
-    with (
-        host_engine(model, store, optimizer, max_norm=0.0) as engine,
-        warnings.catch_warnings(),
-    ):
+    with host_engine(model, store, optimizer, max_norm=0.0) as engine, warnings.catch_warnings():
         # One of them would say that the scheduler came before the optimizer.
         warnings.simplefilter("error")
         scheduler = ExponentialLR(optimizer.optimizer, 0.5)

@@ -28,9 +28,7 @@ from torchround.pipeline.partition import Partition
 LR = 1e-2
 
 
-def trained(
-    partition, num_devices, policy=SYNC, dtype=torch.float32, micro_batches=4, tied=False, **settings
-):
+def trained(partition, num_devices, policy=SYNC, dtype=torch.float32, micro_batches=4, tied=False, **settings):
     """Return the losses and the state after four steps."""
     model = toy_model(tied)
     store = toy_store(model, dtype, policy=policy)
@@ -110,10 +108,7 @@ def kept_bytes(kept, layers, micro_batches=4):
     works = [model.layers[layer].work(*part.tokens.shape, 4) for layer in layers for part in batch]
     names = [kept[layer] for layer in layers for _ in batch]
     return sum(
-        part.nbytes
-        for work, chosen in zip(works, names, strict=True)
-        for part in work.keepable
-        if part.name in chosen
+        part.nbytes for work, chosen in zip(works, names, strict=True) for part in work.keepable if part.name in chosen
     )
 
 
@@ -143,16 +138,12 @@ def test_the_next_micro_batchs_come_up_right_behind_the_gradient_of_the_present_
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser"])
 @pytest.mark.parametrize(("num_devices", "rounds"), [(1, 1), (3, 1), (3, 2), (8, 2)])
-def test_a_run_takes_all_buffers_of_kept_activations_before_its_first_step(
-    partition, num_devices, rounds, policy
-):
+def test_a_run_takes_all_buffers_of_kept_activations_before_its_first_step(partition, num_devices, rounds, policy):
     """The micro-batches are uneven (3, 2, 2, ..), and evaluations come between steps."""
     model = toy_model()
     batches = toy_batches(4, micro_batches=5)
     settings = {"kept": KEPT["mixed"], "rounds": rounds}
-    with toy_engine(
-        model, toy_store(model, policy=policy), PARTITIONS[partition], num_devices, **settings
-    ) as engine:
+    with toy_engine(model, toy_store(model, policy=policy), PARTITIONS[partition], num_devices, **settings) as engine:
         engine.reserve([tuple(part.tokens.shape) for part in batches[0]], validates=True)
         before = engine.pool.num_allocations
         train(engine, batches[:1])
@@ -172,9 +163,7 @@ def test_device_memory_does_not_grow_with_the_number_of_micro_batches():
     for micro_batches in (4, 16):
         model = toy_model()
         [batch] = toy_batches(1, micro_batches)
-        with toy_engine(
-            model, toy_store(model), PARTITIONS["forward coarser"], 2, kept=KEPT["all"]
-        ) as engine:
+        with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2, kept=KEPT["all"]) as engine:
             result = engine.forward_backward(batch)
             engine.step(LR)
             engine.drain()
@@ -195,16 +184,12 @@ def peak_bytes(partition, num_devices, micro_batches, kept):
 
 
 @pytest.mark.parametrize(("num_devices", "micro_batches"), [(1, 2), (2, 8), (8, 8)])
-def test_keeping_everything_takes_device_memory_of_one_stage_whatever_the_model_has(
-    num_devices, micro_batches
-):
+def test_keeping_everything_takes_device_memory_of_one_stage_whatever_the_model_has(num_devices, micro_batches):
     """PipeOffload's full offload: a device holds O(M / stages) of the model's activations M, not those of its stages."""
     one_block = None
     for blocks, backward in ((1, (1,) * 6), (2, (2, 2, 2)), (3, (3, 3)), (5, (5, 1))):
         partition = Partition((1,) * 6, 1, backward)
-        with_kept, without = (
-            peak_bytes(partition, num_devices, micro_batches, kept) for kept in (KEPT["all"], ())
-        )
+        with_kept, without = (peak_bytes(partition, num_devices, micro_batches, kept) for kept in (KEPT["all"], ()))
         # Two slots on the way down for a block, and two on the way up for a backward stage.
         one_block = one_block or (with_kept - without) // 4
         assert with_kept - without == 2 * (1 + blocks) * one_block
@@ -218,9 +203,7 @@ def test_a_layer_that_records_more_than_it_declared_is_recomputed_with_one_warni
     assert_same_state(state, expected[1])
     # Layer 3 records too much too; layer 4 keeps only the part that is declared as it is.
     [warning] = caplog.records
-    assert (
-        "layer block.0 recorded 4608 bytes to keep of a micro-batch, but 256 were counted" in warning.message
-    )
+    assert "layer block.0 recorded 4608 bytes to keep of a micro-batch, but 256 were counted" in warning.message
 
 
 def test_a_layer_that_records_nothing_is_recomputed_with_one_warning(monkeypatch, caplog):
@@ -256,12 +239,7 @@ def test_stale_layers_may_keep_nothing():
     model = toy_model()
     store = toy_store(model, policy=BOUNDED)
     with pytest.raises(EngineUsageError, match=r"layers \[1\] keep activations"):
-        toy_engine(
-            *(model, store, PARTITIONS["backward coarser"], 1),
-            kept=KEPT["all"],
-            clip="layer",
-            stale_layers=2,
-        )
+        toy_engine(*(model, store, PARTITIONS["backward coarser"], 1), kept=KEPT["all"], clip="layer", stale_layers=2)
 
 
 def test_names_for_another_number_of_layers_are_refused():

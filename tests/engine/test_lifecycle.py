@@ -38,9 +38,7 @@ class StuckDevice(CpuDevice):
 def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(monkeypatch):
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
     over = threading.Event()
-    engine = toy_engine(
-        toy_model(), toy_store(toy_model()), PARTITION, 1, wrap=lambda _: StuckDevice(0, over)
-    )
+    engine = toy_engine(toy_model(), toy_store(toy_model()), PARTITION, 1, wrap=lambda _: StuckDevice(0, over))
     monkeypatch.setattr(ToyBlock, "forward", fail)
     with pytest.raises(PipelineError, match=r"ValueError: planted \(still inside a computation.*cpu:0\)"):
         train(engine, BATCHES)

@@ -96,7 +96,8 @@ def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():
-    costs = costs_from_reports(COUNTED, reports_of(2))
+    costs = costs_from_reports(replace(COUNTED, launch_s=1.0), reports_of(2))
+    assert costs.launch_s == 0, "measured seconds contain launches"
     assert [layer.name for layer in costs.layers] == [layer.name for layer in COUNTED.layers]
     assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
     head = costs.layers[-1]
@@ -107,12 +108,7 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
     def update(*seconds):
         return [BundleUpdate(layer, 10.0 * layer, 10.0 * layer + s) for layer, s in seconds]
 
-    updates = [
-        update((0, 1.0), (3, 0.25)),
-        [],
-        update((0, 2.0), (0, 1.0), (3, 0.5)),
-        update((0, 2.0), (3, 0.25)),
-    ]
+    updates = [update((0, 1.0), (3, 0.25)), [], update((0, 2.0), (0, 1.0), (3, 0.5)), update((0, 2.0), (3, 0.25))]
     costs = costs_from_reports(COUNTED, reports_of(1), updates)
     assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
     assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
@@ -145,12 +141,8 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
     reports = []
     for slot, stage in enumerate(partition.stages()):
         for sample in range(3):
-            spans = tuple(
-                DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind]
-            )
-            task = StageTask(
-                slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1)
-            )
+            spans = tuple(DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
+            task = StageTask(slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1))
             reports.append(StageReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
     costs = costs_from_reports(COUNTED, reports)
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]

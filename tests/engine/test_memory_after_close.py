@@ -10,17 +10,7 @@ import torch
 
 from tests.support.recorded_memory import RecordedBuffers, record_buffers
 from tests.support.small_run import SmallRuns, small_runs
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    ToyHead,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, ToyHead, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
@@ -47,13 +37,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"rounds": 2},
-        {"layerwise_recompute": True},
-        {"accumulate_dtype": torch.bfloat16},
-        {"kept": KEPT["mixed"]},
-    ],
+    [{}, {"rounds": 2}, {"layerwise_recompute": True}, {"accumulate_dtype": torch.bfloat16}, {"kept": KEPT["mixed"]}],
     ids=str,
 )
 def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str, settings: dict) -> None:
@@ -163,13 +147,9 @@ def fail_between_record_and_send(monkeypatch: pytest.MonkeyPatch, buffers: Recor
     ],
     ids=lambda f: f.__name__,
 )
-def test_a_fault_gives_every_buffer_back(
-    buffers: RecordedBuffers, monkeypatch: pytest.MonkeyPatch, plant
-) -> None:
+def test_a_fault_gives_every_buffer_back(buffers: RecordedBuffers, monkeypatch: pytest.MonkeyPatch, plant) -> None:
     model = toy_model()
-    engine = toy_engine(
-        model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2, kept=KEPT["all"]
-    )
+    engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2, kept=KEPT["all"])
     train(engine, BATCHES[:1])
     plant(monkeypatch, buffers)
     kept = []
@@ -189,11 +169,7 @@ def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers: RecordedBu
     devices = [CpuDevice(0), CpuDevice(1, needed - 1)]
     with pytest.raises(DeviceMemoryError) as error:
         toy_engine(
-            model,
-            toy_store(model),
-            PARTITIONS["forward coarser"],
-            2,
-            wrap=lambda device: devices[int(device.name[4:])],
+            model, toy_store(model), PARTITIONS["forward coarser"], 2, wrap=lambda device: devices[int(device.name[4:])]
         )
     assert error.value is not None and buffers.owners() >= DEVICES and not buffers.alive()
 
@@ -209,12 +185,7 @@ def test_the_engine_after_the_one_that_measures_begins_with_empty_devices(
         allocate(self)
 
     monkeypatch.setattr(DeviceWorker, "allocate", seen)
-    keys = [
-        "--engine.plan=none",
-        "--engine.measure_steps=3",
-        "--trace.steps=[2]",
-        "--validation.interval_steps=2",
-    ]
+    keys = ["--engine.plan=none", "--engine.measure_steps=3", "--trace.steps=[2]", "--validation.interval_steps=2"]
     keys += ["--checkpoint.interval_steps=2", "--validation.sources=[{ path = 'text.jsonl' }]"]
     assert small_runs("run", *keys) == 0
     assert alive == [[], []] and not buffers.alive()

@@ -194,9 +194,7 @@ def test_a_skipped_step_leaves_the_momentum_as_it_is():
 @pytest.mark.parametrize("policy", [ASYNC_PREDICT, BOUNDED], ids=lambda policy: policy.name)
 def test_a_policy_that_muon_cannot_follow_is_refused_in_one_message(policy):
     model = toy_model()
-    with pytest.raises(
-        EngineUsageError, match="and muon has none|and the steps of muon wait for the devices"
-    ):
+    with pytest.raises(EngineUsageError, match="and muon has none|and the steps of muon wait for the devices"):
         muon_engine(model, muon_store(model, policy=policy))
 
 
@@ -214,9 +212,7 @@ def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_
         monkeypatch.setattr(orthogonalise, "orthogonalised", fail)
         engine.forward_backward(batches[1])
         engine.step(LR)
-        with pytest.raises(
-            PipelineError, match=r"device cpu:\d, orthogonalisation stage \(block\.\d\).*planted"
-        ):
+        with pytest.raises(PipelineError, match=r"device cpu:\d, orthogonalisation stage \(block\.\d\).*planted"):
             engine.drain()
     assert store.is_consistent and store.step == 1
     assert_same_state(store.named_views(), before)
@@ -249,9 +245,7 @@ def test_each_bundle_goes_to_the_device_whose_turn_it_is():
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS.keys())
-def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(
-    partition, num_devices, policy
-):
+def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(partition, num_devices, policy):
     model = toy_model()
     with muon_engine(model, muon_store(model, policy=policy), num_devices, partition) as engine:
         results = []

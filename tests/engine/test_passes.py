@@ -122,9 +122,7 @@ def test_a_run_can_be_reserved_before_its_first_step(policy, validates):
     model = toy_model(tied=True)
     batches = toy_batches(STEPS, micro_batches=5)
     shapes = [tuple(micro_batch.tokens.shape) for micro_batch in batches[0]]
-    with toy_engine(
-        model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2
-    ) as engine:
+    with toy_engine(model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2) as engine:
         engine.reserve(shapes, validates)
         before = engine.pool.num_allocations
         for batch in batches:

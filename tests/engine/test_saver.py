@@ -5,15 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    watched,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, watched
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.bounded_updates import BoundedOptimizerWorker
 from torchround.engine.errors import EngineUsageError, PipelineError
@@ -30,12 +22,7 @@ KINDS = {
     "sync, partly frozen": {"frozen": (0, 2)},
     "async": {"policy": ASYNC},
     "async, predict": {"policy": ASYNC_PREDICT},
-    "async, tied, two rounds, bfloat16": {
-        "policy": ASYNC,
-        "tied": True,
-        "rounds": 2,
-        "dtype": torch.bfloat16,
-    },
+    "async, tied, two rounds, bfloat16": {"policy": ASYNC, "tied": True, "rounds": 2, "dtype": torch.bfloat16},
     "async, float16, every update skipped": {"policy": ASYNC, "dtype": torch.float16, "poisoned": True},
 }
 
@@ -52,11 +39,7 @@ def build(tied=False, frozen=(), policy=SYNC, dtype=torch.float32, poisoned=Fals
 
 
 def files(folder):
-    return {
-        (path.parent.name, path.name): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {(path.parent.name, path.name): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def saving(checkpointer):

@@ -86,9 +86,7 @@ def state_of(policy, options, num_devices, batches, rounds, calls, frozen=()):
     store = toy_store(model, options.get("dtype", torch.float32), policy=policy)
     settings = {key: value for key, value in options.items() if key not in ("tied", "dtype")}
     accumulates = calls is not None
-    with toy_engine(
-        model, store, PARTITION, num_devices, rounds=rounds, accumulates=accumulates, **settings
-    ) as engine:
+    with toy_engine(model, store, PARTITION, num_devices, rounds=rounds, accumulates=accumulates, **settings) as engine:
         results = train(engine, called(batches, calls or 1), num_labels=64)
         updates = {result.step: result.update() for result in results}
     sums = [value for result in results for value in result.loss_sums()]

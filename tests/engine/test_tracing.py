@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from tests.support.optimizers import OPTIMIZERS
-from tests.support.toy import (
-    KEPT,
-    OPTIMIZER,
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import KEPT, OPTIMIZER, PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.accelerators import CudaKind
 from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
@@ -47,9 +38,7 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(
-    num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=(), optimizer=OPTIMIZER
-):
+def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=(), optimizer=OPTIMIZER):
     """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
 
     With `validates`, an evaluation runs before each step.
@@ -124,8 +113,7 @@ def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(tmp_pa
     work = toy_model().layers[1].work(1, 8, 4)
     for kind in (TaskKind.OFFLOAD, TaskKind.RELOAD):
         moved, without = (
-            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind)
-            for line in (timeline, plain)
+            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind) for line in (timeline, plain)
         )
         # Nine sequences of eight tokens through five blocks, all of them before the fused stage.
         assert moved - without == 9 * 5 * sum(part.nbytes for part in work.keepable)
@@ -137,9 +125,7 @@ def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(tm
     """One span for each block, the deepest first; look-aheads go up and directions come down in two bytes each."""
     timeline, store = train_traced(num_devices, tmp_path, policy, optimizer=OPTIMIZERS["muon"])
     plain, _ = train_traced(num_devices, tmp_path, policy)
-    spans = {
-        task.layers.start: (task, start, end) for task, start, end in own(timeline) if is_direction(task)
-    }
+    spans = {task.layers.start: (task, start, end) for task, start, end in own(timeline) if is_direction(task)}
     assert sum(is_direction(task) for task, _, _ in own(timeline)) == len(spans)
     assert [label(spans[layer][0]) for layer in (5, 4, 3, 2, 1)] == ["O 5", "O 4", "O 3", "O 2", "O 1"]
     first = spans[5][0].device
@@ -147,22 +133,14 @@ def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(tm
     # In sync the jobs follow the step's own tasks; in async as many free slots as devices are in each step's tasks.
     tasks = len(PARTITION.stages())
     skipped = num_devices if policy is ASYNC else 0
-    assert (
-        first
-        == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0))
-        % num_devices
-    )
+    assert first == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0)) % num_devices
     assert all(task.stream == COMPUTE and start < end for task, start, end in spans.values())
     matrices = sum(
-        segment.numel
-        for bundle in store.bundles
-        for segment in bundle.segments
-        if segment.direction is not None
+        segment.numel for bundle in store.bundles for segment in bundle.segments if segment.direction is not None
     )
     for kind in (TaskKind.RELOAD, TaskKind.GRADIENTS):
         moved, without = (
-            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind)
-            for line in (timeline, plain)
+            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind) for line in (timeline, plain)
         )
         assert moved - without == 2 * matrices
     updates = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
@@ -190,9 +168,7 @@ def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(
     """The second of two traced steps is under way when the first one's snapshot is written."""
     calls, kind = [], CudaKind()
     monkeypatch.setattr(
-        torch.cuda.memory,
-        "_record_memory_history",
-        lambda enabled="all", **_: calls.append(enabled is not None),
+        torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None)
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
     device = CpuDevice(0)

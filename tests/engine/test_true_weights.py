@@ -6,15 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import BOUNDED, SYNC
 

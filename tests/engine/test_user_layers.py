@@ -70,9 +70,7 @@ def test_what_layers_cannot_keep_is_refused_by_name() -> None:
     model = any_model()
     kept = ((), ("down",), (), (), (), ())
     engine = toy_engine(model, toy_store(model), PARTITION, 2, kept=kept)
-    with pytest.raises(
-        PipelineError, match=r"layer\.1 is to keep down, but it names no such part.*leave the layer"
-    ):
+    with pytest.raises(PipelineError, match=r"layer\.1 is to keep down, but it names no such part.*leave the layer"):
         engine.forward_backward(any_batches(2)).loss()
 
 
@@ -105,9 +103,7 @@ def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monke
     model, [batches] = toy_model(), toy_batches(1, 2)
     embedding, block = type(model.layers[0]), type(model.layers[1])
     inner, outer = embedding.forward, block.forward
-    monkeypatch.setattr(
-        embedding, "forward", lambda self, hidden, batch: {"value": inner(self, hidden, batch)}
-    )
+    monkeypatch.setattr(embedding, "forward", lambda self, hidden, batch: {"value": inner(self, hidden, batch)})
 
     def from_dict(self, hidden, batch):
         return outer(self, hidden["value"] if isinstance(hidden, dict) else hidden, batch)

@@ -60,9 +60,7 @@ def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_
             assert loaded is not None and loaded.step == 4, what
             assert all(torch.equal(tensors[name], expected[name]) for name in expected), what
             [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
-            assert f"checkpoint {newest}: " in warning.getMessage() and path.name in warning.getMessage(), (
-                what
-            )
+            assert f"checkpoint {newest}: " in warning.getMessage() and path.name in warning.getMessage(), what
             with pytest.raises(DamagedCheckpointError, match=re.escape(path.name)):
                 verify_checkpoint(newest)
     assert verify_checkpoint(newest) == STEPS

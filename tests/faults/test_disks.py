@@ -18,18 +18,14 @@ TROUBLES = {
 
 
 # In sync, the plan is also written anew in trouble: after four measured steps.
-@pytest.mark.parametrize(
-    "mode", [["--engine.plan=none", "--engine.measure_steps=4"], [ASYNC]], ids=["sync", "async"]
-)
+@pytest.mark.parametrize("mode", [["--engine.plan=none", "--engine.measure_steps=4"], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     fork_server: ForkServer, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
     """The trouble begins when step 4 is dispatched and ends when step 8 is, so the saves of steps 4 and 6 fail."""
     runs, disk = SmallRuns(tmp_path), SmallRuns(made(tmp_path / "disk"))
-    run = fork_server.run(
-        "trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder
-    )
+    run = fork_server.run("trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder)
     assert run.wait() == 0, run.text()
     warnings = re.findall(r"^WARNING: .*checkpoint of step (\d+) could not be .*$", run.text(), re.MULTILINE)
     assert warnings == ["4", "6"] and re.search(TROUBLES[trouble], run.text()), run.text()

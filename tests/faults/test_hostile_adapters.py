@@ -37,28 +37,16 @@ def with_config(says: str, **changes: Any) -> Case:
 
 CASES = {
     "adapters as a pickle": Case(
-        adapter(CONFIG, "adapter_model.bin", BOMB),
-        "neither adapter_model.safetensors .*adapter_model.bin",
-        ADAPTED,
+        adapter(CONFIG, "adapter_model.bin", BOMB), "neither adapter_model.safetensors .*adapter_model.bin", ADAPTED
     ),
-    "a pickle called adapters": Case(
-        adapter(CONFIG, content=BOMB),
-        "adapter_model.safetensors: ",
-        ADAPTED,
-    ),
+    "a pickle called adapters": Case(adapter(CONFIG, content=BOMB), "adapter_model.safetensors: ", ADAPTED),
     "an adapter's config nested without end": Case(
         adapter(DEEP.decode()), "adapter_config.json cannot be read", ADAPTED
     ),
     "an adapter's config that is a list": Case(adapter([]), "adapter_config.json", ADAPTED),
-    "an adapter of a rank without end": Case(
-        adapter(CONFIG | {"r": 10**18}),
-        "r is 1000000000000000000",
-        ADAPTED,
-    ),
+    "an adapter of a rank without end": Case(adapter(CONFIG | {"r": 10**18}), "r is 1000000000000000000", ADAPTED),
     "offsets that overlap": with_header({NAME: ENTRY, "other": ENTRY}),
-    "offsets past the end": with_header(
-        {NAME: ENTRY | {"data_offsets": [2**40, 2**40 + 128]}}, says="truncated"
-    ),
+    "offsets past the end": with_header({NAME: ENTRY | {"data_offsets": [2**40, 2**40 + 128]}}, says="truncated"),
     "a shape that is not its bytes": with_header({NAME: ENTRY | {"shape": [2**31, 2**31]}}),
     "a type that is not its bytes": with_header({NAME: ENTRY | {"dtype": "F64"}}),
     "an entry that is a list": with_header({NAME: [1]}),
@@ -76,8 +64,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hostile_adapters_are_a_message_and_touch_nothing(
-    fork_server: ForkServer, tmp_path: Path, name: str
-) -> None:
+def test_hostile_adapters_are_a_message_and_touch_nothing(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
     prepare(tmp_path)
     judge(CASES[name], fork_server, tmp_path)

@@ -205,10 +205,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "manifest.json is not JSON",
     ),
     "a manifest of a terabyte": (hole("manifest.json"), "manifest.json cannot be read: 1099511627776 bytes"),
-    "a manifest that is a pipe": (
-        pipe("manifest.json"),
-        "manifest.json cannot be read: not an ordinary file",
-    ),
+    "a manifest that is a pipe": (pipe("manifest.json"), "manifest.json cannot be read: not an ordinary file"),
     "a manifest that is a link": (linked("manifest.json"), "manifest.json cannot be read"),
     "a name that climbs": (listed("../precious"), "lists the strange file '../precious'"),
     "an absolute name": (listed("/etc/passwd"), "lists the strange file '/etc/passwd'"),
@@ -225,10 +222,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         manifest(lambda content: content["files"][TENSORS].update(size_bytes=2**70)),
         "bytes long instead of",
     ),
-    "a format of the future": (
-        manifest(lambda content: content.update(format=10**9)),
-        "has format 1000000000",
-    ),
+    "a format of the future": (manifest(lambda content: content.update(format=10**9)), "has format 1000000000"),
     "tensors that are a link": (linked(TENSORS), "is not an ordinary file"),
     "tensors that are a pipe": (pipe(TENSORS), "is not an ordinary file"),
     "tensors that are a pickle": (instead(TENSORS, BOMB), "header of tensors-00000.safetensors is damaged"),
@@ -243,14 +237,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         header(lambda entries: first(entries).update(shape=[2**40, 2**40])),
         "header of .* is damaged",
     ),
-    "a shape below nothing": (
-        header(lambda entries: first(entries).update(shape=[-1])),
-        r"has shape \(-1,\)",
-    ),
-    "a type that does not exist": (
-        header(lambda entries: first(entries).update(dtype="O")),
-        "header of .* is damaged",
-    ),
+    "a shape below nothing": (header(lambda entries: first(entries).update(shape=[-1])), r"has shape \(-1,\)"),
+    "a type that does not exist": (header(lambda entries: first(entries).update(dtype="O")), "header of .* is damaged"),
     "offsets that overlap": (
         header(lambda entries: first(entries).update(data_offsets=[4, 8])),
         "header of .* is damaged",
@@ -261,9 +249,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "not this model's",
     ),
     "a tensor that is a terminal's command": (
-        header(
-            lambda entries: entries.update({TITLE: first(entries) | {"shape": [0], "data_offsets": [1, 0]}})
-        ),
+        header(lambda entries: entries.update({TITLE: first(entries) | {"shape": [0], "data_offsets": [1, 0]}})),
         r"header of .* is damaged: \\x1b\]0;pwned\\x07 has shape \(0,\) at bytes 1 to 0",
     ),
     "a tensor too many that is a terminal's command": (
@@ -294,22 +280,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         state(lambda content: content.update(applied_updates=float("nan"))),
         "applied_updates is nan",
     ),
-    "updates below nothing": (
-        state(lambda content: content.update(applied_updates=-7)),
-        "applied_updates is -7",
-    ),
-    "updates beyond all": (
-        state(lambda content: content.update(applied_updates=10**400)),
-        "applied_updates is 1000",
-    ),
-    "skipped steps that are true": (
-        state(lambda content: content.update(skipped_steps=True)),
-        "skipped_steps is True",
-    ),
-    "spikes of words": (
-        state(lambda content: content.update(spikes={"loss": ["high"]})),
-        "invalid run state",
-    ),
+    "updates below nothing": (state(lambda content: content.update(applied_updates=-7)), "applied_updates is -7"),
+    "updates beyond all": (state(lambda content: content.update(applied_updates=10**400)), "applied_updates is 1000"),
+    "skipped steps that are true": (state(lambda content: content.update(skipped_steps=True)), "skipped_steps is True"),
+    "spikes of words": (state(lambda content: content.update(spikes={"loss": ["high"]})), "invalid run state"),
     "spikes that are no numbers": (
         state(lambda content: content.update(spikes={"loss": [float("nan")] * 10})),
         "invalid run state",
@@ -325,10 +299,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is of another model",
     ),
     "no position": (state(lambda content: content.update(data={})), "data position"),
-    "a position that is a number": (
-        state(lambda content: content["data"].update(position=1)),
-        "data position",
-    ),
+    "a position that is a number": (state(lambda content: content["data"].update(position=1)), "data position"),
     "a position of nothing": (state(lambda content: content["data"].update(position={})), "data position"),
     "tokens of no vocabulary": (position(tokens=[10**6]), "data position"),
     "tokens beyond all numbers": (position(tokens=[10**30]), "data position"),
@@ -397,9 +368,7 @@ EXPORTS = {
     "a name in Markdown": Case(config("run", name="x\n# [click](evil)"), "run.name: given"),
     "a name of letters without end": Case(config("run", name="x" * 10**6), "run.name: given(?s:.{0,2500})$"),
     "no configuration": Case(state(lambda content: content.pop("config")), "holds no configuration"),
-    "a configuration that is a list": Case(
-        state(lambda content: content.update(config=[1])), "holds no configuration"
-    ),
+    "a configuration that is a list": Case(state(lambda content: content.update(config=[1])), "holds no configuration"),
     "a model that is a list": Case(table("model", []), "model: given"),
     "a model that is nothing": Case(table("model", None), "model: given"),
     "no model": Case(state(lambda content: content["config"].pop("model")), "model"),
@@ -449,15 +418,11 @@ GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
         group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
         "invalid data position.*17 tokens of a document",
     ),
-    "a document of nothing": (
-        group(waiting=[[[], [], [0, 0, 0]]]),
-        "invalid data position.*0 tokens of a document",
-    ),
+    "a document of nothing": (group(waiting=[[[], [], [0, 0, 0]]]), "invalid data position.*0 tokens of a document"),
     "a group that nothing is known of": (group(so_far=None), "invalid data position"),
 }
 CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()} | {
-    name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))
-    for name, (harm, says) in GROUPS.items()
+    name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit")) for name, (harm, says) in GROUPS.items()
 }
 # A harmless case: without it, the cases above could pass because every checkpoint is refused.
 CASES["a group as a run leaves it"] = Case(
@@ -496,8 +461,6 @@ def test_a_hostile_checkpoint_is_not_exported(fork_server: ForkServer, saved: Pa
     for name, folder in names.items():
         judge_words(EXPORTS[name], *said[folder])
     exported = [path for path in (tmp_path / "exports").rglob("*") if path.is_file()]
-    assert {path.parent.name for path in exported} == {
-        names[name] for name in EXPORTS if not EXPORTS[name].code
-    }
+    assert {path.parent.name for path in exported} == {names[name] for name in EXPORTS if not EXPORTS[name].code}
     assert not any(b"precious" in path.read_bytes() for path in exported)
     assert "2.5000 nats" in (tmp_path / "exports" / "metrics-of-6-GiB" / "README.md").read_text()

@@ -12,9 +12,7 @@ from tests.support.scenarios import prepare
 
 def small(text: str, before: str = ""):
     """Return the harm of more lines at the end of `small.toml`, or at its beginning."""
-    return lambda folder: (folder / "small.toml").write_text(
-        before + (folder / "small.toml").read_text() + text
-    )
+    return lambda folder: (folder / "small.toml").write_text(before + (folder / "small.toml").read_text() + text)
 
 
 def only(content: bytes):
@@ -79,12 +77,8 @@ CASES = {
     "metrics that are a link": Case(linked("metrics.jsonl"), "run.folder: .*metrics.* link", (RUN,)),
     "a config that is a link": Case(linked("config.toml.tmp"), "run.folder: .*config.* link", (RUN,)),
     "a plan that is a link": Case(linked("plan.json.tmp"), "run.folder: .*plan.* link", (RUN,)),
-    "checkpoints that are a link": Case(
-        linked_folder("checkpoints"), "run.folder: .*checkpoints.* link", (RUN,)
-    ),
-    "traces that are a link": Case(
-        linked_folder("trace"), "run.folder: .*trace.* link", (RUN, "--trace.steps=[1]")
-    ),
+    "checkpoints that are a link": Case(linked_folder("checkpoints"), "run.folder: .*checkpoints.* link", (RUN,)),
+    "traces that are a link": Case(linked_folder("trace"), "run.folder: .*trace.* link", (RUN, "--trace.steps=[1]")),
     "wandb that is a link": Case(linked_folder("wandb"), "run.folder: .*wandb.* link", (RUN,)),
     "a project that climbs": Case(nothing, "metrics.wandb_project", ("--metrics.wandb_project=../x",)),
     "a secret as a base": Case(secret_base, r"secret: not valid TOML: (?!.*hunter2)"),
@@ -108,17 +102,13 @@ CASES = {
     "a key that is a terminal's command": Case(
         small('\n[run]\n"\\u001b]0;pwned" = 1\n'), r"run.\\x1b\]0;pwned: unknown key"
     ),
-    "a plan that is a terminal's command": Case(
-        nothing, r"\\x1b\]0;pwned", ('--engine.plan="\\u001b]0;pwned"',)
-    ),
+    "a plan that is a terminal's command": Case(nothing, r"\\x1b\]0;pwned", ('--engine.plan="\\u001b]0;pwned"',)),
     "a key of pydantic's": Case(small("\n[run]\nmodel_config = 1\n"), "run.model_config: unknown key"),
     "a model with NUL": Case(
         only(b'model = { family = "small", hf_path = "a\\u0000b" }\ndata = { sources = [{ path = "a" }] }\n'),
         "model.hf_path",
     ),
-    "a tokenizer with NUL": Case(
-        nothing, "tokenizer", ("--tokenizer.name=none", '--tokenizer.path="a\\u0000b"')
-    ),
+    "a tokenizer with NUL": Case(nothing, "tokenizer", ("--tokenizer.name=none", '--tokenizer.path="a\\u0000b"')),
     "data with NUL": Case(nothing, "data.sources", ('--data.sources=[{ path = "a\\u0000b" }]',)),
     "a plan with NUL": Case(nothing, "engine.plan", ('--engine.plan="a\\u0000b"',)),
     "a checkpoint with NUL": Case(nothing, "checkpoint.load_path", ('--checkpoint.load_path="a\\u0000b"',)),
@@ -129,9 +119,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_config_is_a_message_and_touches_nothing(
-    fork_server: ForkServer, tmp_path: Path, name: str
-) -> None:
+def test_a_hostile_config_is_a_message_and_touches_nothing(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
     prepare(tmp_path)
     judge(CASES[name], fork_server, tmp_path)
 

@@ -109,9 +109,9 @@ def zstd(content: bytes, times: int) -> Callable[[], bytes]:
 def wide_window() -> bytes:
     """A frame that asks for 2 GiB before it gives a byte."""
     parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
-    return zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(
-        b"x" * (1 << 20)
-    ) + (b"\0" * 100)
+    return zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"x" * (1 << 20)) + (
+        b"\0" * 100
+    )
 
 
 def parquet(**columns: Any) -> Callable[[], bytes]:
@@ -131,10 +131,7 @@ def same_text_again_and_again() -> bytes:
 
 def pickled_type() -> bytes:
     """Write a parquet file with a pickled type, which earlier versions of pyarrow unpickled when they opened the file."""
-    metadata = {
-        "ARROW:extension:name": "arrow.py_extension_type",
-        "ARROW:extension:metadata": pickle.dumps(Bomb()),
-    }
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Bomb())}
     schema = pyarrow.schema([pyarrow.field("other", pyarrow.string(), metadata=metadata)])
     out = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"other": ["a"]}, schema=schema), out)
@@ -166,51 +163,33 @@ FILES = {
     "a secret as records": Case(
         secret, "(?s)^(?!.*hunter2).*linked.jsonl, line 1: not valid JSON", reads("linked.jsonl")
     ),
-    "a hole of a line": Case(
-        sparse, "sparse.jsonl: the line at byte 0 is longer than", reads("sparse.jsonl")
-    ),
+    "a hole of a line": Case(sparse, "sparse.jsonl: the line at byte 0 is longer than", reads("sparse.jsonl")),
 }
 ARCHIVES = {
     "a gzip of one line without end": Case(
-        file("bomb.jsonl.gz", zipped(b"a", 64)),
-        "bomb.jsonl.gz, line 1: .* longer than",
-        reads("bomb.jsonl.gz"),
+        file("bomb.jsonl.gz", zipped(b"a", 64)), "bomb.jsonl.gz, line 1: .* longer than", reads("bomb.jsonl.gz")
     ),
     "a gzip of blank lines without end": Case(
         file("bomb.jsonl.gz", zipped(b"\n", 64)), "blank lines in a row", reads("bomb.jsonl.gz"), 1
     ),
     "a zstd of one line without end": Case(
-        file("bomb.jsonl.zst", zstd(b"a", 64)),
-        "bomb.jsonl.zst, line 1: .* longer than",
-        reads("bomb.jsonl.zst"),
+        file("bomb.jsonl.zst", zstd(b"a", 64)), "bomb.jsonl.zst, line 1: .* longer than", reads("bomb.jsonl.zst")
     ),
     "a zstd with a window of all memory": Case(
-        file("window.jsonl.zst", wide_window),
-        "window.jsonl.zst, line 1: the archive",
-        reads("window.jsonl.zst"),
+        file("window.jsonl.zst", wide_window), "window.jsonl.zst, line 1: the archive", reads("window.jsonl.zst")
     ),
     "a gzip in a gzip": Case(
-        file("twice.jsonl.gz", lambda: gzip.compress(gzip.compress(b"{}"))),
-        "not valid",
-        reads("twice.jsonl.gz"),
+        file("twice.jsonl.gz", lambda: gzip.compress(gzip.compress(b"{}"))), "not valid", reads("twice.jsonl.gz")
     ),
     "no gzip": Case(file("no.jsonl.gz", b"PK\x03\x04" * 9), "archive is damaged", reads("no.jsonl.gz")),
     "no zstd": Case(file("no.jsonl.zst", pickle.dumps(Bomb())), "archive is damaged", reads("no.jsonl.zst")),
 }
 TABLES = {
-    "a type that is a pickle": Case(
-        file("bad.parquet", pickled_type), "no field 'text'", reads("bad.parquet")
-    ),
-    "a pickle": Case(
-        file("bad.parquet", pickle.dumps(Bomb())), "not a readable parquet", reads("bad.parquet")
-    ),
-    "a footer that lies": Case(
-        file("bad.parquet", footer_that_lies), "not a readable parquet", reads("bad.parquet")
-    ),
+    "a type that is a pickle": Case(file("bad.parquet", pickled_type), "no field 'text'", reads("bad.parquet")),
+    "a pickle": Case(file("bad.parquet", pickle.dumps(Bomb())), "not a readable parquet", reads("bad.parquet")),
+    "a footer that lies": Case(file("bad.parquet", footer_that_lies), "not a readable parquet", reads("bad.parquet")),
     "a page that is not there": Case(
-        file("bad.parquet", page_that_is_not_there),
-        "row 1: the parquet file is damaged",
-        reads("bad.parquet"),
+        file("bad.parquet", page_that_is_not_there), "row 1: the parquet file is damaged", reads("bad.parquet")
     ),
     "the same text again and again": Case(
         file("bad.parquet", same_text_again_and_again), "bad.parquet.*memory", reads("bad.parquet")
@@ -220,9 +199,7 @@ TABLES = {
         "row 1: the parquet file is damaged",
         reads("bad.parquet"),
     ),
-    "texts that are numbers": Case(
-        file("bad.parquet", parquet(text=[1.5])), "is a float", reads("bad.parquet")
-    ),
+    "texts that are numbers": Case(file("bad.parquet", parquet(text=[1.5])), "is a float", reads("bad.parquet")),
 }
 RECORDS = {
     "nested without end": record(b"[" * 200_000, "line 1: not valid JSON"),
@@ -252,21 +229,13 @@ CHATS = {
 }
 CASES = {
     f"{kind}: {name}": case
-    for kind, cases in (
-        ("file", FILES),
-        ("archive", ARCHIVES),
-        ("table", TABLES),
-        ("record", RECORDS),
-        ("chat", CHATS),
-    )
+    for kind, cases in (("file", FILES), ("archive", ARCHIVES), ("table", TABLES), ("record", RECORDS), ("chat", CHATS))
     for name, case in cases.items()
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hostile_data_is_a_message_and_touches_nothing(
-    fork_server: ForkServer, tmp_path: Path, name: str
-) -> None:
+def test_hostile_data_is_a_message_and_touches_nothing(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
     prepare(tmp_path)
     judge(CASES[name], fork_server, tmp_path)
 

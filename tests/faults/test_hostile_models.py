@@ -33,10 +33,7 @@ HF = {
 }
 PRETRAINED = ("--model.family=llama3", "--model.flavor=none", "--model.hf_path=release", "--engine.plan=none")
 ADAPTED = (*PRETRAINED, "--lora.rank=2", "--lora.path=adapter")
-CHATS = (
-    '--data.sources=[{ path = "chats.jsonl", content = "messages" }]',
-    "--tokenizer.chat_template=template.jinja",
-)
+CHATS = ('--data.sources=[{ path = "chats.jsonl", content = "messages" }]', "--tokenizer.chat_template=template.jinja")
 BLOCK = "model.layers.0."
 
 
@@ -98,9 +95,7 @@ def with_header(change: Callable[[dict[str, Any]], Any], length: int | None = No
         header = json.loads(whole[8 : 8 + old_length])
         changed = change(header)
         text = changed if isinstance(changed, bytes) else json.dumps(header).encode()
-        path.write_bytes(
-            struct.pack("<Q", len(text) if length is None else length) + text + whole[8 + old_length :]
-        )
+        path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + whole[8 + old_length :])
 
     return prepare_header
 
@@ -181,37 +176,25 @@ MODELS = {
         "neither model.safetensors .*pytorch_model.bin",
         PRETRAINED,
     ),
-    "a header longer than all memory": Case(
-        with_header(lambda h: None, 2**63), "model.safetensors: ", PRETRAINED
-    ),
+    "a header longer than all memory": Case(with_header(lambda h: None, 2**63), "model.safetensors: ", PRETRAINED),
     "a header of nothing": Case(with_header(lambda h: None, 0), "model.safetensors: ", PRETRAINED),
     "a header nested without end": Case(with_header(lambda h: DEEP), "its header is damaged", PRETRAINED),
     "a header that is a list": Case(with_header(lambda h: b"[]      "), "its header is damaged", PRETRAINED),
-    "an offset before the start": Case(
-        with_header(lambda h: entry(h, data_offsets=[-64, 0])), "damaged", PRETRAINED
-    ),
+    "an offset before the start": Case(with_header(lambda h: entry(h, data_offsets=[-64, 0])), "damaged", PRETRAINED),
     "an offset past the end": Case(
         with_header(lambda h: entry(h, data_offsets=[10**15, 10**15 + 64])), "truncated|damaged", PRETRAINED
     ),
-    "offsets that run backwards": Case(
-        with_header(lambda h: entry(h, data_offsets=[64, 0])), "damaged", PRETRAINED
-    ),
-    "offsets that overlap": Case(
-        with_header(lambda h: entry(h, data_offsets=[32, 96])), "damaged", PRETRAINED
-    ),
+    "offsets that run backwards": Case(with_header(lambda h: entry(h, data_offsets=[64, 0])), "damaged", PRETRAINED),
+    "offsets that overlap": Case(with_header(lambda h: entry(h, data_offsets=[32, 96])), "damaged", PRETRAINED),
     "offsets that are fractions": Case(
         with_header(lambda h: entry(h, data_offsets=[0.0, 64.0])), "damaged", PRETRAINED
     ),
-    "offsets that are words": Case(
-        with_header(lambda h: entry(h, data_offsets=["0", "64"])), "damaged", PRETRAINED
-    ),
+    "offsets that are words": Case(with_header(lambda h: entry(h, data_offsets=["0", "64"])), "damaged", PRETRAINED),
     "a type that lies": Case(with_header(lambda h: entry(h, dtype="F64")), "damaged", PRETRAINED),
     "a type that does not exist": Case(
         with_header(lambda h: entry(h, dtype="O")), "of a type that is not read", PRETRAINED
     ),
-    "a shape beyond all memory": Case(
-        with_header(lambda h: entry(h, shape=[2**40, 2**40])), "damaged", PRETRAINED
-    ),
+    "a shape beyond all memory": Case(with_header(lambda h: entry(h, shape=[2**40, 2**40])), "damaged", PRETRAINED),
     "a shape below nothing": Case(with_header(lambda h: entry(h, shape=[-16])), "damaged", PRETRAINED),
     "a shape of fractions": Case(with_header(lambda h: entry(h, shape=[16.5])), "damaged", PRETRAINED),
     "a tensor that is a terminal's command": Case(
@@ -225,33 +208,25 @@ MODELS = {
         PRETRAINED,
     ),
     "a file in the index that is a terminal's command": Case(
-        index({"a": "\x1b]0;pwned\x07"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
+        index({"a": "\x1b]0;pwned\x07.safetensors"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
     ),
     "an index that climbs": Case(
-        index({"a": "../outside.safetensors"}), "is not the name of a file", PRETRAINED
+        index({"a": "../outside.safetensors"}), "is not the name of a safetensors file", PRETRAINED
     ),
     "an index with an absolute name": Case(
-        index({"a": "/etc/passwd"}), "is not the name of a file", PRETRAINED
+        index({"a": "/etc/passwd"}), "is not the name of a safetensors file", PRETRAINED
     ),
     "an index of lists": Case(index({"a": ["b"]}), "index.json", PRETRAINED),
     "an index nested without end": Case(
-        with_file("model.safetensors.index.json", DEEP, "model.safetensors"),
-        "index.json cannot be read",
-        PRETRAINED,
+        with_file("model.safetensors.index.json", DEEP, "model.safetensors"), "index.json cannot be read", PRETRAINED
     ),
-    "a config nested without end": Case(
-        with_file("config.json", DEEP), "config.json cannot be read", PRETRAINED
-    ),
-    "a config that is no object": Case(
-        with_file("config.json", b"[1]"), "does not hold a JSON object", PRETRAINED
-    ),
+    "a config nested without end": Case(with_file("config.json", DEEP), "config.json cannot be read", PRETRAINED),
+    "a config that is no object": Case(with_file("config.json", b"[1]"), "does not hold a JSON object", PRETRAINED),
     "a width below nothing": Case(with_config(hidden_size=-16), "hidden_size", PRETRAINED),
     "a width of nothing": Case(with_config(hidden_size=0), "hidden_size", PRETRAINED),
     "a width that is no number": Case(with_config(hidden_size=float("nan")), "hidden_size", PRETRAINED),
     "a width in words": Case(with_config(hidden_size="16"), "hidden_size", PRETRAINED),
-    "a width beyond all memory": Case(
-        with_config(hidden_size=2**62), "hidden_size|memory|missing", PRETRAINED
-    ),
+    "a width beyond all memory": Case(with_config(hidden_size=2**62), "hidden_size|memory|missing", PRETRAINED),
     "layers without end": Case(with_config(num_hidden_layers=10**9), "num_hidden_layers", PRETRAINED),
     "a vocabulary without end": Case(with_config(vocab_size=2**62), "vocab_size|memory|missing", PRETRAINED),
     "heads that do not fit": Case(with_config(num_key_value_heads=7), "num_key_value_heads|kv", PRETRAINED),
@@ -261,12 +236,8 @@ MODELS = {
 }
 TEMPLATES = {
     "a class by its attribute": Case(template("{{ ''.__class__.__mro__ }}"), "unsafe", CHATS),
-    "a function's globals": Case(
-        template("{{ raise_exception.__globals__.x }}"), "unsafe|chat template", CHATS
-    ),
-    "a format's attribute": Case(
-        template("{{ '{0.__class__}'.format(messages) }}"), "unsafe|chat template", CHATS
-    ),
+    "a function's globals": Case(template("{{ raise_exception.__globals__.x }}"), "unsafe|chat template", CHATS),
+    "a format's attribute": Case(template("{{ '{0.__class__}'.format(messages) }}"), "unsafe|chat template", CHATS),
     "a file included": Case(template("{% include 'secret' %}"), "(?!.*hunter2)chat template", CHATS),
     "a file imported": Case(template("{% import 'secret' as s %}"), "(?!.*hunter2)chat template", CHATS),
     "a parent": Case(template("{% extends '/etc/passwd' %}"), "chat template", CHATS),
@@ -275,9 +246,7 @@ TEMPLATES = {
         "chat template .*more than 4 s of the processor",
         CHATS,
     ),
-    "a text times a billion": Case(
-        template("{{ 'a' * 10**10 }}"), "chat template .*450 MiB of memory", CHATS
-    ),
+    "a text times a billion": Case(template("{{ 'a' * 10**10 }}"), "chat template .*450 MiB of memory", CHATS),
     "no template at all": Case(template("{% for"), "chat template .*TemplateSyntaxError", CHATS),
 }
 TOKENIZERS = {
@@ -304,17 +273,13 @@ TOKENIZERS = {
         OWN_TOKENIZER,
     ),
     "a pattern of nothing before some letters": Case(
-        tokenizer(
-            lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"(?=aaa)|\s+|\S"})
-        ),
+        tokenizer(lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"(?=aaa)|\s+|\S"})),
         "pattern cannot split",
         OWN_TOKENIZER,
         code=1,
     ),
     "ids below nothing": Case(
-        tokenizer(lambda content: content["model"]["vocab"].update({"a": -5})),
-        "tokenizer.json",
-        OWN_TOKENIZER,
+        tokenizer(lambda content: content["model"]["vocab"].update({"a": -5})), "tokenizer.json", OWN_TOKENIZER
     ),
     "ids beyond all memory": Case(
         tokenizer(lambda content: content["model"]["vocab"].update({"a": 2**62})), "tokenizer", OWN_TOKENIZER
@@ -323,9 +288,7 @@ TOKENIZERS = {
         tokenizer(lambda content: content["model"]["vocab"].update({"a": 5})), "tokenizer.json", OWN_TOKENIZER
     ),
     "ids in words": Case(
-        tokenizer(lambda content: content["model"]["vocab"].update({"a": "x"})),
-        "tokenizer.json",
-        OWN_TOKENIZER,
+        tokenizer(lambda content: content["model"]["vocab"].update({"a": "x"})), "tokenizer.json", OWN_TOKENIZER
     ),
     "a merge of what is not there": Case(
         tokenizer(lambda content: content["model"].update(merges=["zz yy"])), "tokenizer.json", OWN_TOKENIZER
@@ -368,11 +331,7 @@ def test_a_template_that_a_later_record_makes_hostile_ends_the_run_with_a_checkp
 
 def test_code_that_a_model_names_is_not_run(fork_server: ForkServer, tmp_path: Path) -> None:
     prepare(tmp_path)
-    named = {
-        "auto_map": {"AutoModel": "evil.Model"},
-        "trust_remote_code": True,
-        "custom_pipelines": {"x": {}},
-    }
+    named = {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True, "custom_pipelines": {"x": {}}}
     with_config(**named)(tmp_path)
     (tmp_path / "release" / "evil.py").write_text("open('pwned', 'w')\n")
     child = fork_server.run("meets_harm", [*PRETRAINED, "--training.steps=1"], folder=tmp_path)

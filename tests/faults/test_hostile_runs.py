@@ -73,9 +73,7 @@ RUNS = {
         (*OWN, "--training.steps=40", "--training.max_skipped_steps=3"),
         1,
     ),
-    "a checkpoint that is a link": Case(
-        own(outside("step-9")), "step-9: manifest.json cannot be read", OWN, 0
-    ),
+    "a checkpoint that is a link": Case(own(outside("step-9")), "step-9: manifest.json cannot be read", OWN, 0),
     "leftovers that are a link": Case(own(outside("step-9.tmp")), "step-9.tmp is a link, so only", OWN, 0),
     "trash that is a link": Case(own(outside("step-9.trash")), "step-9.trash is a link, so only", OWN, 0),
     "checkpoints that are a file": Case(
@@ -108,26 +106,18 @@ RUNS = {
         0,
     ),
     "a validation that no run had": Case(
-        own(
-            lambda path: state(lambda content: content.update(validation=[1]))(
-                path / "checkpoints" / "step-5"
-            )
-        ),
+        own(lambda path: state(lambda content: content.update(validation=[1]))(path / "checkpoints" / "step-5")),
         "invalid run state in the checkpoint: .*validation is",
         OWN,
     ),
     "steps of epochs that are a pipe": Case(
-        own(lambda path: os.mkfifo(path / "epoch_steps.json")),
-        "epoch_steps.json .*not an ordinary file",
-        EPOCHS,
+        own(lambda path: os.mkfifo(path / "epoch_steps.json")), "epoch_steps.json .*not an ordinary file", EPOCHS
     ),
     "steps of epochs nested without end": Case(
         own(lambda path: (path / "epoch_steps.json").write_bytes(DEEP)), "the run is complete", EPOCHS, 0
     ),
     "a lock that is a pipe": Case(
-        own(lambda path: ((path / ".lock").unlink(), os.mkfifo(path / ".lock"))),
-        "lock .*not an ordinary file",
-        OWN,
+        own(lambda path: ((path / ".lock").unlink(), os.mkfifo(path / ".lock"))), "lock .*not an ordinary file", OWN
     ),
 }
 

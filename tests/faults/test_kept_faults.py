@@ -62,9 +62,7 @@ class KeptFault:
 def all_cases() -> list[KeptFault]:
     """Two faults at every site, early and late in the run, over modes, devices and choices; then a few delays."""
     modes = itertools.cycle(itertools.product(POLICIES, (1, 2, 3, 8)))
-    settings = itertools.cycle(
-        [(), (("rounds", 2),), (("layerwise_recompute", True),), (("times_layers", True),), ()]
-    )
+    settings = itertools.cycle([(), (("rounds", 2),), (("layerwise_recompute", True),), (("times_layers", True),), ()])
     kept, errors = itertools.cycle(["all", "mixed", "half"]), itertools.cycle(ERRORS)
     once = ("room on the device",)
     cases = [
@@ -109,9 +107,7 @@ def check_continues(store, policy, rounds, num_devices):
     assert keeping._thread.active is None and keeping._thread.mode is None
     assert_same_state(store.named_views(), states[left])
     model, partition = toy_model(), PARTITIONS["backward coarser"]
-    with toy_engine(
-        model, store, partition, num_devices % 3 + 1, rounds=rounds, kept=KEPT["one part"]
-    ) as engine:
+    with toy_engine(model, store, partition, num_devices % 3 + 1, rounds=rounds, kept=KEPT["one part"]) as engine:
         assert train(engine, BATCHES[left:]) == losses[left:]
     assert_same_state(store.named_views(), states[STEPS])
 
@@ -125,17 +121,13 @@ def test_a_fault_is_named_leaves_a_whole_update_and_training_continues(case: Kep
     with monkeypatch.context() as patch:
         SITES[case.site](patch, bomb)
         if case.exception is None:
-            with toy_engine(
-                model, store, PARTITION, case.num_devices, kept=KEPT[case.kept], **options
-            ) as engine:
+            with toy_engine(model, store, PARTITION, case.num_devices, kept=KEPT[case.kept], **options) as engine:
                 assert train(engine, BATCHES) == undisturbed(case.policy, rounds)[1]
             assert bomb.chances > 0
         else:
             with (
                 pytest.raises(PipelineError) as raised,
-                toy_engine(
-                    model, store, PARTITION, case.num_devices, kept=KEPT[case.kept], **options
-                ) as engine,
+                toy_engine(model, store, PARTITION, case.num_devices, kept=KEPT[case.kept], **options) as engine,
             ):
                 train(engine, BATCHES)
             assert raised.value.__cause__ is bomb.raised is not None, repr(raised.value)
@@ -233,16 +225,12 @@ def test_a_layer_that_writes_into_what_it_keeps_is_a_named_error(monkeypatch):
 
 @pytest.mark.parametrize("hit", [1, 30])
 @pytest.mark.parametrize("num_devices", [1, 3])
-def test_kept_activations_that_never_come_are_a_hang_that_names_them(
-    monkeypatch, planted, over, num_devices, hit
-):
+def test_kept_activations_that_never_come_are_a_hang_that_names_them(monkeypatch, planted, over, num_devices, hit):
     store = toy_store(toy_model())
     with monkeypatch.context() as patch:
         never_posted(patch, planted, hit)
         engine = toy_engine(toy_model(), store, PARTITION, num_devices, kept=KEPT["all"], hang_timeout_s=0.4)
-        with pytest.raises(
-            HangError, match=r"the kept activations of layer \d for micro-batch \d of pass \d"
-        ):
+        with pytest.raises(HangError, match=r"the kept activations of layer \d for micro-batch \d of pass \d"):
             train(engine, BATCHES)
     check_continues(store, "sync", 1, num_devices)
 
@@ -269,10 +257,7 @@ def test_a_save_that_fails_beside_kept_activations_changes_nothing(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_caller_that_fails_between_two_steps_leaves_kept_activations_nowhere(policy):
     store = toy_store(toy_model(), policy=POLICIES[policy])
-    with (
-        pytest.raises(PlantedError),
-        toy_engine(toy_model(), store, PARTITION, 2, kept=KEPT["all"]) as engine,
-    ):
+    with pytest.raises(PlantedError), toy_engine(toy_model(), store, PARTITION, 2, kept=KEPT["all"]) as engine:
         engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         engine.forward_backward(BATCHES[1])

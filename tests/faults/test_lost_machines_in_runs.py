@@ -47,9 +47,7 @@ def test_a_machine_that_is_stopped_is_named_after_its_time_out(small_machines: S
     assert machines[1].wait() == 1, machines[1].text()
 
 
-def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message(
-    small_machines: SmallMachines,
-) -> None:
+def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message(small_machines: SmallMachines) -> None:
     folder = small_machines.path("run")
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("no folder")
@@ -69,9 +67,7 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
         done = max(small_machines.saved("run"), default=0)
         machines = small_machines.start("run", num_machines, *ENDLESS)
         lost = machines[generator.randrange(num_machines)]
-        machines[0].wait_until_printed(
-            f"saved outputs/run/checkpoints/step-{done + generator.randint(1, 3)} "
-        )
+        machines[0].wait_until_printed(f"saved outputs/run/checkpoints/step-{done + generator.randint(1, 3)} ")
         time.sleep(generator.random() * 0.2)  # the moment is random; nothing depends on it
         lost.send(signal.SIGKILL)
         codes = [machine.wait() for machine in machines]

@@ -58,9 +58,7 @@ def undisturbed(name, policy):
 @POLICIES
 @NAMES
 @pytest.mark.parametrize("hit", [1, 10])
-def test_an_update_that_fails_half_way_is_completed_and_training_continues_from_it(
-    monkeypatch, name, policy, hit
-):
+def test_an_update_that_fails_half_way_is_completed_and_training_continues_from_it(monkeypatch, name, policy, hit):
     bomb, store = Bomb(PlantedError, hit), made(name, policy)
     with monkeypatch.context() as patch:
         patch.setattr(update_pass, "CHUNK_ELEMENTS", 256)

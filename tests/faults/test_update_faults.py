@@ -15,16 +15,7 @@ import torch
 
 from tests.support.kept_faults import Bomb, PlantedError
 from tests.support.planted_hangs import over, planted
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import KEPT, PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from tests.support.update_faults import BOUNDED_SITES, LAGGING_SITES, after, before, twice
 from torchround.engine import optimizer_worker
 from torchround.engine.board import Board
@@ -68,12 +59,7 @@ def bounded_cases() -> list[UpdateFault]:
     kept = itertools.cycle((False, False, True))
     return [
         UpdateFault(
-            site,
-            next(errors),
-            hit,
-            next(some_lag if site in LAGGING_SITES else any_k),
-            next(devices),
-            next(kept),
+            site, next(errors), hit, next(some_lag if site in LAGGING_SITES else any_k), next(devices), next(kept)
         )
         for site in (*BOUNDED_SITES, *LAGGING_SITES)
         for hit in (2, STEPS if site in ONCE_A_STEP else 9)
@@ -137,9 +123,7 @@ def check_continues(store, stale_layers, num_devices):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_in_a_bounded_step_leaves_whole_updates_or_a_store_that_is_marked(
-    case: UpdateFault, monkeypatch
-):
+def test_a_fault_in_a_bounded_step_leaves_whole_updates_or_a_store_that_is_marked(case: UpdateFault, monkeypatch):
     site, left = {**BOUNDED_SITES, **LAGGING_SITES}[case.site]
     bomb, store = Bomb(case.exception, case.hit), toy_store(toy_model(tied=True), policy=BOUNDED)
     with monkeypatch.context() as patch:

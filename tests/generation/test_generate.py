@@ -58,9 +58,7 @@ def test_a_text_ends_behind_its_stop_token_or_at_the_most_tokens():
         free = engine.generate([[1, 2, 3]], max_tokens=9)[0]
         assert len(free) == 9
         stop = free[4]
-        assert (
-            engine.generate([[1, 2, 3]], max_tokens=9, stop_tokens=[stop])[0] == free[: free.index(stop) + 1]
-        )
+        assert engine.generate([[1, 2, 3]], max_tokens=9, stop_tokens=[stop])[0] == free[: free.index(stop) + 1]
         assert engine.generate([[1, 2, 3]], max_tokens=0) == [[]]
         assert engine.generate([], max_tokens=5) == []
 

@@ -23,9 +23,7 @@ def batches(step: int) -> list[MicroBatch]:
     tokens = torch.randint(0, 90, (4, 17), generator=draws)
     positions = torch.arange(16).expand(2, 16).contiguous()
     return [
-        MicroBatch(
-            part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, torch.zeros_like(positions)
-        )
+        MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, torch.zeros_like(positions))
         for part in tokens.split(2)
     ]
 

@@ -72,14 +72,7 @@ def test_logits_that_are_not_numbers_are_refused(sampling):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_k", -1),
-        ("seed", -1),
-    ],
+    [("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1), ("seed", -1)],
 )
 def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"{name} = "):

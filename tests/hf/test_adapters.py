@@ -50,9 +50,7 @@ def trained(request, tmp_path, tools):
 def test_the_merged_export_has_the_logits_of_base_and_adapters(trained, tmp_path, tools):
     model, checkpoint, _ = trained
     assert (
-        export_hf.main(
-            [str(checkpoint), str(tmp_path / "merged"), f"--base={tmp_path / 'base'}", "--dtype=float32"]
-        )
+        export_hf.main([str(checkpoint), str(tmp_path / "merged"), f"--base={tmp_path / 'base'}", "--dtype=float32"])
         == 0
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -65,10 +63,7 @@ def test_the_merged_export_has_the_logits_of_base_and_adapters(trained, tmp_path
 def test_adapters_alone_are_written_under_pefts_names(trained, tmp_path):
     _, checkpoint, weights = trained
     assert (
-        export_hf.main(
-            [str(checkpoint), str(tmp_path / "adapters"), f"--base={tmp_path / 'base'}", "--adapters"]
-        )
-        == 0
+        export_hf.main([str(checkpoint), str(tmp_path / "adapters"), f"--base={tmp_path / 'base'}", "--adapters"]) == 0
     )
     tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"

@@ -76,9 +76,7 @@ def test_every_parameter_is_read_from_the_tensors_that_transformers_writes_for_i
 def test_saved_names_are_those_of_save_pretrained(kind, toys):
     toy = toys(kind)
     names = saved_names(toy.meta, toy.own)
-    assert sorted(name for entry in names.values() for name in names_in(entry)) == sorted(
-        read_folder(toy.folder)
-    )
+    assert sorted(name for entry in names.values() for name in names_in(entry)) == sorted(read_folder(toy.folder))
     assert names == names_in_folder(toy.meta, toy.own, read_folder(toy.folder)).names
 
 
@@ -178,9 +176,7 @@ def test_a_tensor_that_belongs_nowhere_is_named(toys, tmp_path):
 
 def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys):
     toy = toys("olmo_hybrid")
-    with pytest.raises(
-        ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*Concatenate.*save_pretrained"
-    ):
+    with pytest.raises(ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*Concatenate.*save_pretrained"):
         read(toy)
 
 

@@ -48,10 +48,7 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     ours = build_tokenizer(TokenizerTable(name="bytes"))
     text = "def f(x):\n    return 'é' + \"\U0001f600\"  # <|eos|>"
-    assert tokenizer(text.replace("<|eos|>", "")).input_ids == [
-        256,
-        *ours.encode(text.replace("<|eos|>", "")),
-    ]
+    assert tokenizer(text.replace("<|eos|>", "")).input_ids == [256, *ours.encode(text.replace("<|eos|>", ""))]
     assert tokenizer.decode(ours.encode(text)) == text
     assert build_tokenizer(TokenizerTable(path=str(output))).encode(text) == ours.encode(text)
     config = model.generation_config
@@ -60,9 +57,7 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
     tokens = tokenizer("line", return_tensors="pt")
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        model.lm_head.weight[2] = (
-            1e-3  # the end of the text in Llama's vocabulary is an ordinary byte in this one
-        )
+        model.lm_head.weight[2] = 1e-3  # the end of the text in Llama's vocabulary is an ordinary byte in this one
         assert len(model.generate(**tokens, max_new_tokens=4)[0]) == tokens.input_ids.shape[1] + 4
         model.lm_head.weight.zero_()
         # The end of a document is now the likeliest next token: its logit is a square, the others are 0.
@@ -74,11 +69,7 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
 def test_the_card_says_base_data_settings_and_losses(folder):
     assert train.main(["--config", "own.toml", "--run.name=a-run", "--checkpoint.export=weights"]) == 0
     card = Path("outputs/a-run/export/step-2/README.md").read_text()
-    assert head(card) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["torchround"],
-    }
+    assert head(card) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["torchround"]}
     last = json.loads(Path("outputs/a-run/metrics.jsonl").read_text().splitlines()[-1])
     assert "# a-run\n" in card and "trained from scratch" in card
     assert f"| training loss | {last['loss']:.4f} nats per token (step 2) |" in card
@@ -124,12 +115,7 @@ def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, know
 def test_adapters_alone_have_a_card_too(folder):
     release = Path("outputs/own/export/step-2")
     assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
-    based = [
-        "--model.shape=none",
-        f"--model.hf_path={release}",
-        "--lora.rank=2",
-        "--checkpoint.export=adapters",
-    ]
+    based = ["--model.shape=none", f"--model.hf_path={release}", "--lora.rank=2", "--checkpoint.export=adapters"]
     assert train.main(["--config", "own.toml", "--run.name=two", *based]) == 0
     card = Path("outputs/two/export/step-2/README.md").read_text()
     assert head(card)["library_name"] == "peft" and "AutoPeftModelForCausalLM" in card
@@ -164,11 +150,7 @@ def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
 def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_p": 0.9}))
     ids = {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": 6}
-    assert generation_content(tmp_path, ids, same_tokens=False) == {
-        "top_p": 0.9,
-        "eos_token_id": 5,
-        "pad_token_id": 6,
-    }
+    assert generation_content(tmp_path, ids, same_tokens=False) == {"top_p": 0.9, "eos_token_id": 5, "pad_token_id": 6}
     assert generation_content(tmp_path, ids, same_tokens=True)["eos_token_id"] == [1, 2, 5]
     assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
 
@@ -186,9 +168,6 @@ def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
         (folder / "tok" / name).write_text(json.dumps(content))
     assert train.main(["--config", "own.toml", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
     (folder / "tok" / "tokenizer.json").unlink()
-    assert (
-        export_hf.main(["outputs/own/checkpoints/step-2", "exported", "--config=outputs/own/config.toml"])
-        == 0
-    )
+    assert export_hf.main(["outputs/own/checkpoints/step-2", "exported", "--config=outputs/own/config.toml"]) == 0
     assert "the export has no generation_config.json of its own" in caplog.text
     assert Path("exported/model.safetensors").is_file()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.faults.test_hostile_checkpoints import first, header
 from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
@@ -38,9 +39,7 @@ def imported(release, folder: Path) -> Path:
     model = release.family.build(release.config)
     names, redundant = release.family.hf_names(release.config), release.family.hf_redundant(release.config)
     store = HostStore(model, torch.bfloat16)
-    store.initialize(
-        model, 0, PretrainedWeights(release.folder, names, model.stored_shapes(), redundant).load
-    )
+    store.initialize(model, 0, PretrainedWeights(release.folder, names, model.stored_shapes(), redundant).load)
     return save_run(folder, store, family=release.family.name, hf_path=str(release.folder))
 
 
@@ -55,10 +54,7 @@ def assert_same_tensors(ours: Path, theirs: Path) -> None:
 def test_import_then_export_gives_every_tensor_back_in_name_type_and_value(kind, releases, tmp_path):
     release, output = releases(kind), tmp_path / "exported"
     checkpoint = imported(release, tmp_path)
-    assert (
-        export_hf.main([str(checkpoint), f"--base={release.folder}", str(output), "--max-shard-gb", "2e-5"])
-        == 0
-    )
+    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output), "--max-shard-gb", "2e-5"]) == 0
     assert_same_tensors(output, release.folder)
     shards = sorted(output.glob("*.safetensors"))
     where = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
@@ -85,20 +81,12 @@ def test_tensors_of_mixed_types_keep_each_its_own(hf, tmp_path):
         tensors[name] = tensors[name].to((torch.float32, torch.bfloat16)[index % 2])
     save_file(tensors, release.folder / SINGLE)
     assert (
-        export_hf.main(
-            [str(imported(release, tmp_path)), f"--base={release.folder}", str(tmp_path / "exported")]
-        )
-        == 0
+        export_hf.main([str(imported(release, tmp_path)), f"--base={release.folder}", str(tmp_path / "exported")]) == 0
     )
     assert_same_tensors(tmp_path / "exported", release.folder)
     assert (
         export_hf.main(
-            [
-                str(imported(release, tmp_path)),
-                f"--base={release.folder}",
-                str(tmp_path / "half"),
-                "--dtype=float16",
-            ]
+            [str(imported(release, tmp_path)), f"--base={release.folder}", str(tmp_path / "half"), "--dtype=float16"]
         )
         == 0
     )
@@ -108,9 +96,7 @@ def test_tensors_of_mixed_types_keep_each_its_own(hf, tmp_path):
 @pytest.mark.parametrize(
     "family, flavor", [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 )
-def test_a_flavor_trained_from_scratch_is_loaded_by_transformers_with_our_logits(
-    family, flavor, tmp_path, tools
-):
+def test_a_flavor_trained_from_scratch_is_loaded_by_transformers_with_our_logits(family, flavor, tmp_path, tools):
     table = FAMILIES[family]
     model = tools.materialise(table.build(table.config_from_flavor(flavor)))
     store = HostStore(model, torch.float32)
@@ -131,9 +117,7 @@ def test_a_flavor_trained_from_scratch_is_loaded_by_transformers_with_our_logits
 def test_quantisation_is_gone_from_the_config_and_tokenizer_files_are_copied(hf, tmp_path):
     release = hf.release("gpt_oss", tmp_path / "release")
     path = release.folder / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (release.folder / name).write_text(name)
     output = tmp_path / "exported"
@@ -166,9 +150,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output)]) == 2
 
 
-def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_cache_are_not(
-    releases, tmp_path, capsys
-):
+def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_cache_are_not(releases, tmp_path, capsys):
     """A hub's cache has snapshots of links to its blobs, both below one folder `models--*`."""
     release, output = releases("llama3"), tmp_path / "exported"
     checkpoint = imported(release, tmp_path)
@@ -185,6 +167,14 @@ def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_ca
     capsys.readouterr()
     assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
     assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
+    (snapshot / "merges.txt").unlink()
+    # Weights under a name that the look for links leaves out.
+    (snapshot / "weights").symlink_to(tmp_path / "precious")
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "weights"}}))
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert "is not the name of a safetensors file" in capsys.readouterr().err and not output.exists()
 
 
 def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
@@ -219,9 +209,7 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
         path = save_run(tmp_path / str(split), store, family=release.family.name, hf_path=str(release.folder))
         exports.append(tmp_path / f"exported-{split}")
         name = str(dtype).removeprefix("torch.")
-        assert (
-            export_hf.main([str(path), f"--base={release.folder}", str(exports[-1]), f"--dtype={name}"]) == 0
-        )
+        assert export_hf.main([str(path), f"--base={release.folder}", str(exports[-1]), f"--dtype={name}"]) == 0
     assert_same_tensors(*exports)
     head = all_tensors(exports[0])["model.norm.weight"]
     assert torch.equal(head, values["head.norm.weight"].to(dtype))
@@ -240,6 +228,13 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
 def test_a_residual_that_fits_no_weight_is_refused(tmp_path, forged):
     checkpoint = Checkpointer(tmp_path).save(1, forged, {})
     with pytest.raises(HFError, match="residual/a fits no weight"):
+        checkpoint_weights(checkpoint)
+
+
+def test_a_weight_of_a_type_that_is_not_read_is_refused(tmp_path):
+    checkpoint = Checkpointer(tmp_path).save(1, {"weights/a": torch.zeros(2, 3)}, {})
+    header(lambda entries: first(entries).update(dtype="O"))(checkpoint)
+    with pytest.raises(HFError, match="a is of a type that is not read: O"):
         checkpoint_weights(checkpoint)
 
 

@@ -73,9 +73,7 @@ def test_a_template_that_has_changed_since_the_run_is_refused(release: Path, tmp
     target.mkdir()
     state = trained(path=str(release), chat_template=str(given))
     given.write_text(LOOP)
-    with pytest.raises(
-        TokenizerError, match=r"trained with another chat template than the one in .*given.jinja"
-    ):
+    with pytest.raises(TokenizerError, match=r"trained with another chat template than the one in .*given.jinja"):
         export_tokenizer(target, state, None, release)
     given.unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer.chat_template: given .*there is no such file"):
@@ -89,8 +87,6 @@ def test_a_template_that_has_changed_since_the_run_is_refused(release: Path, tmp
 
 
 def test_a_run_on_bytes_does_not_export_the_tokenizer_of_its_base(release: Path, tmp_path: Path) -> None:
-    assert (
-        export_tokenizer(tmp_path, {"config": {"tokenizer": {"path": None, "name": "bytes"}}}, release) == []
-    )
+    assert export_tokenizer(tmp_path, {"config": {"tokenizer": {"path": None, "name": "bytes"}}}, release) == []
     state = {"config": {"tokenizer": {"path": None, "name": None}}}
     assert "tokenizer.json" in export_tokenizer(tmp_path, state, release)

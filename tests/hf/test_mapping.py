@@ -58,8 +58,7 @@ def opened(release, mapped: bool):
 
 def batches(tools, steps=3):
     return [
-        [tools.micro_batch([[12, 20], [32]], 61, seed=2 * step + part) for part in range(2)]
-        for step in range(steps)
+        [tools.micro_batch([[12, 20], [32]], 61, seed=2 * step + part) for part in range(2)] for step in range(steps)
     ]
 
 

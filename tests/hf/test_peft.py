@@ -108,9 +108,7 @@ def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path
     assert_same_logits(tools.all_logits(model, batch), logits)
     tools.loss_sum(model, batch).backward()
     loss_of(logits, batch).backward()
-    expected = {
-        name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if "lora_" in name
-    }
+    expected = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if "lora_" in name}
     assert not [name for name, p in theirs.named_parameters() if "lora_" not in name and p.grad is not None]
     parameters, compared = tools.stored_parameters(model), set()
     for name, tensors in adapter_names(ours.model, ours.names).items():
@@ -142,9 +140,7 @@ def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
     release, targets = case
     if release.kind == "qwen3 moe":
         targets = ATTENTION  # peft writes adapters on experts fused, see below
-    stacked = [
-        f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED
-    ]
+    stacked = [f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED]
     linear = [target for target in targets if f"mlp.experts.{target}" not in stacked]
     config = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=linear, target_parameters=stacked, init_lora_weights=False

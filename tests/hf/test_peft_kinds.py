@@ -26,10 +26,7 @@ def read(folder, **setting) -> PretrainedWeights:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights is 'pissa': such adapters belong to a base that was",
-        ),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': such adapters belong to a base that was"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"init_lora_weights": {"loftq": 4}}, "init_lora_weights is"),

@@ -146,9 +146,7 @@ def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf
     release = hf.release("llama3", tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file() and not (tmp_path / SINGLE).is_file()
     tensors = {
-        name: tensor.clone()
-        for path in tmp_path.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
+        name: tensor.clone() for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
     tensors["model.norm.weight"] += 1.0
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
@@ -212,7 +210,7 @@ def test_an_index_cannot_point_outside_its_folder(hf, tmp_path):
     (tmp_path / "release" / SINGLE).rename(tmp_path / SINGLE)
     index = {"weight_map": {"model.norm.weight": f"../{SINGLE}"}}
     (tmp_path / "release" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(HFError, match="is not the name of a file beside it"):
+    with pytest.raises(HFError, match="is not the name of a safetensors file beside it"):
         read(release)
 
 

@@ -65,13 +65,7 @@ def test_a_pipeline_learns_and_gives_the_same_bits_on_any_number_of_devices(name
 
 def test_a_state_format_is_refused_for_an_optimizer_of_torch():
     with pytest.raises(PipelineUsageError, match="is for our own optimizers; leave it out"):
-        Pipeline(
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-            1,
-            optimizer=torch.optim.SGD,
-            lr=0.1,
-            state="compact",
-        )
+        Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 1, optimizer=torch.optim.SGD, lr=0.1, state="compact")
 
 
 def test_muon_trains_late_if_no_layer_is_between_the_first_and_the_last():

@@ -21,9 +21,7 @@ ADAMW = partial(OurAdamW, lr=0.1)
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
-    )
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
@@ -83,12 +81,7 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
 
 def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
     found = []
-    for partition in (
-        None,
-        Partition((2, 2), 2, (1, 3)),
-        Partition((), 6, ()),
-        Partition((1,) * 5, 1, (1,) * 5),
-    ):
+    for partition in (None, Partition((2, 2), 2, (1, 3)), Partition((), 6, ()), Partition((1,) * 5, 1, (1,) * 5)):
         with Pipeline(mlp(), [CpuDevice(0), CpuDevice(1)], lr=0.1, partition=partition) as pipeline:
             losses = []
             for inputs, labels in batches():
@@ -116,9 +109,7 @@ def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
     inputs, labels = batches()[0]
     with Pipeline(net, 2, lr=0.1) as pipeline:
         before = pipeline.forward(inputs)
-        assert torch.allclose(before, net.eval()(inputs), atol=1e-6), (
-            "the sums of a product depend on its rows"
-        )
+        assert torch.allclose(before, net.eval()(inputs), atol=1e-6), "the sums of a product depend on its rows"
         expected = torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])])
         assert torch.equal(before, expected)
         pipeline.forward_backward(inputs, labels, functional.cross_entropy)
@@ -171,9 +162,7 @@ class Head(nn.Module):
 def tied() -> nn.Sequential:
     torch.manual_seed(0)
     embedding = nn.Embedding(11, 8)
-    return nn.Sequential(
-        embedding, nn.LayerNorm(8), nn.Linear(8, 8).bfloat16().float(), Head(embedding.weight)
-    )
+    return nn.Sequential(embedding, nn.LayerNorm(8), nn.Linear(8, 8).bfloat16().float(), Head(embedding.weight))
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -354,9 +343,7 @@ def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
 def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
     net = tied()
     with Pipeline(net, 2, lr=0.1) as pipeline:
-        assert [name for name, _ in pipeline.named_parameters()] == [
-            name for name, _ in net.named_parameters()
-        ]
+        assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in net.named_parameters()]
         first = next(pipeline.parameters())
         before = first.clone()
         pipeline.forward_backward(TOKENS, TOKENS, token_loss)

@@ -102,14 +102,8 @@ REFUSED = {
     "weight": (changes_weight, "changes parameter weight in its forward"),
     "input": (lambda layer, hidden: hidden.relu_(), r"changes its input in place.*inplace=False"),
     "view of the input": (changes_view, "changes its input in place"),
-    "Python's random": (
-        lambda layer, hidden: hidden * random.random(),
-        "gives other values when it runs again",
-    ),
-    "a plain value": (
-        lambda layer, hidden: (hidden, random.random()),
-        "gives other values when it runs again",
-    ),
+    "Python's random": (lambda layer, hidden: hidden * random.random(), "gives other values when it runs again"),
+    "a plain value": (lambda layer, hidden: (hidden, random.random()), "gives other values when it runs again"),
     "weight outside": (lambda layer, hidden: hidden * OUTSIDE, r"uses a trained tensor of shape \(4,\)"),
     "object": (lambda layer, hidden: Opaque(hidden), "returns a Opaque, whose tensors cannot be found"),
     "sparse": (
@@ -126,19 +120,14 @@ REFUSED = {
         ),
         "draws random numbers in its backward",
     ),
-    "error": (
-        lambda layer, hidden: hidden @ hidden,
-        "failed with the first micro-batch: RuntimeError: (mm: )?mat1",
-    ),
+    "error": (lambda layer, hidden: hidden @ hidden, "failed with the first micro-batch: RuntimeError: (mm: )?mat1"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_layer_that_cannot_be_run_anywhere_is_refused_by_name(case) -> None:
     function, message = REFUSED[case]
-    with pytest.raises(
-        PipelineUsageError, match=rf"^layer 1 \(Calls\) {message}|^layer 1 \(Calls\): .*{message}"
-    ):
+    with pytest.raises(PipelineUsageError, match=rf"^layer 1 \(Calls\) {message}|^layer 1 \(Calls\): .*{message}"):
         measured(nn.Sequential(nn.Linear(4, 4), Calls(function), nn.Identity()), lambda *_: torch.tensor(0.0))
 
 
@@ -160,10 +149,7 @@ def test_a_refusal_leaves_inputs_weights_and_the_pipeline_as_they_were() -> None
     net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2))
     inputs = INPUTS.clone()
     with Pipeline(net, 1) as pipeline:
-        for call in (
-            lambda: pipeline.forward_backward(inputs, None, square),
-            lambda: pipeline.forward(inputs),
-        ):
+        for call in (lambda: pipeline.forward_backward(inputs, None, square), lambda: pipeline.forward(inputs)):
             with pytest.raises(PipelineUsageError, match=r"layer 0 \(ReLU\) changes its input in place"):
                 call()
         assert torch.equal(inputs, INPUTS)

@@ -73,7 +73,5 @@ def test_a_tensor_that_comes_twice_below_all_trained_layers_stays_one():
     loop = PlainNet(net)
     inputs, labels = torch.ones(2, WIDTH), {"target": torch.zeros(2, WIDTH)}
     with Pipeline(net, 1, partition=Partition((2,), 2, (2,))) as pipeline:
-        assert pipeline.forward_backward(inputs, labels, distance) == loop.forward_backward(
-            inputs, labels, distance
-        )
+        assert pipeline.forward_backward(inputs, labels, distance) == loop.forward_backward(inputs, labels, distance)
         pipeline.step()

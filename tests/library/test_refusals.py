@@ -128,9 +128,7 @@ def test_ordinary_nets_are_not_refused() -> None:
     check_training(dict(net.named_children()))
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.BatchNorm2d(3), nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))]
-)
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))])
 def test_running_statistics_are_refused_for_training_alone(layer) -> None:
     check_net(nn.Sequential(layer))
     with pytest.raises(PipelineUsageError, match="layer 3 .*running statistics.*GroupNorm"):
@@ -250,15 +248,7 @@ def sum_of(outputs, labels):
         ),
         (lambda pipeline: pipeline.step(lambda: None), PipelineUsageError, "takes a rate, not a function"),
     ],
-    ids=[
-        "train",
-        "to",
-        "zero_grad",
-        "backward",
-        "loss.backward",
-        "RoundPipe's arguments",
-        "RoundPipe's step",
-    ],
+    ids=["train", "to", "zero_grad", "backward", "loss.backward", "RoundPipe's arguments", "RoundPipe's step"],
 )
 def test_a_call_of_another_loop_is_answered_with_what_takes_its_place(call, error, words) -> None:
     with Pipeline(nn.Sequential(nn.Linear(2, 2)), 1) as pipeline, pytest.raises(error, match=words):

@@ -56,9 +56,7 @@ def test_rebuilt_on_a_device_a_batch_keeps_its_structure_and_none_of_its_tensors
         (torch.zeros(4), None, 2.0, "num_micro_batches = 2.0"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
-    inputs, labels, count, message
-) -> None:
+def test_a_batch_that_does_not_fit_is_refused_by_the_name_of_its_tensor(inputs, labels, count, message) -> None:
     with pytest.raises(PipelineUsageError, match=message):
         pieces(inputs, labels, count)
 

@@ -52,9 +52,7 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(draw, range(4)))
     assert all(
-        torch.equal(a, b)
-        for one, other in zip(alone, together, strict=True)
-        for a, b in zip(one, other, strict=True)
+        torch.equal(a, b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True)
     )
 
 

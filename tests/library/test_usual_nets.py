@@ -72,9 +72,7 @@ def vision() -> tuple[nn.Sequential, Tensor, Tensor]:
         nn.GroupNorm(2, 4),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Sequential(
-            nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8).eval(), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
-        ),
+        nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8).eval(), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)),
         nn.Flatten(),
         nn.Dropout(0.2),
         nn.Linear(8, 3),
@@ -108,11 +106,7 @@ def parametrised() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 def residual() -> tuple[nn.Sequential, Tensor, Tensor]:
     shared = nn.Linear(4, 4)
-    return (
-        nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared),
-        torch.randn(5, 4),
-        torch.randint(4, (5,)),
-    )
+    return (nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared), torch.randn(5, 4), torch.randint(4, (5,)))
 
 
 def entropy(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -29,9 +29,7 @@ def pair(numel: int, dtype: torch.dtype, share: float, seed: int) -> tuple[Tenso
     generator = torch.Generator().manual_seed(seed)
     integer = bits(torch.empty(0, dtype=dtype)).dtype
     limits = torch.iinfo(integer)
-    old, other = (
-        torch.randint(limits.min, limits.max, (numel,), generator=generator, dtype=integer) for _ in range(2)
-    )
+    old, other = (torch.randint(limits.min, limits.max, (numel,), generator=generator, dtype=integer) for _ in range(2))
     new = torch.where(torch.rand(numel, generator=generator) < share, other, old)
     return old.view(dtype), new.view(dtype)
 
@@ -41,12 +39,7 @@ def encoded(old: Tensor, new: Tensor) -> EncodedWeights:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 200),
-    st.sampled_from(DTYPES),
-    st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]),
-    st.integers(0, 999),
-)
+@given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), st.integers(0, 999))
 def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_they_have(
     numel: int, dtype: torch.dtype, share: float, seed: int
 ) -> None:
@@ -60,9 +53,7 @@ def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_the
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.02, 0.5, 1.0]), st.integers(0, 999))
-def test_weights_may_be_encoded_over_the_old_ones(
-    numel: int, dtype: torch.dtype, share: float, seed: int
-) -> None:
+def test_weights_may_be_encoded_over_the_old_ones(numel: int, dtype: torch.dtype, share: float, seed: int) -> None:
     old, new = pair(numel, dtype, share, seed)
     apart = encoded(old, new)
     memory = old.clone()
@@ -114,9 +105,7 @@ class Pipe:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 400), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.05, 0.4, 1.0]), st.integers(0, 999)
-)
+@given(st.integers(0, 400), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.05, 0.4, 1.0]), st.integers(0, 999))
 def test_pieces_that_cross_the_chunks_of_a_link_arrive_whole(
     numel: int, dtype: torch.dtype, share: float, seed: int
 ) -> None:

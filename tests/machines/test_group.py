@@ -193,16 +193,12 @@ def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines() -> N
             texts[group.rank] = str(error)
 
     run_machines(2, exchange)
-    problem = (
-        "machine 1 (node1) has failed: message 0 of 12 bytes came instead of message 0 of 8 bytes, from "
-    )
+    problem = "machine 1 (node1) has failed: message 0 of 12 bytes came instead of message 0 of 8 bytes, from "
     assert all(text.startswith(f"{problem}machine 0 (node0); ") for text in texts.values()), texts
     assert len(texts) == 2
 
 
 def test_machines_that_do_not_come_are_counted_and_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(
-        LaunchError, match=r"1 of 3 machines came within 0.2 s: machine 0 \(nodea\); missing: 1, 2"
-    ):
+    with pytest.raises(LaunchError, match=r"1 of 3 machines came within 0.2 s: machine 0 \(nodea\); missing: 1, 2"):
         MachineGroup(store, 0, 3, host="nodea", start_timeout_s=0.2)

@@ -138,7 +138,9 @@ def test_processes_that_may_share_a_host_are_told_their_part_of_it() -> None:
 
 def test_machines_that_do_not_come_are_counted_and_named_on_the_ones_that_did() -> None:
     outcomes = Launch().join([config_with()] * 2, size=4, start_timeout_s=1.0)
-    text = "2 of 4 machines came within 1 s: machine 0 (node0), machine 1 (node1); missing: 2, 3. See their logs for why"
+    text = (
+        "2 of 4 machines came within 1 s: machine 0 (node0), machine 1 (node1); missing: 2, 3. See their logs for why"
+    )
     assert outcomes == [text] * 2
 
 
@@ -154,16 +156,12 @@ def test_a_later_attempt_in_the_same_store_takes_nothing_from_the_one_before() -
 def test_a_store_that_cannot_be_reached_is_named() -> None:
     port = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False).port
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    with pytest.raises(
-        LaunchError, match=rf"cannot reach the launch's store at {LOOPBACK}:{port} within 0.5 s"
-    ):
+    with pytest.raises(LaunchError, match=rf"cannot reach the launch's store at {LOOPBACK}:{port} within 0.5 s"):
         join(environment, config_with(), start_timeout_s=0.5)
 
 
 def test_several_machines_without_a_store_are_refused() -> None:
-    with pytest.raises(
-        LaunchError, match="no MASTER_ADDR and no MASTER_PORT: start every machine with torchrun"
-    ):
+    with pytest.raises(LaunchError, match="no MASTER_ADDR and no MASTER_PORT: start every machine with torchrun"):
         join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
 
 
@@ -187,15 +185,11 @@ def test_what_machines_have_opened_must_be_the_same() -> None:
         "  data: a on machine 0 (node0); b on machine 1 (node1)\n"
         "  checkpoint: null on machine 0 (node0); not given on machine 1 (node1)"
     )
-    assert (
-        outcomes_of_identities([{"data": "a", "checkpoint": None}, {"data": "b"}], [None, None]) == [text] * 2
-    )
+    assert outcomes_of_identities([{"data": "a", "checkpoint": None}, {"data": "b"}], [None, None]) == [text] * 2
 
 
 def test_a_mistake_that_one_machine_finds_is_told_on_all() -> None:
-    assert (
-        outcomes_of_identities([{}, {}], [None, "no file a.txt"]) == ["machine 1 (node1): no file a.txt"] * 2
-    )
+    assert outcomes_of_identities([{}, {}], [None, "no file a.txt"]) == ["machine 1 (node1): no file a.txt"] * 2
     assert outcomes_of_identities([{}, {}], ["too large", "too large"]) == ["too large"] * 2
 
 

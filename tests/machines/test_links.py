@@ -36,9 +36,7 @@ class TwoMachines:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=LONGEST_WAIT_S)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self.groups[rank].append(
-                dist.ProcessGroupGloo(dist.PrefixStore(f"{number}/", store), rank, 2, options)
-            )
+            self.groups[rank].append(dist.ProcessGroupGloo(dist.PrefixStore(f"{number}/", store), rank, 2, options))
 
 
 def explain(error: Exception, peer: int | None, waited_for: str) -> Exception:
@@ -85,9 +83,7 @@ def read_chunks(receiver: Receiver, like: Tensor) -> Tensor:
 @settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 700), max_size=6),
-    dtype=st.sampled_from(
-        [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float16]
-    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float16]),
     by_chunks=st.booleans(),
 )
 def test_messages_of_any_size_and_dtype_arrive_whole_and_in_order(
@@ -147,9 +143,7 @@ def test_staging_holds_four_chunks_of_a_long_message(machines: TwoMachines) -> N
     seen: set[int] = set()
 
     def receive() -> None:
-        for _, values in (
-            machines.links[1].receiver(0, Purpose.FILES).chunks(data.numel(), data.dtype, "a message")
-        ):
+        for _, values in machines.links[1].receiver(0, Purpose.FILES).chunks(data.numel(), data.dtype, "a message"):
             seen.add(values.data_ptr())
 
     run_together([lambda: machines.links[0].sender(1, Purpose.FILES).send(data, "a message"), receive])
@@ -171,9 +165,7 @@ def test_a_message_of_another_size_than_expected_is_an_error_and_fills_nothing()
 
     def receive() -> None:
         receiver = machines.links[1].receiver(0, Purpose.FILES)
-        with pytest.raises(
-            NamedError, match="part 3.*message 0 of 400 bytes came instead of message 0 of 396"
-        ):
+        with pytest.raises(NamedError, match="part 3.*message 0 of 400 bytes came instead of message 0 of 396"):
             receiver.receive(into, "part 3")
         assert not into.any()
         with pytest.raises(NamedError, match="the reader of part 3 stopped before its end"):
@@ -265,9 +257,7 @@ def test_a_rate_is_shared_by_all_that_take_from_it(monkeypatch: pytest.MonkeyPat
     assert clock.slept_s == [0.5, 1.5, 1.75]
 
 
-def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chunk_that_a_sender_has_delayed_already_is_not_delayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StillClock()
     monkeypatch.setattr(links_module, "time", clock)
     limit = RateLimit(100.0)

@@ -62,9 +62,7 @@ def send_for_ever() -> int:
     return 1
 
 
-def started(
-    starter: MachineStarter, folder: Path, *arguments: object, **settings: bool
-) -> list[MachineProcess]:
+def started(starter: MachineStarter, folder: Path, *arguments: object, **settings: bool) -> list[MachineProcess]:
     function = "tests.machines.test_lost_machines:agree_for_ever"
     machines = starter.start(3, function, *arguments, folder=folder, **settings)
     for machine in machines:
@@ -76,15 +74,11 @@ def assert_ended_naming(machines: list[MachineProcess], lost: str) -> None:
     for machine in machines:
         assert machine.wait() == 1, machine.text()
         assert f"[{lost}" in machine.text(), machine.text()
-        assert (
-            f"; machine {machine.rank} (node{machine.rank}) waited for the losses of step" in machine.text()
-        )
+        assert f"; machine {machine.rank} (node{machine.rank}) waited for the losses of step" in machine.text()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_machine_is_named_by_all_others(
-    starter: MachineStarter, tmp_path: Path, victim: int
-) -> None:
+def test_a_killed_machine_is_named_by_all_others(starter: MachineStarter, tmp_path: Path, victim: int) -> None:
     machines = started(starter, tmp_path)
     machines[victim].send(signal.SIGKILL)
     others = [machine for machine in machines if machine.rank != victim]
@@ -122,22 +116,16 @@ def test_a_failing_machine_is_named_with_its_problem(starter: MachineStarter, tm
     assert machines[2].wait() == 3
 
 
-def test_the_machine_that_keeps_the_store_is_named_when_it_is_killed(
-    starter: MachineStarter, tmp_path: Path
-) -> None:
+def test_the_machine_that_keeps_the_store_is_named_when_it_is_killed(starter: MachineStarter, tmp_path: Path) -> None:
     machines = started(starter, tmp_path, first_holds_store=True)
     machines[0].send(signal.SIGKILL)
     assert_ended_naming(machines[1:], "machine 0 (node0)")
 
 
-def test_the_machine_that_keeps_the_store_is_named_when_it_is_stopped(
-    starter: MachineStarter, tmp_path: Path
-) -> None:
+def test_the_machine_that_keeps_the_store_is_named_when_it_is_stopped(starter: MachineStarter, tmp_path: Path) -> None:
     machines = started(starter, tmp_path, first_holds_store=True)
     machines[0].send(signal.SIGSTOP)
-    keeps = (
-        "machine 0 (node0) cannot be reached, and keeps the store through which the machines find each other"
-    )
+    keeps = "machine 0 (node0) cannot be reached, and keeps the store through which the machines find each other"
     assert_ended_naming(machines[1:], keeps)
     machines[0].send(signal.SIGCONT)
     assert machines[0].wait() == 1, "it finds its connections closed"

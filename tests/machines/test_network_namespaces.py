@@ -102,9 +102,7 @@ def train_in(networks: list[str]) -> int:
     return train.main(["--config", "run.toml"])
 
 
-def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(
-    starter: MachineStarter, tmp_path: Path
-) -> None:
+def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(starter: MachineStarter, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     with networks_of(MBIT_PER_S) as networks:
         function = "tests.machines.test_network_namespaces:train_in"
@@ -136,9 +134,5 @@ def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_othe
     assert "[machine 0 (node0) cannot be reached, and keeps the store" in second
     assert "machine 0 (node0) waited for" in first and "machine 1 (node1) waited for" in second
     # Both machines know one rate, which the link limits.
-    rates = {
-        float(line.removeprefix("rate "))
-        for line in (first + second).splitlines()
-        if line.startswith("rate ")
-    }
+    rates = {float(line.removeprefix("rate ")) for line in (first + second).splitlines() if line.startswith("rate ")}
     assert len(rates) == 1 and rates.pop() * 8 < 1.1 * MBIT_PER_S * 1e6

@@ -206,9 +206,7 @@ def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers
     # Matrices decay. GPT-OSS stacks the biases of its experts, which makes them look like matrices.
     for name, parameter in theirs.named_parameters():
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
-    decays = [
-        {"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, 0.1), strict=True)
-    ]
+    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, 0.1), strict=True)]
     reference = torch.optim.AdamW(decays, lr=1e-3, **settings)
     store = HostStore(ours)
     store.write_weights({name: tools.stored_parameters(ours)[name].detach() for name in store.weights()})
@@ -257,9 +255,7 @@ def test_documents_of_a_packed_batch_equal_transformers_run_one_by_one(pair, too
             chosen = batch.document_ids[row] == document
             labels = batch.labels[row][chosen]
             if (labels != IGNORED_LABEL).any():
-                total = total + cross_entropy_sum(
-                    theirs(input_ids=batch.tokens[row][chosen][None]).logits, labels
-                )
+                total = total + cross_entropy_sum(theirs(input_ids=batch.tokens[row][chosen][None]).logits, labels)
     torch.testing.assert_close(tools.loss_sum(ours, batch), total, rtol=1e-5, atol=0)
 
 

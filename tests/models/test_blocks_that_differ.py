@@ -10,13 +10,7 @@ from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_stor
 from torchround.layer import LayerWork
 from torchround.models import ModelConfigError, TransformerConfig
 from torchround.models.common.attention import Attention
-from torchround.models.common.decoder import (
-    ATTENTION_NAMES,
-    GATED_MLP_NAMES,
-    BlockSettings,
-    assemble,
-    decoder_names,
-)
+from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
 from torchround.models.common.experts import GatedExperts
 from torchround.models.common.feed_forward import GatedMLP, MoE, MoEShape
 from torchround.models.common.primitives import RMSNorm

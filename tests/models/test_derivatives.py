@@ -36,8 +36,7 @@ def test_weighted_gated_product(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_product(activation):
     assert torch.autograd.gradcheck(
-        lambda *inputs: gated_product(*inputs, activation=activation),
-        (random(ROWS, WIDTH), random(ROWS, WIDTH)),
+        lambda *inputs: gated_product(*inputs, activation=activation), (random(ROWS, WIDTH), random(ROWS, WIDTH))
     )
 
 

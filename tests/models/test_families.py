@@ -19,10 +19,7 @@ def family(request):
 
 
 SMALL = [
-    (name, flavor)
-    for name in OWN_FAMILIES
-    for flavor in ("debug", "debug_moe")
-    if flavor in FAMILIES[name].flavors
+    (name, flavor) for name in OWN_FAMILIES for flavor in ("debug", "debug_moe") if flavor in FAMILIES[name].flavors
 ]
 
 
@@ -90,9 +87,7 @@ def test_a_packed_batch_equals_its_documents_one_by_one(small, tools):
     for row in range(2):
         for document in batch.document_ids[row].unique():
             chosen = batch.document_ids[row] == document
-            loss = tools.loss_sum(
-                single, MicroBatch(*(tensor[row][chosen][None] for tensor in batch.tensors()))
-            )
+            loss = tools.loss_sum(single, MicroBatch(*(tensor[row][chosen][None] for tensor in batch.tensors())))
             loss.backward()
             total += loss.detach()
     # Other matrix sizes round elsewhere. Losses are sums of positive terms: 168 roundings of 2^-24. Gradients add up

@@ -58,9 +58,7 @@ def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flav
     tools.materialise(model)
     for parameter in tools.stored_parameters(model).values():
         with torch.no_grad():
-            parameter += 0.1 * random(
-                *parameter.shape
-            )  # norms that are not 1, biases and sinks that are not 0
+            parameter += 0.1 * random(*parameter.shape)  # norms that are not 1, biases and sinks that are not 0
     batch = tools.micro_batch([[12, 20], [32]], 50)
     plain = loss_and_gradients(model, batch, tools)
     request.getfixturevalue("fused")

@@ -15,11 +15,7 @@ from torchround.pipeline.partition import Partition
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 BLOCKS = 4
 LAYERS = BLOCKS + 2
-PARTITIONS = (
-    Partition((1, 2, 2), 1, (1, 2, 2)),
-    Partition((3,), 3, (2, 1)),
-    Partition((1,) * 5, 1, (1,) * 5),
-)
+PARTITIONS = (Partition((1, 2, 2), 1, (1, 2, 2)), Partition((3,), 3, (2, 1)), Partition((1,) * 5, 1, (1,) * 5))
 DEVICES = (1, 2, 3, 8)
 # Adapters on attention alone: experts have none.
 ADAPTERS = LoraShape(4, 8.0, 0.25, ("q_proj", "v_proj", "o_proj"))
@@ -28,9 +24,7 @@ ADAPTERS = LoraShape(4, 8.0, 0.25, ("q_proj", "v_proj", "o_proj"))
 def choices():
     """Return what the blocks keep: all, each part alone, and mixtures."""
     drawn = random.Random(0)
-    mixed = [
-        tuple(tuple(n for n in KEEPABLE if drawn.random() < 0.5) for _ in range(BLOCKS)) for _ in range(2)
-    ]
+    mixed = [tuple(tuple(n for n in KEEPABLE if drawn.random() < 0.5) for _ in range(BLOCKS)) for _ in range(2)]
     each = tuple((name,) for name in KEEPABLE)
     return [(KEEPABLE,) * BLOCKS, each[:4], each[:0:-1], *mixed]
 

@@ -44,17 +44,11 @@ def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tied, tools):
 @pytest.mark.parametrize("stale_layers", [1, 3])
 @pytest.mark.parametrize(
     ("tied", "adapters", "dtype"),
-    [
-        (False, (), torch.float32),
-        (True, (), torch.bfloat16),
-        (False, ("q_proj", "v_proj"), torch.bfloat16),
-    ],
+    [(False, (), torch.float32), (True, (), torch.bfloat16), (False, ("q_proj", "v_proj"), torch.bfloat16)],
     ids=["fp32", "tied bf16", "lora bf16"],
 )
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
-def test_bounded_training_is_bitwise_that_of_its_plain_loop(
-    name, flavor, tied, adapters, dtype, stale_layers, tools
-):
+def test_bounded_training_is_bitwise_that_of_its_plain_loop(name, flavor, tied, adapters, dtype, stale_layers, tools):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
     config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
     model = FAMILIES[name].build(config)
@@ -72,9 +66,7 @@ def test_bounded_training_is_bitwise_that_of_its_plain_loop(
         for step in range(3)
     ]
     store = toy_store(model, dtype, policy=BOUNDED)
-    loop = BoundedLoop(
-        model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype
-    )
+    loop = BoundedLoop(model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype)
     partition = Partition((1, 2), 1, (2, 1))
     with toy_engine(model, store, partition, num_devices=2, stale_layers=stale_layers) as engine:
         losses = train(engine, batches)

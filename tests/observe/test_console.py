@@ -26,12 +26,7 @@ class Clock:
 
 
 AT_NOON = {"now": lambda: datetime(2026, 1, 2, 12, 4, 31)}
-FULL = {
-    "mfu": 0.4125,
-    "device_peaks_gib": (10.123, 9.0),
-    "skipped_steps": 2,
-    "validation_loss": 3.5,
-}
+FULL = {"mfu": 0.4125, "device_peaks_gib": (10.123, 9.0), "skipped_steps": 2, "validation_loss": 3.5}
 
 
 def line(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int = 1000, **figures: object) -> str:
@@ -60,9 +55,7 @@ def test_a_line_of_80_columns_has_what_a_user_looks_at_first(monkeypatch: pytest
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120])
 @pytest.mark.parametrize("total_steps", [12, 1000, 2_000_000])
-def test_no_line_is_wider_than_the_console(
-    monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int
-) -> None:
+def test_no_line_is_wider_than_the_console(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int) -> None:
     for figures in ({}, {"tokens_per_s": 12_345_678.9}, FULL):
         shown = line(monkeypatch, columns, total_steps, **figures)
         # The step and its losses are never left out, however narrow the console is.
@@ -105,9 +98,7 @@ def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(
     os.close(ours)
     assert "\x1b[" in shown or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     without_colour = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert (
-        without_colour.split("ETA")[0].strip() == line(monkeypatch, columns, **FULL).split("ETA")[0].strip()
-    )
+    assert without_colour.split("ETA")[0].strip() == line(monkeypatch, columns, **FULL).split("ETA")[0].strip()
     assert without_colour.count("\n") == 1
 
 
@@ -146,9 +137,4 @@ def test_continuations_follow_their_line_and_cannot_command_the_terminal() -> No
     stream = io.StringIO()
     report = ConsoleReport(1000, stream=stream, **AT_NOON)
     report.log(record(12, samples=(PromptSample("one\nprompt", " and\x1b[31m\nmore"), PromptSample("b", ""))))
-    assert stream.getvalue().splitlines()[1:] == [
-        "one",
-        "          prompt» and\\x1b[31m",
-        "          more",
-        "b»",
-    ]
+    assert stream.getvalue().splitlines()[1:] == ["one", "          prompt» and\\x1b[31m", "          more", "b»"]

@@ -69,9 +69,7 @@ def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
     assert len(caplog.records) == 1 and "metrics.jsonl failed" in caplog.text
 
 
-def test_a_closed_standard_output_does_not_stop_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_standard_output_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     metrics = MetricsLogger(
         {
@@ -89,9 +87,7 @@ def test_a_closed_standard_output_does_not_stop_the_others(
     assert len(caplog.records) == 1
 
 
-def test_a_resumed_run_continues_file_and_step_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_continues_file_and_step_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         metrics = open_metrics(MetricsTable(), tmp_path, "run", 4, config={}, resumed_step=resumed)
         for step in steps:
@@ -165,18 +161,14 @@ def logged_by_wandb(folder: Path, run_id: str) -> list[dict[str, float]]:
         for entry in entries_of(path):
             items = wandb_internal_pb2.Record.FromString(entry).history.item
             if items:
-                records.append(
-                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
-                )
+                records.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
     return records
 
 
 def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> None:
     first, printed = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline", WANDB_SILENT="false")
     assert "wandb sync" in printed and "engine/" not in printed  # what to do, without dozens of last values
-    second, _ = run_with_wandb(
-        tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline"
-    )
+    second, _ = run_with_wandb(tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline")
     assert second["run id"] == first["run id"] != "None"
     records = logged_by_wandb(tmp_path, first["run id"])
     assert [entry["step"] for entry in records] == [1, 2, 3, 3, 4, 5]

@@ -30,9 +30,7 @@ def test_validation_losses_are_read_at_the_steps_that_have_one(tmp_path: Path) -
     assert (curve.validated_steps, curve.validation_losses) == ([5], [2.5])
 
 
-@pytest.mark.parametrize(
-    "line", ['{"step": 3, "lo', '{"step": 3, "loss": null}', "[1]", '{"loss": 1.0}', "\udcff"]
-)
+@pytest.mark.parametrize("line", ['{"step": 3, "lo', '{"step": 3, "loss": null}', "[1]", '{"loss": 1.0}', "\udcff"])
 def test_lines_without_a_step_and_a_finite_loss_are_left_out(tmp_path: Path, line: str) -> None:
     write_run(tmp_path, range(1, 3))
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -87,9 +85,7 @@ def test_curves_without_any_loss_are_refused(tmp_path: Path) -> None:
         draw_curves([read_losses(tmp_path)], tmp_path / "loss.png")
 
 
-def test_the_command_draws_several_runs_over_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_draws_several_runs_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
     picture = tmp_path / "both.png"
     assert plot_loss.main([*map(str, runs), "--output", str(picture)]) == 0
@@ -97,9 +93,7 @@ def test_the_command_draws_several_runs_over_each_other(
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_the_command_names_a_folder_that_is_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_loss.main([str(tmp_path / "missing")]) == 2
     printed = capsys.readouterr().err
     assert "missing/metrics.jsonl is not there; legal:" in printed and "Errno" not in printed

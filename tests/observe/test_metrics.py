@@ -91,8 +91,7 @@ def test_a_new_run_keeps_no_line_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest",
-    ['{"step": 4, "loss"', '{"step": 4}', "\n", "[4]\n", '{"loss": 1}\n', '{"step": "4"}\n', "\x00\xff\n"],
+    "rest", ['{"step": 4, "loss"', '{"step": 4}', "\n", "[4]\n", '{"loss": 1}\n', '{"step": "4"}\n', "\x00\xff\n"]
 )
 def test_half_lines_and_foreign_lines_are_dropped(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "metrics.jsonl"

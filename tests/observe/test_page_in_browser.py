@@ -96,9 +96,7 @@ def metrics(run: Path, key: str) -> list[Point]:
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
-def test_each_panel_draws_the_values_of_the_metrics_at_their_places(
-    browser: WebDriver, tmp_path: Path
-) -> None:
+def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser: WebDriver, tmp_path: Path) -> None:
     show(browser, one_run(tmp_path))
     assert [one.get_attribute("id") for one in browser.find_elements(By.TAG_NAME, "figure")] == [
         f"panel-{key}" for key in PANELS
@@ -116,9 +114,7 @@ def test_each_panel_draws_the_values_of_the_metrics_at_their_places(
         step_error, value_error = (
             abs((b[1] - a[1]) / (b[0] - a[0])) for a, b in ((across[0], across[-1]), (up[0], up[-1]))
         )
-        assert read_off([x for x, _ in drawn], across) == pytest.approx(
-            [x for x, _ in expected], abs=step_error
-        )
+        assert read_off([x for x, _ in drawn], across) == pytest.approx([x for x, _ in expected], abs=step_error)
         assert read_off([y for _, y in drawn], up) == pytest.approx([y for _, y in expected], abs=value_error)
 
 
@@ -128,10 +124,7 @@ def test_devices_have_a_curve_each_in_colours_of_their_own(browser: WebDriver, t
         assert list(curves(panel(browser, key))) == ["device 0", "device 1"]
         lines = panel(browser, key).find_elements(By.CSS_SELECTOR, "path.curve")
         assert len({line.value_of_css_property("stroke") for line in lines}) == 2
-        assert panel(browser, key).find_element(By.CLASS_NAME, "legend").text.split("\n") == [
-            "device 0",
-            "device 1",
-        ]
+        assert panel(browser, key).find_element(By.CLASS_NAME, "legend").text.split("\n") == ["device 0", "device 1"]
     assert marks(panel(browser, "bubble"), "y")[0][1] == 0  # a share begins at nought
 
 
@@ -143,9 +136,7 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tm
     drawing = where.find_element(By.TAG_NAME, "svg")
     x = curves(where)["training"][4][0]  # step 5
     offset = x * drawing.size["width"] / float((drawing.get_dom_attribute("viewBox") or "").split()[2])
-    ActionChains(browser).move_to_element_with_offset(
-        drawing, round(offset - drawing.size["width"] / 2), 0
-    ).perform()
+    ActionChains(browser).move_to_element_with_offset(drawing, round(offset - drawing.size["width"] / 2), 0).perform()
     assert tip.text.split("\n") == ["step 5", "training 2", "validation 2.75, step 4"]  # 10 / 5 and 11 / 4
     inside, figure = tip.rect, where.rect
     assert figure["y"] < inside["y"] and inside["y"] + inside["height"] < figure["y"] + figure["height"]
@@ -154,9 +145,7 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tm
     assert not tip.is_displayed()
 
 
-def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(
-    browser: WebDriver, tmp_path: Path
-) -> None:
+def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser: WebDriver, tmp_path: Path) -> None:
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
     before = marks(loss, "y")
@@ -164,9 +153,7 @@ def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(
     scale = drawing.size["width"] / float((drawing.get_dom_attribute("viewBox") or "").split()[2])
     places = [x * scale - drawing.size["width"] / 2 for x, _ in curves(loss)["training"]]
     # From a little before step 4 to the right of step 8.
-    drag = (
-        ActionChains(browser).move_to_element_with_offset(drawing, round(places[3]) - 9, 0).click_and_hold()
-    )
+    drag = ActionChains(browser).move_to_element_with_offset(drawing, round(places[3]) - 9, 0).click_and_hold()
     drag.move_to_element_with_offset(drawing, round(places[7]) + 9, 0).release().perform()
     for key in ("loss", "lr"):
         across = marks(panel(browser, key), "x")
@@ -178,17 +165,13 @@ def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(
     assert marks(loss, "y") == before and not button.is_displayed()
 
 
-def test_several_runs_share_each_panel_and_the_table_switches_them(
-    browser: WebDriver, tmp_path: Path
-) -> None:
+def test_several_runs_share_each_panel_and_the_table_switches_them(browser: WebDriver, tmp_path: Path) -> None:
     show(browser, two_runs(tmp_path))
     assert browser.title == "2 runs"
     loss = panel(browser, "loss")
     assert list(curves(loss)) == ["first: training", "second: training", "second: validation"]
     assert loss.find_element(By.CLASS_NAME, "legend").text.split("\n") == ["first", "second", "validation"]
-    colours = [
-        line.value_of_css_property("stroke") for line in loss.find_elements(By.CSS_SELECTOR, "path.curve")
-    ]
+    colours = [line.value_of_css_property("stroke") for line in loss.find_elements(By.CSS_SELECTOR, "path.curve")]
     assert colours[0] != colours[1] == colours[2]
     assert len(curves(panel(browser, "bubble"))) == 4
     assert marks(loss, "x")[-1][1] == 12
@@ -199,22 +182,18 @@ def test_several_runs_share_each_panel_and_the_table_switches_them(
     assert rows[1].startswith("second\n12 – 0.83333 0.91667 (step 12)")
 
 
-def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(
-    browser: WebDriver, tmp_path: Path
-) -> None:
+def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser: WebDriver, tmp_path: Path) -> None:
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
     plain = curves(loss)
     browser.execute_script(
-        "const range = document.getElementById('smoothing'); range.value = 0.9;"
-        "range.dispatchEvent(new Event('input'));"
+        "const range = document.getElementById('smoothing'); range.value = 0.9;range.dispatchEvent(new Event('input'));"
     )
     smooth = curves(loss)
     # The loss falls, so a mean with the steps before is higher, and higher on a screen is a lower y. The first is alone.
     assert smooth["training"][0] == plain["training"][0]
     assert all(
-        after[1] < before[1]
-        for before, after in zip(plain["training"][1:], smooth["training"][1:], strict=True)
+        after[1] < before[1] for before, after in zip(plain["training"][1:], smooth["training"][1:], strict=True)
     )
     assert smooth["validation"] == plain["validation"]
     assert len(loss.find_elements(By.CSS_SELECTOR, "path.raw")) == 1
@@ -225,9 +204,7 @@ def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(
     assert len(pixels) > 1 and pixels == pytest.approx([pixels[0]] * len(pixels))
 
 
-@pytest.mark.parametrize(
-    "name", ["<img src=x onerror=document.title=1>", "<script>document.title = 1<", "'\"&amp;"]
-)
+@pytest.mark.parametrize("name", ["<img src=x onerror=document.title=1>", "<script>document.title = 1<", "'\"&amp;"])
 def test_a_hostile_name_is_shown_as_text(browser: WebDriver, tmp_path: Path, name: str) -> None:
     show(browser, two_runs(tmp_path, first=name))
     assert browser.title == "2 runs"

@@ -78,11 +78,7 @@ def test_a_page_has_the_figures_of_the_metrics(tmp_path: Path) -> None:
     write_run(tmp_path / "run", range(1, 7), validated=(3, 6), **ENGINE)
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for panel, label, key in (
-        ("loss", "training", "loss"),
-        ("lr", "", "lr"),
-        ("tokens_per_s", "", "tokens_per_s"),
-    ):
+    for panel, label, key in (("loss", "training", "loss"), ("lr", "", "lr"), ("tokens_per_s", "", "tokens_per_s")):
         expected = [[line["step"], pytest.approx(line[key], rel=1e-5)] for line in lines]  # six digits
         assert curve(run, panel, label) == expected
     assert [step for step, _ in curve(run, "loss", "validation")] == [3, 6]
@@ -128,9 +124,7 @@ def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path: Path) -
     linked = [value for _, a in page.found for key, value in a.items() if key in ("src", "href")]
     assert linked == ["data:,"]
     text = (tmp_path / "page-of-test.html").read_text()
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {
-        "http://www.w3.org/2000/svg"
-    }  # a name, not an address
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
 
 
 @pytest.mark.parametrize(
@@ -171,9 +165,7 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
     # A record after the limit is a part of the same line.
     hidden = json.dumps({"step": 3, "loss": 1.0})
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(
-            "x" * 2**12 + hidden[:-1] + " " * 2**12 + "}\n" + json.dumps({"step": 4, "loss": 2.0}) + "\n"
-        )
+        file.write("x" * 2**12 + hidden[:-1] + " " * 2**12 + "}\n" + json.dumps({"step": 4, "loss": 2.0}) + "\n")
     assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
 
 
@@ -203,9 +195,7 @@ def test_a_run_that_has_ended_has_a_picture_and_a_page(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
 
 
-def test_a_run_without_a_step_has_no_page_and_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_step_has_no_page_and_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").touch()
     draw_pictures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and not caplog.messages
@@ -224,9 +214,7 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     assert "page.html was not drawn: OSError: no space left" in warning
 
 
-def test_the_command_writes_the_page_of_several_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
     page = tmp_path / "both.html"
     assert main([*map(str, runs), "--output", str(page)]) == 0
@@ -291,14 +279,14 @@ def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command: Any, 
     drawn = folder / ("page.html" if command is draw_page else "loss.png")
     assert drawn.is_file() and not drawn.is_symlink() and drawn.stat().st_size > 1000
     assert not list(folder.glob(".*")), "a temporary file was left"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert command.main([str(folder), f"--output={pipe}"]) == 2 and pipe.is_fifo()
 
 
 def test_a_page_has_the_newest_continuations_of_each_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", range(1, 3), samples=(PromptSample("a", " b"),))
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(
-            json.dumps({"step": 3, "loss": 1.0, "samples": [{"prompt": "a", "text": "\x1b"}, {}, 5]}) + "\n"
-        )
+        file.write(json.dumps({"step": 3, "loss": 1.0, "samples": [{"prompt": "a", "text": "\x1b"}, {}, 5]}) + "\n")
         file.write(json.dumps({"step": 4, "loss": 1.0, "samples": 7}) + "\n")
     (run,) = figures(page_of(folder))["runs"]
     assert run["samples"] == [3, [["a", "\\x1b"]]], "what is no continuation is left out"

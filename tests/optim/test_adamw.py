@@ -33,19 +33,10 @@ def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bflo
 
 
 def update(
-    buffers: Buffers,
-    step: int = 3,
-    scale: float = 0.7,
-    progress: UpdateProgress | None = None,
-    predicts: bool = False,
+    buffers: Buffers, step: int = 3, scale: float = 0.7, progress: UpdateProgress | None = None, predicts: bool = False
 ) -> None:
     adamw_update_(
-        *buffers,
-        **HYPER,
-        bias_correction_step=step,
-        gradient_scale=scale,
-        progress=progress,
-        predicts=predicts,
+        *buffers, **HYPER, bias_correction_step=step, gradient_scale=scale, progress=progress, predicts=predicts
     )
 
 
@@ -92,9 +83,7 @@ def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64(
     for step in range(1, num_steps + 1):
         parameter.grad = gradient_of(step)
         reference.step()
-        adamw_update_(
-            weight, exp_avg, exp_avg_sq, gradient_of(step), device_weight, **HYPER, bias_correction_step=step
-        )
+        adamw_update_(weight, exp_avg, exp_avg_sq, gradient_of(step), device_weight, **HYPER, bias_correction_step=step)
 
     theirs = parameter.detach()
     # One ulp of a weight near 1 is 1.2e-7; a hundred roundings that go either way stay within a few of them.
@@ -249,9 +238,7 @@ def test_predicted_device_weights_follow_from_the_state_bit_for_bit(numel: int, 
 def test_a_prediction_costs_one_step_of_the_moments_a_chunk_and_no_second_pass() -> None:
     """Every other operation of an update is there without it; nothing reads or writes a whole buffer again."""
     numel = 2 * CHUNK_ELEMENTS + 100
-    plain, predicting = (
-        operations_of_an_update(random_buffers(numel), predicts) for predicts in (False, True)
-    )
+    plain, predicting = (operations_of_an_update(random_buffers(numel), predicts) for predicts in (False, True))
     rule = AdamWRule(HYPER["betas"], HYPER["eps"], 0.0)
     numbers = rounded_numbers(rule.numbers(HYPER["lr"], 1, 1.0))
     with FailAtOperation(fatal=0) as counter:
@@ -270,9 +257,7 @@ def test_a_prediction_costs_one_step_of_the_moments_a_chunk_and_no_second_pass()
         ({4: torch.zeros(2, 5)}, "written has shape"),
     ],
 )
-def test_buffers_that_do_not_fit_together_are_refused_untouched(
-    change: dict[int, Tensor], words: str
-) -> None:
+def test_buffers_that_do_not_fit_together_are_refused_untouched(change: dict[int, Tensor], words: str) -> None:
     buffers = tuple(change.get(i, tensor) for i, tensor in enumerate(random_buffers(10)))
     before = copy_of(buffers)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):

@@ -118,9 +118,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does() -> None:
     batches = toy_batches(4, 3)
     partition = Partition((4,), 3, (4,))
     settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
-    with Engine(
-        model, store, [CpuDevice(0), CpuDevice(1)], partition, optimizer=table, settings=settings
-    ) as engine:
+    with Engine(model, store, [CpuDevice(0), CpuDevice(1)], partition, optimizer=table, settings=settings) as engine:
         losses = train(engine, batches)
     assert losses == pytest.approx(loop.train(batches), rel=1e-5)
     momenta = {name for name in store.named_views() if name.startswith("our_momentum/")}
@@ -128,9 +126,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does() -> None:
     assert not any(name.startswith("exp_avg") for name in store.named_views())
 
 
-@pytest.mark.parametrize(
-    "flags", [(), (BF16, COMPACT), (BF16, ASYNC)], ids=["fp32", "bf16 compact", "bf16 async"]
-)
+@pytest.mark.parametrize("flags", [(), (BF16, COMPACT), (BF16, ASYNC)], ids=["fp32", "bf16 compact", "bf16 async"])
 def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs: SmallRuns, flags: tuple[str, ...]) -> None:  # noqa: F811
     assert small_runs("whole", LION, *flags, "--checkpoint.interval_steps=3") == 0
     assert small_runs.saved("whole") == [3, 5]
@@ -141,9 +137,7 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs: SmallRuns, flag
     resumed = small_runs.state("rest")
     assert resumed.keys() == state.keys()
     assert not [name for name in state if not torch.equal(state[name], resumed[name])]
-    assert small_runs.losses("rest") == {
-        step: loss for step, loss in small_runs.losses("whole").items() if step > 3
-    }
+    assert small_runs.losses("rest") == {step: loss for step, loss in small_runs.losses("whole").items() if step > 3}
 
 
 def test_predicted_weights_are_refused_for_a_rule_that_cannot_predict(

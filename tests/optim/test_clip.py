@@ -30,8 +30,7 @@ def test_a_norm_within_the_bound_and_a_bound_of_zero_change_nothing() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    numel=st.integers(0, 20_000),
-    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    numel=st.integers(0, 20_000), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 )
 def test_sum_of_squares_is_the_exact_sum_and_leaves_the_data_alone(numel: int, dtype: torch.dtype) -> None:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)

@@ -74,10 +74,7 @@ class Counting(torch.optim.SGD):
 
 def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
     optimizer = bound(lambda named: Counting(named, lr=0.5))
-    first, second = (
-        optimizer.hyperparameters(),
-        optimizer.hyperparameters(),
-    )  # both before the first step ends
+    first, second = (optimizer.hyperparameters(), optimizer.hyperparameters())  # both before the first step ends
     optimizer.step(first, gradients())
     optimizer.step(second, gradients())
     optimizer.step(optimizer.hyperparameters(), gradients())
@@ -87,10 +84,7 @@ def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
 
 def test_a_saved_state_is_loaded_with_its_hyperparameters():
     on, other = weights(), weights()
-    optimizer, loaded = (
-        bound(sgd, on),
-        bound(lambda named: torch.optim.SGD(named, lr=9.0, momentum=0.1), other),
-    )
+    optimizer, loaded = (bound(sgd, on), bound(lambda named: torch.optim.SGD(named, lr=9.0, momentum=0.1), other))
     optimizer.step(optimizer.hyperparameters(), gradients())
     saved = copy.deepcopy(optimizer.state_dict())
     for (_, target), (_, source) in zip(other, on, strict=True):

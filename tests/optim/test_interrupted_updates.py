@@ -66,11 +66,7 @@ def buffers(name: str, form: str) -> UpdateBuffers:
         optimizer.format.write(value, parts, 0, numbers if value.is_signed else numbers.square())
     upper, residual = split(weight)
     is_split = form.startswith("split")
-    fresh = {
-        "split": upper,
-        "split, two versions": torch.zeros_like(upper),
-        "predicts": torch.zeros_like(upper),
-    }
+    fresh = {"split": upper, "split, two versions": torch.zeros_like(upper), "predicts": torch.zeros_like(upper)}
     return UpdateBuffers(
         rule=rule,
         format=optimizer.format,
@@ -120,15 +116,9 @@ def test_an_update_that_is_interrupted_at_any_line_can_be_finished(monkeypatch, 
             sys.settrace(before)
         if not traced.has_raised:
             break
-        for found, fresh, new in zip(
-            content(made), content(buffers(name, form)), content(expected), strict=True
-        ):
-            done, next_chunk = (
-                min(n, ELEMENTS) * len(new) // ELEMENTS for n in (progress.done, progress.done + CHUNK)
-            )
-            assert torch.equal(found[:done], new[:done]) and torch.equal(
-                found[next_chunk:], fresh[next_chunk:]
-            )
+        for found, fresh, new in zip(content(made), content(buffers(name, form)), content(expected), strict=True):
+            done, next_chunk = (min(n, ELEMENTS) * len(new) // ELEMENTS for n in (progress.done, progress.done + CHUNK))
+            assert torch.equal(found[:done], new[:done]) and torch.equal(found[next_chunk:], fresh[next_chunk:])
         run(made, form, progress)
         assert all(map(torch.equal, content(made), content(expected))), f"before line {hit}"
     assert hit > 100, "the pass was never traced"

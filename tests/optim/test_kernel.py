@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT, kind_of
 from torchround.engine.optimizer_worker import use_threads_here
-from torchround.optim import (
-    COMPACT,
-    EXACT,
-    UpdateBuffers,
-    UpdateKernel,
-    UpdateProgress,
-    update_,
-)
+from torchround.optim import COMPACT, EXACT, UpdateBuffers, UpdateKernel, UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
 from torchround.optim.kernel_kind import KernelError, KernelKind
@@ -53,20 +46,9 @@ def kernels(threads: NodeThreads) -> dict[KernelKind, UpdateKernel]:
 
 
 def update(
-    buffers: UpdateBuffers,
-    kernel: UpdateKernel | None,
-    progress: UpdateProgress | None = None,
-    predicts: bool = False,
+    buffers: UpdateBuffers, kernel: UpdateKernel | None, progress: UpdateProgress | None = None, predicts: bool = False
 ) -> None:
-    update_(
-        buffers,
-        lr=3e-4,
-        update=3,
-        gradient_scale=0.7,
-        progress=progress,
-        kernel=kernel,
-        predicts=predicts,
-    )
+    update_(buffers, lr=3e-4, update=3, gradient_scale=0.7, progress=progress, kernel=kernel, predicts=predicts)
 
 
 def cut_out(buffers: UpdateBuffers, start: int, stop: int) -> UpdateBuffers:
@@ -94,9 +76,7 @@ def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
             assert have_same_bits(compiled, plain)
 
 
-def test_a_prediction_differs_from_the_weight_and_is_the_plain_passs(
-    kernels: dict[KernelKind, UpdateKernel],
-) -> None:
+def test_a_prediction_differs_from_the_weight_and_is_the_plain_passs(kernels: dict[KernelKind, UpdateKernel]) -> None:
     for state in (EXACT, COMPACT):
         kind = kind_of(state=state, predicts=True)
         plain = example_buffers(kind, 300_001)
@@ -127,9 +107,7 @@ def test_its_bits_do_not_depend_on_length_cuts_or_threads(
     assert have_same_bits(compiled, plain)
 
 
-def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(
-    kernels: dict[KernelKind, UpdateKernel],
-) -> None:
+def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels: dict[KernelKind, UpdateKernel]) -> None:
     usable = frozenset(os.sched_getaffinity(0))
     before = threading.active_count()
     for kind in SPLIT:
@@ -228,9 +206,7 @@ def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[KernelK
         assert have_same_bits(buffers, finished)
 
 
-def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(
-    kernels: dict[KernelKind, UpdateKernel],
-) -> None:
+def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels: dict[KernelKind, UpdateKernel]) -> None:
     kind, progress = SPLIT[0], UpdateProgress()
     buffers = replace(example_buffers(kind, 500), gradient=torch.ones(1000, dtype=BF16)[::2])
     before = copy_of(buffers)

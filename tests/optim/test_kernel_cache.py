@@ -5,26 +5,26 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
-from torchround.optim import (
-    UpdateBuffers,
-    UpdateKernel,
-    kernel,
-    kernel_kind,
-)
+from torchround.optim import UpdateBuffers, UpdateKernel, kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
 from torchround.optim.kernel_check import example_buffers
 from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.node_threads import NodeThreads
 from torchround.optim.rules.adamw import AdamWRule
+from torchround.untrusted.regular_file import open_regular
 
 pytestmark = pytest.mark.compiles
 
@@ -47,9 +47,7 @@ def test_a_second_run_finds_the_library_without_a_compiler(
 def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = [kind.library() for kind in KINDS]
     assert len(set(libraries)) == len(KINDS)
-    assert (
-        kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()
-    )  # numbers are arguments
+    assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
     monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
 
@@ -82,8 +80,7 @@ print(get_kernels([kind], lambda: None))
 
 
 @pytest.mark.parametrize(
-    ("compiler", "words"),
-    [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")],
+    ("compiler", "words"), [("/nonexistent", "there is no C++ compiler '/nonexistent'"), ("false", "failed (")]
 )
 def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     tmp_path: Path, compiler: str, words: str
@@ -100,9 +97,7 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert finished.stdout == "{}\n"
     [line] = finished.stderr.splitlines()
-    assert words in line and line.endswith(
-        "the optimizer uses its uncompiled update, which is several times slower"
-    )
+    assert words in line and line.endswith("the optimizer uses its uncompiled update, which is several times slower")
 
 
 def test_a_library_that_cannot_be_loaded_is_one_warning(
@@ -154,14 +149,50 @@ def test_code_that_another_user_could_have_put_there_is_not_loaded(
         assert get_kernels([SPLIT[0]], lambda: None) == {}
 
 
+def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(
+    kernels: dict[KernelKind, UpdateKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "update.so"
+    shutil.copyfile(kernel.private_folder() / SPLIT[0].library(), library)
+
+    def opened_then_replaced(path: Path) -> FileIO:
+        file = open_regular(path)
+        path.unlink()
+        path.write_bytes(b"another user's code")
+        return file
+
+    monkeypatch.setattr(kernel, "open_regular", opened_then_replaced)
+    CompiledUpdate(library, NodeThreads(1))
+
+
+@pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
+def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    """Inductor itself takes any folder of its name in /tmp."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(default_cache_dir())
+    if harm == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif harm == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        kernel.keep_inductor_private()
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert (given is None) == (harm == "nothing") == (not caplog.records)
+    assert Path(given or folder).stat().st_mode & 0o777 == 0o700
+
+
 class RunStopped(Exception):
     pass
 
 
 def test_a_kernel_with_other_bits_is_not_used(
-    kernels: dict[KernelKind, UpdateKernel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    kernels: dict[KernelKind, UpdateKernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = CompiledUpdate.__call__
 
@@ -184,9 +215,7 @@ wait
 """
 
 
-def test_a_run_that_stops_meanwhile_takes_its_compilers_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that compilers start end too: a pipe that these write to has no writer left."""
     cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -66,12 +66,7 @@ def test_wsd_is_constant_and_then_linear_over_the_last_part() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    decay=st.sampled_from(DECAYS),
-    floor=st.floats(0, 1),
-    total=st.integers(1, 60),
-    data=st.data(),
-)
+@given(decay=st.sampled_from(DECAYS), floor=st.floats(0, 1), total=st.integers(1, 60), data=st.data())
 def test_warm_up_rises_linearly_from_above_zero_and_the_decay_falls_to_the_floor(
     decay: str, floor: float, total: int, data: st.DataObject
 ) -> None:

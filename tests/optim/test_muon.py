@@ -67,9 +67,7 @@ def their_steps(weight: Tensor, gradients: list[Tensor], table: MuonTable) -> Te
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize(
-    "keys", [{}, {"nesterov": False}, {"adjust_lr": "original", "weight_decay": 0.0, "lr": 0.02}]
-)
+@pytest.mark.parametrize("keys", [{}, {"nesterov": False}, {"adjust_lr": "original", "weight_decay": 0.0, "lr": 0.02}])
 def test_one_step_equals_the_muon_of_torch(shape: tuple[int, ...], keys: dict[str, object]) -> None:
     generator = torch.Generator().manual_seed(5)
     weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -163,9 +161,7 @@ BANDED = {"tall": (1, 330, 203), "wide": (1, 170, 500), "square": (1, 256, 256),
 
 @pytest.mark.parametrize("shape", BANDED.values(), ids=BANDED.keys())
 @pytest.mark.usefixtures("narrow_bands")
-def test_products_in_bands_are_those_of_whole_matrices(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
+def test_products_in_bands_are_those_of_whole_matrices(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     """Both compute in float64 here, so that a wrong element could not hide behind rounding."""
     assert len(row_bands(min(shape[1:]))) == 5
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
@@ -241,9 +237,7 @@ def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch: pytest.Monkey
 
 def test_parameters_outside_blocks_get_adamw_at_their_own_rate() -> None:
     rule = rule_of((64, 32), is_block_matrix=False, lr=0.02, adamw_lr=0.005)
-    adamw = torch.optim.AdamW(
-        [torch.nn.Parameter(torch.ones(3))], lr=0.005, betas=(0.9, 0.95), weight_decay=0.1
-    )
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.005, betas=(0.9, 0.95), weight_decay=0.1)
     (parameter,) = adamw.param_groups[0]["params"]
     parameter.grad = torch.tensor([0.5, -2.0, 1e-3])
     gradient, weight = parameter.grad.clone(), parameter.detach().clone()

@@ -29,9 +29,7 @@ def made_up_nodes(folder: Path, lists: dict[int, str]) -> Path:
     return folder
 
 
-def test_nodes_are_read_in_order_and_cut_to_the_usable_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_read_in_order_and_cut_to_the_usable_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 12)))
     folder = made_up_nodes(tmp_path, {10: "9,11,13", 2: "0-3,8", 0: "4-6", 1: "", 3: "0-1,12-15"})
     assert memory_nodes(folder) == [{4, 5, 6}, {2, 3, 8}, {9, 11}]
@@ -128,9 +126,7 @@ def test_threads_that_may_not_be_bound_work_on_any_core(
     assert "cannot be bound" in message
 
 
-def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: dict[str, frozenset[int]] = {}
 
     def note(process: int, cores: frozenset[int]) -> None:

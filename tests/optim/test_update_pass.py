@@ -61,9 +61,7 @@ def buffers_of(way: Kept, numel: int, seed: int = 0) -> UpdateBuffers:
     return UpdateBuffers(RULE, way.format, *halves, written, parts, gradient.bfloat16())
 
 
-def update(
-    way: Kept, buffers: UpdateBuffers, number: int = 3, progress: UpdateProgress | None = None
-) -> None:
+def update(way: Kept, buffers: UpdateBuffers, number: int = 3, progress: UpdateProgress | None = None) -> None:
     update_(buffers, lr=LR, update=number, gradient_scale=0.7, progress=progress, predicts=way.predicts)
 
 
@@ -179,9 +177,7 @@ def test_a_compact_prediction_uses_the_moments_as_they_are_kept() -> None:
     assert compact.weight is not None
     step = RULE.next_step(compact.values(0, 5000), tuple(numbers))
     assert torch.equal(compact.written, step + compact.weight)
-    exact.parts = {
-        v.name: COMPACT.read(v, buffers_of(Kept(COMPACT, False), 5000).parts, 0, 5000) for v in RULE.values
-    }
+    exact.parts = {v.name: COMPACT.read(v, buffers_of(Kept(COMPACT, False), 5000).parts, 0, 5000) for v in RULE.values}
     update_(exact, lr=LR, update=3)
     assert torch.equal(exact.weight, compact.weight)
     unrounded = RULE.next_step(exact.values(0, 5000), tuple(numbers))
@@ -200,9 +196,7 @@ def test_a_compact_prediction_uses_the_moments_as_they_are_kept() -> None:
         ({"parts": {}}, "exp_avg is missing"),
     ],
 )
-def test_buffers_that_do_not_fit_together_are_refused_untouched(
-    change: dict[str, object], words: str
-) -> None:
+def test_buffers_that_do_not_fit_together_are_refused_untouched(change: dict[str, object], words: str) -> None:
     way = Kept(COMPACT, is_split=True)
     buffers = replace(buffers_of(way, 300), **change)
     before = copy_of(buffers)

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork
-from torchround.pipeline.cards import (
-    ASSUMED_DEVICE,
-    DEVICES,
-    DeviceSpec,
-    UnknownPeakError,
-    device_names,
-    find_device,
-)
+from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
     Costs,
@@ -80,9 +73,7 @@ def test_a_wrong_layer_is_named_with_what_is_wrong(layer: object, message: str) 
         Costs.from_json(json.dumps({"layers": [layer]}))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'])
 def test_a_file_that_holds_no_costs_is_refused(text: str) -> None:
     with pytest.raises(CostsError):
         Costs.from_json(text)
@@ -103,12 +94,7 @@ def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_n
     works = [Work(flops, backward_flops=2 * flops), Work(flops, backward_flops=flops), Work(0.0)]
     sizes = [ParameterCounts(100), ParameterCounts(0, 100), ParameterCounts(0)]
     costs = costs_from_work(
-        ["full", "frozen", "none"],
-        works,
-        sizes,
-        ASSUMED_DEVICE,
-        optimizer_bytes_per_s=2800,
-        update_bytes=[2800, 0, 0],
+        ["full", "frozen", "none"], works, sizes, ASSUMED_DEVICE, optimizer_bytes_per_s=2800, update_bytes=[2800, 0, 0]
     )
     full, frozen, none = costs.layers
     assert full.forward_s == pytest.approx(1.0) and full.backward_s == pytest.approx(2.0)
@@ -131,9 +117,7 @@ def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) ->
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
     work = Work(shape.block_forward_flops(4, 2048))
-    counted = costs_from_work(
-        ["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True
-    )
+    counted = costs_from_work(["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True)
     share = counted.layers[0].forward_s * 1e3 / PUBLISHED[model][0]
     if model in LARGE_AND_DENSE:
         assert share == pytest.approx(1.0, rel=0.1)
@@ -142,9 +126,7 @@ def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) ->
 
 
 @pytest.mark.parametrize("model", LARGE_AND_DENSE)
-def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(
-    model: str,
-) -> None:
+def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(model: str) -> None:
     """So their times may not calibrate the counted costs of runs that accumulate in fp32."""
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
@@ -198,8 +180,7 @@ def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported: str, na
 
 
 @pytest.mark.parametrize(
-    "unknown",
-    ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"],
+    "unknown", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"]
 )
 def test_a_card_that_is_not_certain_is_not_found(unknown: str) -> None:
     """A wrong peak would give a wrong MFU."""
@@ -220,9 +201,7 @@ KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0),
 
 
 def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -> None:
-    costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping(
-        [("down",), ("attention", "down"), ()]
-    )
+    costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping([("down",), ("attention", "down"), ()])
     assert [layer.kept_bytes for layer in costs.layers] == [20, 30, 0]
     assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 8.0)
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 4 + 8 + 5 + 11)
@@ -275,12 +254,7 @@ def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way() -> None:
     card = DeviceSpec("card", 24, 10, {"bfloat16": 1e12, "float16": 2e12})
     job = JobWork(6e11, 6_600_000_000, 40, 50) + JobWork(6e11, 0, 60, 10)
     layer, other = costs_from_work(
-        ["block", "head"],
-        [Work(1.0), Work(1.0)],
-        [ParameterCounts(1)] * 2,
-        card,
-        "float16",
-        jobs=[job, JobWork()],
+        ["block", "head"], [Work(1.0), Work(1.0)], [ParameterCounts(1)] * 2, card, "float16", jobs=[job, JobWork()]
     ).layers
     assert layer.job_s == pytest.approx(2.0) and layer.job_link_s == pytest.approx(1.0)
     assert (layer.job_slot_bytes, layer.job_scratch_bytes) == (60, 50)

@@ -19,8 +19,7 @@ def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
     own = set(range(stage.start, stage.stop))
     readers = Counter(dict(alive))
     readers.subtract(
-        (number, "input", cut, m)
-        for cut in (kept_cuts & own if stage.kind is BACKWARD else {stage.start}) - {0}
+        (number, "input", cut, m) for cut in (kept_cuts & own if stage.kind is BACKWARD else {stage.start}) - {0}
     )
     if stage.kind is BACKWARD:
         readers[number, "gradient", stage.stop, m] -= 1
@@ -71,9 +70,7 @@ def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None, stale_l
             stale = stale_layers if task.stage.kind is FORWARD else 0
             layers = set(range(max(task.stage.start, stale), task.stage.stop))
             before = [j for j in before if tasks[j][1].stage.kind is not FORWARD]
-            before = [
-                j for j in before if layers & set(range(tasks[j][1].stage.start, tasks[j][1].stage.stop))
-            ]
+            before = [j for j in before if layers & set(range(tasks[j][1].stage.start, tasks[j][1].stage.stop))]
             waits = bool(layers)
         return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in before)
 
@@ -110,10 +107,7 @@ PARTITIONS = [
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from(PARTITIONS),
-    st.integers(1, 3),
-    st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2)]),
-    st.integers(0, 3),
+    st.sampled_from(PARTITIONS), st.integers(1, 3), st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2)]), st.integers(0, 3)
 )
 def test_the_pool_is_as_large_as_the_worst_order_of_the_devices_needs(partition, num_devices, batches, ahead):
     num_micro_batches, rounds = batches
@@ -170,8 +164,7 @@ def test_the_planner_counts_kept_activations_as_the_engine_reserves_them(
     """The planner counts each size of buffer with arrays; the engine adds up buffers of all sizes, window by window."""
     kept = tuple(tuple(names) for names in kept[: partition.num_layers])
     keepable = tuple(
-        tuple({name: nbytes // (size + 1) for name, nbytes in PARTS.items()} for _ in kept)
-        for size in range(2)
+        tuple({name: nbytes // (size + 1) for name, nbytes in PARTS.items()} for _ in kept) for size in range(2)
     )
     outputs = tuple((9000 // (size + 1),) * (partition.num_layers - 1) + (4,) for size in range(2))
     batch = HostBatch((0, 0, 1), outputs, (512, 256), 1, validates, keepable)
@@ -187,9 +180,7 @@ def test_the_planner_counts_kept_activations_as_the_engine_reserves_them(
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PARTITIONS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3))
-def test_no_order_of_bounded_steps_needs_more_than_the_pool_has(
-    partition, num_devices, micro_batches, stale_layers
-):
+def test_no_order_of_bounded_steps_needs_more_than_the_pool_has(partition, num_devices, micro_batches, stale_layers):
     """Two steps overlap as far as each layer's own update allows; the inputs of stale layers wait for their backward."""
     stale_layers = min(stale_layers, partition.num_layers - partition.fused)
     one = step_tasks(partition, micro_batches, 1, num_devices)

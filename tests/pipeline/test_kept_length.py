@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.source_files import ROOT
+from scripts.check_tree import ROOT
 from torchround.commands.plan_run import configured_question, hardware, parser
 from torchround.config import parse_command_line
 from torchround.pipeline.plan_report import longest_tokens, plan_for

@@ -74,9 +74,7 @@ def test_the_load_of_the_links_counts_what_is_kept_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize(("setting", "is_kept"), [("auto", False), ("all", True)])
-def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(
-    setting: str, is_kept: bool
-) -> None:
+def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting: str, is_kept: bool) -> None:
     """Their copies take the time of the processors that compute."""
     question = replace(QUESTION, given=None, given_kept=None, keep_activations=setting, rounds=1)
     narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
@@ -89,8 +87,6 @@ def test_k_is_the_round_trip_of_all_parts_over_the_layers_computation() -> None:
     slow = replace(costs, layers=tuple(layer.timed(0.003, 0.003) for layer in costs.layers))
     assert ratio_text(QUESTION, slow).startswith(f"k = {2 * 3 / 660 / 0.006:.2f}:")
     halved = replace(slow, layers=(slow.layers[0].timed(0.006, 0.006), *slow.layers[1:]))
-    assert ratio_text(QUESTION, halved).startswith("k = 0.76 to 1.52:") and "(4 layers)" in ratio_text(
-        QUESTION, slow
-    )
+    assert ratio_text(QUESTION, halved).startswith("k = 0.76 to 1.52:") and "(4 layers)" in ratio_text(QUESTION, slow)
     assert ratio_text(replace(QUESTION, device=None), costs) == ""
     assert ratio_text(QUESTION, replace(costs, layers=costs.layers[-1:])) == ""

@@ -8,11 +8,7 @@ from tests.pipeline.test_plan_report import MIB, QUESTION
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.costs import ParameterCounts
 from torchround.pipeline.machine_memory import STAGED_BYTES, landing_bytes, owned_parameters
-from torchround.pipeline.machine_report import (
-    machine_rows,
-    report_exchange,
-    usable_bytes_per_s,
-)
+from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle
@@ -20,9 +16,7 @@ from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBund
 # Llama 3.1 8B: an embedding, 32 blocks, a head with its norm.
 LLAMA_8B = (128256 * 4096, *[218_112_000] * 32, 128256 * 4096 + 4096)
 # Seven layers of 4 MiB parameters each, and who uses them.
-LAYERS = ParameterCounts(
-    28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7))
-)
+LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
 
 
 def asked(count: int, gbit_per_s: float | None = None, **changes: object) -> RunQuestion:
@@ -31,9 +25,7 @@ def asked(count: int, gbit_per_s: float | None = None, **changes: object) -> Run
 
 
 @pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (25, 5.7), (100, 1.4)])
-def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(
-    gbit_per_s: float, seconds: float
-) -> None:
+def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(gbit_per_s: float, seconds: float) -> None:
     bundles = tuple(ExchangedBundle(numel, (index,)) for index, numel in enumerate(LLAMA_8B))
     exchange = Exchange(bundles, 2, usable_bytes_per_s(gbit_per_s), 2, 2)
     # 2 bytes of gradient out and 2 of weights back per parameter, for the half that the other machine owns.

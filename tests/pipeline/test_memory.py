@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.counted_rules import (
-    ADAMW,
-    COMPACT_ADAMW,
-    COMPACT_MUON,
-    FULL,
-    MUON,
-    SPLIT,
-)
+from tests.support.counted_rules import ADAMW, COMPACT_ADAMW, COMPACT_MUON, FULL, MUON, SPLIT
 from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import (
@@ -101,9 +94,7 @@ def test_any_two_consecutive_jobs_of_a_device_fit_side_by_side(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), costs=costs())
-def test_one_device_reserves_no_byte_that_two_consecutive_jobs_do_not_use(
-    data: st.DataObject, costs: Costs
-) -> None:
+def test_one_device_reserves_no_byte_that_two_consecutive_jobs_do_not_use(data: st.DataObject, costs: Costs) -> None:
     partition = data.draw(partitions(costs.num_layers))
     memory = device_memory(partition, costs, 1, 1, MemoryLimits())
     # Every order of a step, a second round and an evaluation.
@@ -111,9 +102,7 @@ def test_one_device_reserves_no_byte_that_two_consecutive_jobs_do_not_use(
     stages = [job.stage for job in jobs]
     weights = [stage_weight_bytes(stage, costs) for stage in stages]
     assert memory.weights_bytes == max(one + other for one, other in pairwise(weights))
-    gradients = [
-        stage_gradient_bytes(stage, costs) for stage in stages if stage.kind is not StageKind.FORWARD
-    ]
+    gradients = [stage_gradient_bytes(stage, costs) for stage in stages if stage.kind is not StageKind.FORWARD]
     assert memory.gradients_bytes == max(one + other for one, other in pairwise(gradients))
 
 
@@ -204,12 +193,8 @@ def test_the_traffic_of_an_update_is_what_it_reads_and_writes() -> None:
 
 def test_frozen_tied_and_summed_parameters_cost_what_they_hold() -> None:
     assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2, FULL).total_bytes == 2 * 1000
-    assert (
-        host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2, FULL).gradient_bytes == 8 * 100 + 2 * 900
-    )
-    assert (
-        host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2, FULL).gradient_bytes == 6 * 900 + 8 * 100
-    )
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2, FULL).gradient_bytes == 8 * 100 + 2 * 900
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2, FULL).gradient_bytes == 6 * 900 + 8 * 100
 
 
 @pytest.mark.parametrize("wrong", [{"recompute": "all"}, {"device_bytes": -1}, {"host_bytes": -1}])

@@ -33,9 +33,7 @@ def published(model: str) -> Costs:
     return Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text(encoding="utf-8"))
 
 
-def brute_force_s(
-    costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits
-) -> float | None:
+def brute_force_s(costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits) -> float | None:
     """Find the shortest step of all partitions in all rounds that fit, one by one. Updates must take no time."""
     best = None
     for partition, rounds in itertools.product(all_partitions(costs.num_layers), range(1, micro_batches + 1)):
@@ -109,17 +107,12 @@ def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, updat
 
 
 @pytest.mark.parametrize(("num_layers", "update"), [(9, "sync"), (9, "async"), (10, "sync")])
-def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(
-    num_layers: int, update: str
-) -> None:
+def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_layers: int, update: str) -> None:
     """The models are just too large to try everything; one round, as by default."""
     layers = [LayerCost(f"layer.{i}", 1 + (i * 7 % 5) / 10, 2 + (i * 3 % 4) / 10) for i in range(num_layers)]
     model = Costs((*layers[:-1], LayerCost("head", 2.5, 5.0)), 0.1)
     plan = fastest_plan(model, 3, 6, update, 1, MemoryLimits(device_bytes=None))
-    best = min(
-        step_seconds(stage_times(partition, model), 3, 6, 1, update)
-        for partition in all_partitions(num_layers)
-    )
+    best = min(step_seconds(stage_times(partition, model), 3, 6, 1, update) for partition in all_partitions(num_layers))
     assert best <= plan.step_s * (1 + 1e-9)
     assert plan.step_s <= 1.01 * best
 
@@ -190,8 +183,7 @@ def test_steps_are_no_longer_than_with_the_published_partitions(model: str, upda
     costs, limit = published(model), MemoryLimits(device_bytes=24 * GIB)
     forward, backward = PUBLISHED_PARTITIONS[model]
     theirs = min(
-        evaluate_plan(Partition(forward, 1, backward), rounds, costs, 8, 16, update).step_s
-        for rounds in (1, 2)
+        evaluate_plan(Partition(forward, 1, backward), rounds, costs, 8, 16, update).step_s for rounds in (1, 2)
     )
     assert fastest_plan(costs, 8, 16, update, "auto", limit).step_s <= theirs * (1 + 1e-9)
 
@@ -302,9 +294,7 @@ def test_the_error_names_what_is_missing_on_the_host_with_figures() -> None:
         ({"rounds": True}, "1 to 4"),
     ],
 )
-def test_arguments_that_no_plan_can_be_made_for_are_refused(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_arguments_that_no_plan_can_be_made_for_are_refused(arguments: dict[str, object], message: str) -> None:
     model = Costs((LayerCost("only", 1.0, 2.0),))
     with pytest.raises(PlanError, match=message):
         make_plan(model, **{"num_devices": 1, "num_micro_batches": 4, **arguments})  # type: ignore[arg-type]
@@ -338,9 +328,7 @@ def test_a_table_that_is_not_a_plan_is_refused(table: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["x", math.nan, math.inf, -1, 2**62, True, None, [1]])
-@pytest.mark.parametrize(
-    "name", ["seconds", "num_layers", "weight_bytes", "step_s", "bubble", "device_bytes"]
-)
+@pytest.mark.parametrize("name", ["seconds", "num_layers", "weight_bytes", "step_s", "bubble", "device_bytes"])
 def test_a_plan_with_figures_that_are_not_numbers_is_refused(name: str, value: object) -> None:
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     (table if name in table else table["stages"][-1])[name] = value

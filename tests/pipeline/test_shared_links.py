@@ -48,18 +48,14 @@ def test_devices_of_one_switch_take_turns(topology, data):
 def test_the_links_found_are_the_switches_of_any_topology(switches, data):
     rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - ERROR, 1 + ERROR)))
     groups = [tuple(d for d, s in enumerate(switches) if s == switch) for switch in set(switches)]
-    assert sorted(link.devices for link in find_shared_links(rates)) == sorted(
-        g for g in groups if len(g) > 1
-    )
+    assert sorted(link.devices for link in find_shared_links(rates)) == sorted(g for g in groups if len(g) > 1)
 
 
 @pytest.mark.parametrize(
     ("uplink_share", "shares", "takes_turns"),
     [(0.5, True, True), (0.85, True, True), (0.9, True, False), (1.6, True, False), (1.8, False, False)],
 )
-def test_devices_take_turns_only_if_turns_move_clearly_more_than_both_together(
-    uplink_share, shares, takes_turns
-):
+def test_devices_take_turns_only_if_turns_move_clearly_more_than_both_together(uplink_share, shares, takes_turns):
     """Turns cost something on a fairly shared link, and more on one that carries more than one device's rate."""
     rates = rates_of([0, 0], uplink=uplink_share * DEVICE_RATE)
     assert bool(find_shared_links(rates)) == shares

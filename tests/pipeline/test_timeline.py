@@ -22,11 +22,7 @@ def test_a_trace_has_each_task_on_its_device_at_its_time() -> None:
         assert event["dur"] == task.duration_s * 1e6
         assert event["args"]["micro_batch"] == task.micro_batch
         assert event["args"]["step"] == task.step + 1
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "process_name"
-    }
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     assert {event["args"]["step"] for event in spans} == {1, 2}
     assert sorted(names.values()) == sorted(
         f"{name}: {row}" for name in ("first", "second") for row in ("device 0", "device 1", "optimizer")

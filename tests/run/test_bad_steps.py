@@ -60,11 +60,7 @@ SPIKING = {
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", SPIKING)
 def test_a_spike_leaves_all_state_as_it_was_and_the_run_continues(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    mode: list[str],
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, mode: list[str]
 ) -> None:
     change_loss(monkeypatch, SPIKING[kind])
     assert small_runs("run", *SPIKES, *mode) == 0
@@ -105,9 +101,7 @@ def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues
         change_loss(patch, SPIKING["loss"])
         assert small_runs("run", *stops) == 1
     message = capsys.readouterr().err
-    assert message.startswith(
-        'BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 12.'
-    )
+    assert message.startswith('BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 12.')
     assert f"\n  step {SPIKE}: the loss " in message and "its data begins after" in message
     assert "Traceback" not in message
     after = SPIKE + 1  # a step was under way when the spike was known
@@ -118,10 +112,7 @@ def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    mode: list[str],
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: list[str]
 ) -> None:
     three = ["--training.max_skipped_steps=3", "--training.steps=9", "--checkpoint.interval_steps=4", *mode]
     with monkeypatch.context() as patch:

@@ -91,10 +91,7 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs: Sm
     longer, shorter = (small_runs.steps(name)[1] for name in ("longer", "shorter"))
     assert longer["validation_loss"] == shorter["validation_loss"]
     # A run of `sync` that starts from these weights validates them before its first update changes them.
-    start = (
-        "--checkpoint.load=weights",
-        f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/step-2",
-    )
+    start = ("--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/step-2")
     frozen = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0")
     assert small_runs("sync", *validated[4:], *start, *frozen, "--training.clip=layer") == 0
     assert small_runs.steps("sync")[0]["validation_loss"] == shorter["validation_loss"]
@@ -113,9 +110,7 @@ def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(
     assert changed[4][0] == whole[4][0] and changed[5][0] != whole[5][0]
 
 
-def test_too_many_stale_layers_are_one_message(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_stale_layers_are_one_message(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [2], fused = 3, backward = [2] }")):
         assert small_runs("run", *BOUNDED, f"--engine.stale_layers={number}", plan) == 2
         error = capsys.readouterr().err

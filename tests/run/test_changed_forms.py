@@ -47,9 +47,7 @@ FORMS = {
     "compact-split-async": (COMPACT, BFLOAT16, ASYNC, UNCORRECTED),
 }
 ROUNDED = 'the optimizer\'s state (exp_avg, exp_avg_sq) is rounded to 8 bits (optimizer.state = "compact")'
-CONTINUED = (
-    "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
-)
+CONTINUED = "the optimizer's state (exp_avg, exp_avg_sq) continues in float32 from values that were rounded to 8 bits"
 
 
 def as_compact(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,9 +110,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
     torch.set_num_threads(threads)
 
 
-def begin_from(
-    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, before: str, name: str, *options: str
-) -> None:
+def begin_from(written: SmallRuns, monkeypatch: pytest.MonkeyPatch, before: str, name: str, *options: str) -> None:
     """Begin run `name` from the last checkpoint of run `before`, and stop it before its first step."""
     load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
     stop_before_the_first_step(monkeypatch)
@@ -123,11 +119,7 @@ def begin_from(
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_lost(
-    written: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    before: str,
-    after: str,
+    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, after: str
 ) -> None:
     name = f"{before}-to-{after}"
     begin_from(written, monkeypatch, before, name, "--training.steps=4", *FORMS[after])
@@ -139,20 +131,14 @@ def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_los
     for key in found.keys() & expected.keys():
         if key.startswith("master_"):
             assert torch.equal(found[key], expected[key].to(found[key].dtype)), key
-    assert_equal(
-        values_of(found), values if was == is_now else as_exact(values) if was else as_compact(values)
-    )
+    assert_equal(values_of(found), values if was == is_now else as_exact(values) if was else as_compact(values))
     assert (ROUNDED in caplog.text) == (is_now and not was)
     assert (CONTINUED in caplog.text) == (was and not is_now)
 
 
 @pytest.mark.parametrize(("before", "after"), STAGES)
 def test_a_new_stage_begins_with_the_weights_of_any_form(
-    written: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    before: str,
-    after: str,
+    written: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, after: str
 ) -> None:
     name = f"{before}-for-{after}"
     begin_from(written, monkeypatch, before, name, "--checkpoint.load=weights", *FORMS[after])

@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_run import (
-    ASYNC,
-    STEPS,
-    TWO_ROUNDS,
-    UNCORRECTED,
-    SmallRuns,
-    before_step,
-    interrupt,
-    small_runs,
-)
+from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, UNCORRECTED, SmallRuns, before_step, interrupt, small_runs
 from torchround.config import Config
 from torchround.engine.store.prediction import Prediction
 
@@ -106,9 +97,7 @@ def test_a_checkpoint_whose_prediction_lacks_a_number_is_a_named_error(
     assert "step-2: invalid run state in the checkpoint: prediction is" in message
 
 
-def test_other_rounds_change_a_run_by_rounding_alone(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_rounds_change_a_run_by_rounding_alone(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     assert small_runs("whole") == 0
     stop_after(small_runs, monkeypatch, 2)
     assert small_runs("run", TWO_ROUNDS) == 0

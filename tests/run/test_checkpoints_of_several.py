@@ -90,9 +90,7 @@ def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(
     (path / "tensors-100000.safetensors").unlink()
     assert manage(["verify", str(path)]) == 1
     said = capsys.readouterr().err
-    assert (
-        "tensors-100000.safetensors is missing; machine 1 of the run saved it" in said and OWN_DISKS in said
-    )
+    assert "tensors-100000.safetensors is missing; machine 1 of the run saved it" in said and OWN_DISKS in said
 
 
 def options_of(*overrides: str) -> Options:
@@ -138,9 +136,7 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs: SmallRuns, s
 
 
 @pytest.mark.parametrize("form", [(), ("--training.dtype=bfloat16", COMPACT)], ids=["fp32", "split, compact"])
-def test_two_machines_begin_with_the_weights_of_another_run(
-    small_runs: SmallRuns, form: tuple[str, ...]
-) -> None:
+def test_two_machines_begin_with_the_weights_of_another_run(small_runs: SmallRuns, form: tuple[str, ...]) -> None:
     assert small_runs("run", *form) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     overrides = ["--run.name=other", "--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
@@ -182,9 +178,7 @@ def test_two_machines_refuse_what_one_refuses_with_one_message(small_runs: Small
     assert "the run is complete" in first[1] and "optimizer.lr 0.01 -> 0.005" in first[1]
 
 
-def test_two_machines_find_a_damaged_last_checkpoint_before_they_call_the_run_complete(
-    small_runs: SmallRuns,
-) -> None:
+def test_two_machines_find_a_damaged_last_checkpoint_before_they_call_the_run_complete(small_runs: SmallRuns) -> None:
     assert small_runs("run") == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     saved_again_by_three(path)

@@ -79,8 +79,7 @@ def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
         require(training=before.training.model_copy(update={"fp16_accumulation": True}))
     with pytest.raises(RunError, match="raise training.steps or data.epochs to continue"):
         require(
-            optimizer=before.optimizer.model_copy(update={"lr": 1.0}),
-            data=before.data.model_copy(update={"epochs": 2}),
+            optimizer=before.optimizer.model_copy(update={"lr": 1.0}), data=before.data.model_copy(update={"epochs": 2})
         )
 
 
@@ -104,13 +103,9 @@ def test_a_checkpoint_to_start_from_that_is_not_used_is_named(
     assert small_runs("first") == 0 and small_runs("second") == 0
     other = "--checkpoint.load_path=outputs/first/checkpoints/step-5"
     assert small_runs("second", "--training.steps=6", other) == 0
-    assert re.search(
-        r"load_path = outputs/first\S+ is not used, because .* from its own .*second", caplog.text
-    )
+    assert re.search(r"load_path = outputs/first\S+ is not used, because .* from its own .*second", caplog.text)
     caplog.clear()
-    assert small_runs("second", "--training.steps=7", other) == 0, (
-        "said once: from now on it is the run's own setting"
-    )
+    assert small_runs("second", "--training.steps=7", other) == 0, "said once: from now on it is the run's own setting"
     assert "is not used" not in caplog.text
 
 
@@ -142,8 +137,7 @@ def files(small_runs: SmallRuns) -> ConfigFiles:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "name"),
-    [("lr 1e-4.toml", "lr+1e-4.toml", "lr-1e-4"), ("a/exp.toml", "b/exp.toml", "exp")],
+    ("first", "second", "name"), [("lr 1e-4.toml", "lr+1e-4.toml", "lr-1e-4"), ("a/exp.toml", "b/exp.toml", "exp")]
 )
 def test_another_file_does_not_continue_a_run_of_the_same_name(
     files: ConfigFiles, capsys: pytest.CaptureFixture[str], first: str, second: str, name: str
@@ -162,9 +156,7 @@ def test_another_file_does_not_continue_a_run_of_the_same_name(
     assert files.train(second, "--run.name=second") == 0
 
 
-def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(
-    files: ConfigFiles,
-) -> None:
+def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(files: ConfigFiles) -> None:
     def moved(path: str, to: str) -> str:
         (files.runs.folder / to).parent.mkdir(exist_ok=True)
         (files.runs.folder / path).rename(files.runs.folder / to)

@@ -39,10 +39,7 @@ class RandomSetting:
         micro_batch = draw.randint(1, min(4, batch))
         dtype = draw.choice(["float32", "bfloat16"])
         self.training = TrainingTable(
-            seq_len=draw.choice([32, 40, 128]),
-            global_batch_size=batch,
-            micro_batch_size=micro_batch,
-            dtype=dtype,
+            seq_len=draw.choice([32, 40, 128]), global_batch_size=batch, micro_batch_size=micro_batch, dtype=dtype
         )
         self.engine = EngineTable(
             update=draw.choice(["sync", "async"]),
@@ -65,9 +62,7 @@ class RandomSetting:
             kept = "all"  # of one block, every other one is none
         self.engine = self.engine.model_copy(update={"keep_activations": kept})
         self.engine = self.engine.model_copy(
-            update={
-                "delay_correction": draw.choice(["auto", "none"]) if self.engine.update == "async" else "auto"
-            }
+            update={"delay_correction": draw.choice(["auto", "none"]) if self.engine.update == "async" else "auto"}
         )
         table = AdamWTable if is_bounded else draw.choice([AdamWTable, MuonTable])
         self.optimizer = table(state=draw.choice(["exact", "compact"]))

@@ -21,9 +21,7 @@ Prepare = Callable[[Path], object]
 
 
 def writes(name: str, content: str | bytes) -> Prepare:
-    return lambda folder: (folder / name).write_bytes(
-        content if isinstance(content, bytes) else content.encode()
-    )
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def lines(**fields: object) -> str:
@@ -45,11 +43,7 @@ def lost_link(folder: Path) -> None:
 TEMPLATE = "--tokenizer.chat_template=t.jinja"
 CHAT = "{% for m in messages %}<|bos|>{{ m.role }}:{{ m.content }}<|eos|>{% endfor %}"
 MISTAKES: dict[str, tuple[Prepare, str, str]] = {
-    "a column of another name": (
-        parquet,
-        'path="x.parquet"',
-        "x.parquet, row 1: no field 'text'; fields: question",
-    ),
+    "a column of another name": (parquet, 'path="x.parquet"', "x.parquet, row 1: no field 'text'; fields: question"),
     "a field of a nearly right name": (
         writes("x.jsonl", lines(texts="a")),
         'path="x.jsonl"',
@@ -120,9 +114,7 @@ def test_a_mistake_in_the_data_is_one_message_before_anything_is_written(
 ) -> None:
     prepare, source, message = MISTAKES[mistake]
     prepare(small_runs.folder)
-    (small_runs.folder / "t.jinja").write_text(
-        CHAT + "{% if add_generation_prompt %}<|bos|>assistant:{% endif %}"
-    )
+    (small_runs.folder / "t.jinja").write_text(CHAT + "{% if add_generation_prompt %}<|bos|>assistant:{% endif %}")
     overrides = [f"--data.sources=[{{ {source} }}]", "--data.on_bad_record=skip"]
     if mistake != "messages without a template":
         overrides.append(TEMPLATE)

@@ -44,9 +44,7 @@ def test_planned_costs_leave_out_what_frozen_weights_do_not_need() -> None:
         assert ours.gradient_bytes < 0.1 * theirs.gradient_bytes
 
 
-@pytest.mark.parametrize(
-    "more", [[], [TIED], ["--engine.plan=none"], ["--engine.plan=none", "--engine.rounds=2"]]
-)
+@pytest.mark.parametrize("more", [[], [TIED], ["--engine.plan=none"], ["--engine.plan=none", "--engine.rounds=2"]])
 def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
@@ -56,9 +54,7 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
     assert "engine.plan left out" not in predicted or "--engine.plan=none" not in more
     assert small_runs("run", *overrides) == 0
     printed = capsys.readouterr().out
-    summaries = [
-        re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)
-    ]
+    summaries = [re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)]
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""
     plan = json.loads((small_runs.path("run") / "plan.json").read_text())

@@ -44,9 +44,7 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(
     assert small_runs("run", *TWO_EPOCHS) == 0
     printed = capsys.readouterr().out
     assert f"steps    2 epochs are {expected} steps\n" in printed
-    assert printed.splitlines()[-1].endswith(
-        f"saved after step {expected} of {expected}; the run is complete"
-    )
+    assert printed.splitlines()[-1].endswith(f"saved after step {expected} of {expected}; the run is complete")
     assert [line["step"] for line in small_runs.steps("run")] == list(range(1, expected + 1))
     assert small_runs.steps("run")[-1]["lr"] == pytest.approx(FLOOR)
     assert load_config(small_runs.path("run") / "config.toml").training.steps == expected
@@ -62,9 +60,7 @@ def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
     overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
     assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns
     assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
-    told = [
-        line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line
-    ]
+    told = [line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line]
     assert len(told) == warns
 
 
@@ -79,9 +75,7 @@ def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(
     ],
     ids=["best fit", "split", "shuffled", "held out", "streams"],
 )
-def test_the_count_is_the_number_of_batches_that_a_run_draws(
-    small_runs: SmallRuns, overrides: list[str]
-) -> None:
+def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs: SmallRuns, overrides: list[str]) -> None:
     write_text(small_runs.folder / "text.jsonl", lines=60)
     config = load_config("small.toml", [DERIVED, "--data.epochs=3", *overrides])
     tokenizer = build_tokenizer(config.tokenizer, None)
@@ -115,9 +109,7 @@ def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_r
 ) -> None:
     """One stream in four gets a long document: in the last steps, the others are padding without labels."""
     texts = ["a b c " * (60 if number == 6 else 5) for number in range(16)]
-    (small_runs.folder / "text.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
+    (small_runs.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     streams = (DERIVED, "--data.epochs=1", "--data.streams=4", "--training.global_batch_size=8")
     assert small_runs("whole", *streams) == 0
     steps = small_runs.steps("whole")[-1]["step"]
@@ -145,9 +137,7 @@ def test_a_run_of_another_batch_size_counts_what_is_left(
     assert small_runs.steps("run")[-1]["lr"] == pytest.approx(FLOOR)
 
 
-def test_more_epochs_continue_a_complete_run(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_epochs_continue_a_complete_run(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert small_runs("run", DERIVED, "--data.epochs=1") == 0
     assert "nothing to do (raise data.epochs to continue)" in capsys.readouterr().out
@@ -166,9 +156,7 @@ def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(
     assert steps > 60
     assert small_runs("run", "--training.steps=4", "--data.epochs=3") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == (
-        f"steps    3 epochs are {steps} steps; training.steps = 4 ends the run after 0.05 of 3 epochs"
-    )
+    assert lines[0] == (f"steps    3 epochs are {steps} steps; training.steps = 4 ends the run after 0.05 of 3 epochs")
     assert lines[-1].endswith("the run is complete; 0.05 of 3 epochs of its data are read")
 
 
@@ -255,9 +243,7 @@ def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(
     write_text(small_runs.folder / "text.jsonl", lines=100)
     monkeypatch.setattr(epoch_steps, "CHEAP_BYTES", 100)
     monkeypatch.setattr(epoch_steps, "_count_batches", lambda *_: pytest.fail("the data is read"))
-    assert (
-        small_runs("run", "--training.steps=4", "--data.epochs=3", f"--data.shuffle_sequences={window}") == 0
-    )
+    assert small_runs("run", "--training.steps=4", "--data.epochs=3", f"--data.shuffle_sequences={window}") == 0
     [read] = re.findall(
         r"the run is complete; (\S+) of 3 epochs of its data are read$", capsys.readouterr().out.strip()
     )

@@ -71,9 +71,7 @@ def test_it_is_restored_after_a_failure_too(switch):
 
 def test_devices_without_the_switch_are_refused_before_anything_is_made(small_runs, capfd):
     assert small_runs("refused", *ON) == 2
-    message = (
-        "training.fp16_accumulation = true: cpu devices cannot be told to add up in float16; legal: false"
-    )
+    message = "training.fp16_accumulation = true: cpu devices cannot be told to add up in float16; legal: false"
     assert capfd.readouterr().err.count(message) == 1
     assert not small_runs.path("refused").exists()
 

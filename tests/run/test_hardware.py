@@ -46,9 +46,7 @@ def test_memory_that_other_processes_hold_is_not_planned(monkeypatch: pytest.Mon
     assert alone.device_bytes - shared.device_bytes == pytest.approx(USABLE_DEVICE_FRACTION * 10 * GIB, abs=2)
 
 
-def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = found(monkeypatch, Cards([23.5]))
     assert found(monkeypatch, Cards([4.5], cached=19.0)) == first
 
@@ -75,11 +73,7 @@ def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch: 
 @pytest.mark.parametrize(
     ("cards", "asked", "message"),
     [
-        (
-            None,
-            PLANNED_KIND,
-            f'PyTorch sees none here (this is torch {torch.__version__}); legal: "auto", "cpu"',
-        ),
+        (None, PLANNED_KIND, f'PyTorch sees none here (this is torch {torch.__version__}); legal: "auto", "cpu"'),
         (Cards([23.5]), PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu", "xpu"'),
         (Cards([23.5]), "cdua", 'no such kind is known; nearest: cuda; legal: "auto", "cpu", "xpu"'),
     ],
@@ -147,6 +141,4 @@ def test_more_processes_than_cards_divide_the_memory_of_a_card(monkeypatch: pyte
 
 def test_limits_of_the_table_are_each_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     both = shares(monkeypatch, None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
-    assert {(found.num_devices, found.host_bytes, found.device_bytes) for found in both} == {
-        (2, 8 * GIB, GIB)
-    }
+    assert {(found.num_devices, found.host_bytes, found.device_bytes) for found in both} == {(2, 8 * GIB, GIB)}

@@ -56,9 +56,7 @@ def test_the_budget_is_what_the_host_store_allocates(
     assert budget.state_bytes == store.nbytes() + landing
     gradients = [bundle.gradient.nbytes for bundle in store.trained if bundle.gradient is not None]
     assert budget.gradient_bytes == sum(gradients) + landing
-    device_weights = [
-        device_weight.nbytes for bundle in store.bundles for device_weight in bundle.device_weights
-    ]
+    device_weights = [device_weight.nbytes for bundle in store.bundles for device_weight in bundle.device_weights]
     assert budget.weight_bytes == sum(device_weights)
 
 
@@ -88,7 +86,8 @@ def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
     needed = budget_of(model(), numbers).state_bytes
     scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
     with pytest.raises(
-        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
+        InfeasiblePlanError,
+        match=r"1\.00 MiB are missing for these alone\. What would help: a smaller model \(model\.flavor",
     ):
         plan_for(run_question(model(), numbers, scarce))
 
@@ -104,19 +103,12 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
     ("table", "engine", "smaller"),
     [
         (AdamWTable(), EngineTable(), {COMPACT: (SMALLEST, EngineTable())}),
-        (
-            AdamWTable(),
-            EngineTable(update="async"),
-            {COMPACT: (SMALLEST, EngineTable(update="async"))},
-        ),
+        (AdamWTable(), EngineTable(update="async"), {COMPACT: (SMALLEST, EngineTable(update="async"))}),
         (SMALLEST, EngineTable(), {}),
         (
             MuonTable(),
             EngineTable(),
-            {
-                COMPACT: (MuonTable(state="compact"), EngineTable()),
-                f"{ADAMW} and {COMPACT}": (SMALLEST, EngineTable()),
-            },
+            {COMPACT: (MuonTable(state="compact"), EngineTable()), f"{ADAMW} and {COMPACT}": (SMALLEST, EngineTable())},
         ),
         (MuonTable(state="compact"), UNCORRECTED, {ADAMW: (SMALLEST, UNCORRECTED)}),
         (
@@ -128,10 +120,7 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
     ids=["adamw", "adamw, async", "compact", "muon", "muon, compact", "muon, compact, async"],
 )
 def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(
-    dtype: str,
-    table: OptimizerTable,
-    engine: EngineTable,
-    smaller: dict[str, tuple[OptimizerTable, EngineTable]],
+    dtype: str, table: OptimizerTable, engine: EngineTable, smaller: dict[str, tuple[OptimizerTable, EngineTable]]
 ) -> None:
     """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""
 
@@ -157,9 +146,7 @@ def test_each_length_is_tried_with_its_own_batches_of_data() -> None:
     """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
     numbers = RunNumbers(TrainingTable(seq_len=2**24, global_batch_size=2), EngineTable())
     scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes + 2**29)
-    question = run_question(
-        model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch
-    )
+    question = run_question(model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)
     with pytest.raises(InfeasiblePlanError, match=r"What would help: a smaller training\.seq_len") as caught:
         plan_for(question)
     # None of these is advice: each is the default, which is in force.
@@ -178,17 +165,11 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])
-def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(
-    kind: str, rings: int
-) -> None:
+def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(kind: str, rings: int) -> None:
     """The engine takes them from its pool (`tests/engine/worker/test_file_reader.py`)."""
     built, numbers = model(adapters=True), RunNumbers(TrainingTable(), EngineTable())
     machine = Hardware(kind, 2, 2**30)
-    names = [
-        f"block.0.{path}"
-        for path, parameter in built.layers[1].named_parameters()
-        if not parameter.requires_grad
-    ]
+    names = [f"block.0.{path}" for path, parameter in built.layers[1].named_parameters() if not parameter.requires_grad]
     with_files = run_question(built, numbers, machine, names).state()
     assert with_files.reader_bytes == rings * READER_BUFFERS * READER_BUFFER_BYTES
     assert run_question(built, numbers, machine).state().reader_bytes == 0

@@ -120,9 +120,7 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
     loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
     alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
     load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
-    every = {
-        size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3, 4)
-    }
+    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3, 4)}
     for stores in ([alone], *every.values()):
         together: dict[str, Tensor] = {}
         for store in stores:
@@ -134,36 +132,24 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")],
+    ("before", "after"), [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")]
 )
 @pytest.mark.parametrize("table", [AdamWTable, MuonTable])
 @pytest.mark.parametrize(
-    ("dtype", "policy"),
-    [(torch.float32, SYNC), (torch.bfloat16, ASYNC)],
-    ids=["sync, float32", "async, bfloat16"],
+    ("dtype", "policy"), [(torch.float32, SYNC), (torch.bfloat16, ASYNC)], ids=["sync, float32", "async, bfloat16"]
 )
 def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
-    tmp_path: Path,
-    dtype: torch.dtype,
-    policy: UpdatePolicy,
-    table: type[OptimizerTable],
-    before: str,
-    after: str,
+    tmp_path: Path, dtype: torch.dtype, policy: UpdatePolicy, table: type[OptimizerTable], before: str, after: str
 ) -> None:
     """Two machines save in bfloat16, with split weights; one and three load, and hold the same bits."""
     was, is_now = (make_optimizer(table.model_validate({"state": state})) for state in (before, after))
 
     def save(group: MachineGroup) -> None:
         store = trained_store(toy_model(), torch.bfloat16, ASYNC, group.rank, group.size, was)
-        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(
-            STEP, store.named_views(), store.resume_state()
-        )
+        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
 
     run_machines(2, save)
-    load = partial(
-        load_checkpoint, tmp_path / f"step-{STEP}", optional=lambda name: name.startswith("master_")
-    )
+    load = partial(load_checkpoint, tmp_path / f"step-{STEP}", optional=lambda name: name.startswith("master_"))
     alone = HostStore(toy_model(), dtype, policy=policy, optimizer=is_now)
     alone.step = STEP  # versions are where the restored stores have them
     loaded = load(alone.loadable_views(), converter=SavedForms.of(alone))

@@ -40,9 +40,7 @@ def test_measuring_and_planning_again_changes_no_loss(small_runs: SmallRuns, upd
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == STEPS + 2
 
 
-def test_the_plan_of_the_folder_is_the_measured_one(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_of_the_folder_is_the_measured_one(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small_runs("run", *measured(2)) == 0
     assert "planned again from 2 measured steps" in capsys.readouterr().out
     plan = json.loads((small_runs.path("run") / "plan.json").read_text())
@@ -52,9 +50,7 @@ def test_the_plan_of_the_folder_is_the_measured_one(
     assert plan["step_s"] != counted["step_s"]
 
 
-def test_a_resumed_run_keeps_its_measured_plan(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_keeps_its_measured_plan(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     stop_before(4, small_runs, *measured(2))
     plan = (small_runs.path("run") / "plan.json").read_text()
     capsys.readouterr()

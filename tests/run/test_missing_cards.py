@@ -49,13 +49,7 @@ def machine(root: Path, *devices: dict[str, str], files: tuple[str, ...] = ()) -
         ([NVIDIA], (DRIVER,), "NVIDIA", {}, "not shown to this process; a container"),
         ([NVIDIA], (DRIVER, NODE), "NVIDIA", {}, "the NVIDIA card cannot be used by torch .*: too old"),
         ([], WSL, "NVIDIA", {}, "cannot be used by torch .*: too old"),
-        (
-            [NVIDIA],
-            (DRIVER, NODE),
-            "NVIDIA",
-            {"CUDA_VISIBLE_DEVICES": ""},
-            "DEVICES is set to nothing, which hides",
-        ),
+        ([NVIDIA], (DRIVER, NODE), "NVIDIA", {"CUDA_VISIBLE_DEVICES": ""}, "DEVICES is set to nothing, which hides"),
         ([NVIDIA], (DRIVER, NODE), "NVIDIA", {"CUDA_VISIBLE_DEVICES": "-1"}, "is set to -1, which hides"),
     ],
 )

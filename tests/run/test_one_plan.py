@@ -12,6 +12,7 @@ from torchround.config import EngineTable, TrainingTable, load_config
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
+from torchround.pipeline.costs import BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
@@ -126,3 +127,13 @@ def test_numbers_of_a_run_are_its_configs() -> None:
     assert numbers.accumulate_dtype is torch.float32 and numbers.spike_factor == 0.0
     wide = RunNumbers(TrainingTable(dtype="bfloat16", on_spike="skip"), EngineTable(grad_dtype="float32"))
     assert wide.gradient_dtype is torch.float32 and wide.spike_factor > 0
+
+
+def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none() -> None:
+    hardware = Hardware("cuda", 8, 2**34, 2**34)
+    for flavor, launch_s in (("debug", BLOCK_LAUNCH_S), ("debug_moe", EXPERTS_LAUNCH_S)):
+        model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
+        numbers = RunNumbers(TRAINING, EngineTable())
+        counted = run_question(model, numbers, hardware).costs()
+        assert counted.launch_s == pytest.approx((len(model.layers) - 2) * launch_s)
+        assert run_question(model, numbers, MACHINE).costs().launch_s == 0

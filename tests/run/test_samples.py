@@ -15,10 +15,7 @@ from torchround.run.several_machines import RunMachines
 __all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=2", "--data.validation_fraction=0.2", "--validation.max_batches=2")
-PROMPTS = (
-    "--validation.prompts=['ab cd', 'a much longer prompt than the first']",
-    "--validation.prompt_tokens=7",
-)
+PROMPTS = ("--validation.prompts=['ab cd', 'a much longer prompt than the first']", "--validation.prompt_tokens=7")
 
 
 def samples(runs: SmallRuns, name: str) -> dict[int, list[dict[str, str]]]:
@@ -132,16 +129,10 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("--validation.prompts=['a']",),
-            'validation.prompts, validation.interval_steps: given ["a"] and 0; legal: ',
-        ),
+        (("--validation.prompts=['a']",), 'validation.prompts, validation.interval_steps: given ["a"] and 0; legal: '),
         ((*VALIDATED, "--validation.prompts=['']"), 'validation.prompts[0]: given ""; legal: '),
         ((*VALIDATED, "--validation.prompts=a"), 'validation.prompts: given "a"; legal: an array'),
-        (
-            (*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"),
-            "validation.prompt_tokens: given 0; legal: ",
-        ),
+        ((*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"), "validation.prompt_tokens: given 0; legal: "),
         (
             (*VALIDATED, *PROMPTS, "--data.sources=[{path = 'text.jsonl', content = 'tokens'}]"),
             'given prompts, token ids and "bytes"; legal: the tokenizer that made the ids',

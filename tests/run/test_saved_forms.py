@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchround.checkpoint import (
-    Checkpointer,
-    ForeignCheckpointError,
-    load_checkpoint,
-    tensor_file,
-)
+from torchround.checkpoint import Checkpointer, ForeignCheckpointError, load_checkpoint, tensor_file
 from torchround.optim.formats import COMPACT, EXACT, StateFormat, StateValue
 from torchround.optim.split_weights import split
 from torchround.run import saved_forms
@@ -20,13 +15,7 @@ from torchround.run.saved_forms import SavedForms, value_layout
 
 VALUES = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
 # Whole blocks of 128 and of a disk; several pieces; a block that is not full; one element; none.
-SHAPES = {
-    "block.0.w": (64, 512),
-    "block.0.b": (5_000,),
-    "block.0.n": (3, 43),
-    "head.one": (1,),
-    "head.none": (0, 7),
-}
+SHAPES = {"block.0.w": (64, 512), "block.0.b": (5_000,), "block.0.n": (3, 43), "head.one": (1,), "head.none": (0, 7)}
 
 
 def exact_state() -> dict[str, Tensor]:
@@ -148,10 +137,7 @@ def test_both_conversions_at_once_and_none_where_forms_are_equal(tmp_path: Path)
     assert_loads(tmp_path / "to exact", compact, read_back(kept_as(exact, COMPACT), COMPACT), EXACT)
     path = Checkpointer(tmp_path / "same").save(1, compact, {})
     loaded = load_checkpoint(path, compact, converter=SavedForms(VALUES, COMPACT))
-    assert (
-        loaded.converted == frozenset()
-        and SavedForms(VALUES, COMPACT).rounding_text(loaded.converted) is None
-    )
+    assert loaded.converted == frozenset() and SavedForms(VALUES, COMPACT).rounding_text(loaded.converted) is None
 
 
 @pytest.mark.parametrize(
@@ -177,22 +163,16 @@ def test_a_part_that_is_missing_is_named_and_nothing_is_written(
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_older_device_weights_are_cast_to_the_run_s_dtype(
     tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     was, is_now = dtypes
     stored = {f"master_1_old/{name}": torch.rand(shape).to(was) for name, shape in SHAPES.items()}
-    forms = assert_loads(
-        tmp_path, stored, {name: tensor.to(is_now) for name, tensor in stored.items()}, EXACT
-    )
+    forms = assert_loads(tmp_path, stored, {name: tensor.to(is_now) for name, tensor in stored.items()}, EXACT)
     assert forms.rounding_text(stored) is None
     other_shape = {"master_1_old/head.one": torch.zeros(2, dtype=is_now)}
-    with pytest.raises(
-        ForeignCheckpointError, match=r"master_1_old/head\.one is .* \[1\] instead of .* \[2\]"
-    ):
+    with pytest.raises(ForeignCheckpointError, match=r"master_1_old/head\.one is .* \[1\] instead of .* \[2\]"):
         load_checkpoint(tmp_path / "step-1", other_shape, lambda name: True, converter=forms)
 
 

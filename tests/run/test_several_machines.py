@@ -20,24 +20,18 @@ TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
 
 @pytest.mark.parametrize("num_machines", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_machines_train_as_one_machine_with_all_rounds(
-    small_machines: SmallMachines, num_machines: int
-) -> None:
+def test_machines_train_as_one_machine_with_all_rounds(small_machines: SmallMachines, num_machines: int) -> None:
     settings = (*VALIDATED, *PROMPTED, "--checkpoint.interval_steps=2")
     small_machines("one", 1, *settings)
     first, *others = small_machines("several", num_machines, *settings, "--checkpoint.export=weights")
     small_machines.assert_same("several", "one")
     small_machines.assert_same("several", "one", step=4)
-    one, several = (
-        [line.get("samples") for line in small_machines.steps(name)] for name in ("one", "several")
-    )
+    one, several = ([line.get("samples") for line in small_machines.steps(name)] for name in ("one", "several"))
     assert one == several and sum(map(bool, one)) == 3
     assert "the run is complete" in first and not any(others)
     assert "Gb/s each way (measured); " in first
     assert (small_machines.path("several") / "export" / f"step-{STEPS}").is_dir()
-    assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [
-        num_machines
-    ] * STEPS
+    assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [num_machines] * STEPS
 
 
 @pytest.mark.nightly
@@ -75,27 +69,21 @@ def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachi
 
 
 @pytest.mark.nightly
-def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(
-    small_machines: SmallMachines,
-) -> None:
+def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(small_machines: SmallMachines) -> None:
     machines = small_machines.start("stopped", 2, "--training.steps=100000", "--lr_schedule.decay=none")
     machines[0].wait_until_printed("step      2/")
     machines[1].send(signal.SIGTERM)
     first, second = ended(machines, 128 + signal.SIGTERM)
     [saved] = small_machines.saved("stopped")
     assert len(small_machines.losses("stopped")) == saved
-    assert (
-        "machine 1 (" in first.splitlines()[-1] and "SIGTERM; run the same command" in first.splitlines()[-1]
-    )
+    assert "machine 1 (" in first.splitlines()[-1] and "SIGTERM; run the same command" in first.splitlines()[-1]
     assert "Traceback" not in first + second
     small_machines("stopped", 2, f"--training.steps={saved + 1}", "--lr_schedule.decay=none")
     small_machines("whole", 1, f"--training.steps={saved + 1}", "--lr_schedule.decay=none")
     small_machines.assert_same("stopped", "whole", step=saved + 1)
 
 
-def test_several_processes_on_a_host_are_refused_with_how_to_launch(
-    starter: MachineStarter, tmp_path: Path
-) -> None:
+def test_several_processes_on_a_host_are_refused_with_how_to_launch(starter: MachineStarter, tmp_path: Path) -> None:
     machines = starter.start(2, "train:main", ["--config", "debug.toml"], folder=tmp_path)
     first, second = ended(machines, 2)
     assert first == second and "--nproc-per-node 1" in first and "machine 0" in first and "machine 1" in first

@@ -11,27 +11,13 @@ import pytest
 
 import torchround.run.checkpoints
 import torchround.trainer
-from tests.support.small_run import (
-    ASYNC,
-    BOUNDED,
-    COMPACT,
-    STEPS,
-    TIED,
-    SmallRuns,
-    before_forward,
-    small_runs,
-)
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, SmallRuns, before_forward, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.config import CheckpointTable, ValidationTable
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run import start_checks
-from torchround.run.last_save import (
-    MOST_WAIT_AFTER_SIGNAL_S,
-    MOST_WAIT_S,
-    RETRY_S,
-    save_with_patience,
-)
+from torchround.run.last_save import MOST_WAIT_AFTER_SIGNAL_S, MOST_WAIT_S, RETRY_S, save_with_patience
 from torchround.run.start_checks import DiskNeed, num_at_once
 
 __all__ = ["small_runs"]
@@ -201,9 +187,7 @@ def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(
     small_runs.assert_same("run", "whole", STEPS)
 
 
-def test_a_fault_before_the_first_update_saves_nothing(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_before_the_first_update_saves_nothing(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(call: int) -> None:
         raise RuntimeError("planted")
 

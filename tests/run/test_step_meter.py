@@ -29,9 +29,7 @@ class FinishedStep:
 
     pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
 
-    def __init__(
-        self, busy_s: float = 0.0, skipped: bool = False, loss: float = 2.5, num_labels: int = 10
-    ) -> None:
+    def __init__(self, busy_s: float = 0.0, skipped: bool = False, loss: float = 2.5, num_labels: int = 10) -> None:
         self.busy_s, self.skipped, self._loss, self.num_labels = busy_s, skipped, loss, num_labels
 
     def loss(self) -> float:
@@ -39,12 +37,7 @@ class FinishedStep:
 
     def update(self) -> SimpleNamespace:
         return SimpleNamespace(
-            grad_norm=0.5,
-            skipped=self.skipped,
-            seconds=0.25,
-            peers_wait_s=0.5,
-            sent_bytes=2**29,
-            saved_bytes=2**28,
+            grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29, saved_bytes=2**28
         )
 
     def weight_drift(self) -> int:
@@ -63,9 +56,7 @@ class FinishedStep:
 
 
 def started(clock=None, **options):
-    meter = StepMeter(
-        [CpuDevice(0), CpuDevice(1)], 6e6, None, **({"clock": clock} if clock else {}), **options
-    )
+    meter = StepMeter([CpuDevice(0), CpuDevice(1)], 6e6, None, **({"clock": clock} if clock else {}), **options)
     meter.start()
     return meter
 
@@ -158,9 +149,7 @@ def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite() ->
         meter.add(FinishedStep(loss=loss, num_labels=num_labels), 10)
     assert (found := record(meter)).loss == 7 / 4 and found.loss_steps == 2
     meter.add(FinishedStep(loss=0.1, num_labels=3), 10)
-    assert (
-        found := record(meter)
-    ).loss == 0.1 and found.loss_steps == 1  # to the bit, also without a division
+    assert (found := record(meter)).loss == 0.1 and found.loss_steps == 1  # to the bit, also without a division
     meter.add(FinishedStep(loss=math.nan), 10)
     assert math.isnan(record(meter).loss)
 

@@ -6,15 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.small_run import (
-    ASYNC,
-    BOUNDED,
-    SmallRuns,
-    before_step,
-    interrupt,
-    small_runs,
-    write_text,
-)
+from tests.support.small_run import ASYNC, BOUNDED, SmallRuns, before_step, interrupt, small_runs, write_text
 from torchround.observe.run_page import read_run
 from torchround.run.step_meter import StepMeter
 from torchround.run.validation import RunValidation
@@ -47,9 +39,7 @@ def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs: Small
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(
-    small_runs: SmallRuns, update: str
-) -> None:
+def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_runs: SmallRuns, update: str) -> None:
     write_text(small_runs.folder / "text.jsonl", lines=9)
     ends = ["--training.steps=1000", "--data.epochs=1", f"--engine.update={update}"]
     validation = ['--validation.sources=[{ path = "text.jsonl" }]', "--validation.interval_steps=1000"]
@@ -98,9 +88,7 @@ def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(
 def test_a_bad_record_leaves_the_last_step_in_the_metrics(small_runs: SmallRuns) -> None:
     text = small_runs.folder / "text.jsonl"
     text.write_text("".join([*text.read_text().splitlines(keepends=True)[:14], "no JSON\n"]))
-    assert (
-        small_runs("run", "--data.shuffle=false", "--training.steps=50", "--metrics.log_every_steps=100") == 1
-    )
+    assert small_runs("run", "--data.shuffle=false", "--training.steps=50", "--metrics.log_every_steps=100") == 1
     assert logged(small_runs, "run") == small_runs.saved("run") != []
 
 

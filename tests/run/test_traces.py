@@ -73,9 +73,7 @@ def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_r
     assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
 
 
-def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
-    small_runs: SmallRuns,
-) -> None:
+def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs: SmallRuns) -> None:
     spans = spans_of(small_runs)
     state = small_runs.state("run")
     weights = {name: view.nbytes for name, view in state.items() if name.startswith("weights/")}
@@ -90,9 +88,7 @@ def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
     assert down < up / 4
 
 
-def test_traced_steps_beyond_the_run_cost_one_warning(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_traced_steps_beyond_the_run_cost_one_warning(small_runs: SmallRuns, caplog: pytest.LogCaptureFixture) -> None:
     assert small_runs("run", "--trace.steps=[9, 5, 6]") == 0
     assert [entry.getMessage() for entry in caplog.records] == [
         "trace.steps: 6, 9 will not be traced; the run ends after training.steps = 5"

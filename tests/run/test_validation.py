@@ -118,9 +118,7 @@ def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(
     monkeypatch.setattr(RunValidation, "loss", lambda self, engine: 1.0)
     write_text(small_runs.folder / "text.jsonl", lines=9)
     ends = ("--training.steps=1000", "--data.epochs=1", "--checkpoint.interval_steps=1")
-    assert (
-        small_runs("run", *LONG, *ends, "--validation.interval_steps=500", "--validation.keep_best=true") == 0
-    )
+    assert small_runs("run", *LONG, *ends, "--validation.interval_steps=500", "--validation.keep_best=true") == 0
     last = small_runs.saved("run")[-1]
     assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints")) == {last: 1.0}
 
@@ -152,10 +150,7 @@ def test_the_best_checkpoint_is_the_one_that_is_exported(
 
 @pytest.mark.parametrize("update", [(), (ASYNC,)], ids=["sync", "async"])
 def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(
-    small_runs: SmallRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    update: tuple[str, ...],
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], update: tuple[str, ...]
 ) -> None:
     with_losses(monkeypatch, LOSSES)
     patient = (*LONG, *update, "--validation.patience=4", SPARSE)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.check_tree import ROOT
 from scripts.compare_checkouts import RUNS, differences, joined, main
-from tests.support.source_files import ROOT
 
 
 @pytest.mark.nightly

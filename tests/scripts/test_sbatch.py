@@ -62,9 +62,7 @@ def test_torchrun_starts_one_process_a_node_that_meet_at_the_first_one(
     assert f"--signal=B:TERM@{int(grace_s) + 60}\n" in SCRIPT.read_text(encoding="utf-8")
 
 
-def test_a_signal_reaches_the_run_and_queues_the_job_again(
-    tmp_path: Path, job: subprocess.Popen[bytes]
-) -> None:
+def test_a_signal_reaches_the_run_and_queues_the_job_again(tmp_path: Path, job: subprocess.Popen[bytes]) -> None:
     called(tmp_path, job)
     job.send_signal(signal.SIGTERM)
     assert job.wait(60) == 1
@@ -72,9 +70,7 @@ def test_a_signal_reaches_the_run_and_queues_the_job_again(
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_run_that_ends_by_itself_ends_the_job(
-    tmp_path: Path, job: subprocess.Popen[bytes], code: int
-) -> None:
+def test_a_run_that_ends_by_itself_ends_the_job(tmp_path: Path, job: subprocess.Popen[bytes], code: int) -> None:
     called(tmp_path, job)
     (tmp_path / "code.txt").write_text(f"{code}\n", encoding="utf-8")
     assert job.wait(60) == code

@@ -49,13 +49,9 @@ def test_an_iteration_ends_as_an_undisturbed_run_and_any_difference_is_reported_
     assert main(arguments, tamper=lambda run: next(tampering)(run)) == 1
     printed = capfd.readouterr().out
     assert re.search(r"^iteration 0 \(.* s\): .*: the same$", printed, re.MULTILINE), printed
-    assert "again: --seed 1 --only 1" in printed and "1 of " in printed and "tensors differ" in printed, (
-        printed
-    )
+    assert "again: --seed 1 --only 1" in printed and "1 of " in printed and "tensors differ" in printed, printed
     assert "JSONDecodeError" in printed and "FileNotFoundError" in printed, printed
-    assert re.search(r"^4 iterations in .* minutes, seed 1: .*\n3 failed: 1, 2, 3$", printed, re.MULTILINE), (
-        printed
-    )
+    assert re.search(r"^4 iterations in .* minutes, seed 1: .*\n3 failed: 1, 2, 3$", printed, re.MULTILINE), printed
     kept = {path.name: path for path in tmp_path.glob("*/iteration-*")}
     assert sorted(kept) == ["iteration-1", "iteration-2", "iteration-3"]
     assert newest(kept["iteration-1"] / "outputs" / "run" / "checkpoints", set()) == 12

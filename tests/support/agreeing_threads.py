@@ -34,9 +34,7 @@ def run_agreeing(num_machines: int, function: Callable[[int, Gather], Any]) -> l
     with ThreadPoolExecutor(num_machines) as threads:
         futures = [threads.submit(work, machine) for machine in range(num_machines)]
     errors = [future.exception() for future in futures]
-    own = [
-        error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)
-    ]
+    own = [error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)]
     for error in (*own, *filter(None, errors)):
         raise error
     return [future.result() for future in futures]

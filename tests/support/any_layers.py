@@ -126,12 +126,7 @@ def last(layer, hidden, batch):
 
 def outputs(layer, hidden, batch):
     value = hidden[0]
-    return {
-        "logits": F.linear(value, layer.weight),
-        "same": (value, value),
-        "rows": batch.targets,
-        "name": batch.name,
-    }
+    return {"logits": F.linear(value, layer.weight), "same": (value, value), "rows": batch.targets, "name": batch.name}
 
 
 def any_model(end: Callable = last, trained: bool = True, **facts) -> LayeredModel:
@@ -143,9 +138,7 @@ def any_model(end: Callable = last, trained: bool = True, **facts) -> LayeredMod
 def any_batches(count: int, seed: int = 0, rows: int = 5) -> list[Samples]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        Samples(
-            torch.randn(rows, WIDTH, generator=generator), torch.randint(WIDTH, (rows,), generator=generator)
-        )
+        Samples(torch.randn(rows, WIDTH, generator=generator), torch.randint(WIDTH, (rows,), generator=generator))
         for _ in range(count)
     ]
 

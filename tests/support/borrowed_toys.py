@@ -32,11 +32,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", EXPERTS),
     "qwen3_next": (
         "qwen3_next",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-        }
+        {**EXPERTS, "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"]}
         | {"linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_num_key_heads": 2}
         | {"linear_num_value_heads": 4},
     ),

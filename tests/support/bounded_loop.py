@@ -52,8 +52,7 @@ class BoundedLoop:
         self.weights = {name: weights[name].float().clone() for name in self._uses if trained[name]}
         self.older = {name: weight.to(dtype, copy=True) for name, weight in self.weights.items()}
         self.moments = {
-            name: (torch.zeros_like(weight), torch.zeros_like(weight))
-            for name, weight in self.weights.items()
+            name: (torch.zeros_like(weight), torch.zeros_like(weight)) for name, weight in self.weights.items()
         }
         self.updates = 0
 
@@ -92,22 +91,15 @@ class BoundedLoop:
                     total += output.item()
                     gradient = (torch.full_like(output, 1.0 / labels),)
                 outputs = [t for t in _tensors(output) if t.is_floating_point()]
-                pairs = [
-                    (t, g)
-                    for t, g in zip(outputs, gradient, strict=True)
-                    if t.requires_grad and g is not None
-                ]
+                pairs = [(t, g) for t, g in zip(outputs, gradient, strict=True) if t.requires_grad and g is not None]
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
                 for path, parameter in leaves.items():
                     if parameter.grad is not None:
                         found = sums.setdefault(
-                            (index, path),
-                            torch.zeros(parameter.shape, dtype=torch.float32, device=self._device),
+                            (index, path), torch.zeros(parameter.shape, dtype=torch.float32, device=self._device)
                         )
                         found.add_(parameter.grad)
-                gradient = (
-                    [t.grad for t in _tensors(leaf) if t.is_floating_point()] if leaf is not None else ()
-                )
+                gradient = [t.grad for t in _tensors(leaf) if t.is_floating_point()] if leaf is not None else ()
         # Each use's sum is rounded to the gradient's format before the host adds the uses in fp32.
         gradients = {}
         for name in self.weights:
@@ -180,8 +172,7 @@ class BoundedLoop:
         """Return the loss between steps: a weight that one of the first K layers uses is of the version before."""
         newest = {name: weight.to(self._dtype) for name, weight in self.weights.items()}
         held = {
-            name: self.older[name] if self._uses[name][0][0] < self._stale_layers else newest[name]
-            for name in newest
+            name: self.older[name] if self._uses[name][0][0] < self._stale_layers else newest[name] for name in newest
         }
         losses = []
         with torch.no_grad():

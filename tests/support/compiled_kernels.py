@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.source_files import ROOT
+from scripts.check_tree import ROOT
 
 MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid

@@ -14,9 +14,7 @@ from torchround.data.text.template_files import TemplateSources
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
-SAME_DAY = (
-    "{%- macro strftime_now(form) -%}{{ '26 Jul 2024' if 'b' in form else '2024-07-26' }}{%- endmacro -%}"
-)
+SAME_DAY = "{%- macro strftime_now(form) -%}{{ '26 Jul 2024' if 'b' in form else '2024-07-26' }}{%- endmacro -%}"
 """Beginning of a template that gives transformers the day that templates always see here."""
 
 
@@ -43,15 +41,11 @@ def released(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
-def with_templates(
-    tokenizer: Tokenizer, default: str | None, loss_on: str = "assistant", **more: Any
-) -> ChatTemplate:
+def with_templates(tokenizer: Tokenizer, default: str | None, loss_on: str = "assistant", **more: Any) -> ChatTemplate:
     return ChatTemplate(replace(tokenizer, templates=TemplateSources(default, **more)), loss_on)
 
 
-def written(
-    template: ChatTemplate, messages: Sequence[Any], tools: Sequence[Any] = (), **settings: Any
-) -> str:
+def written(template: ChatTemplate, messages: Sequence[Any], tools: Sequence[Any] = (), **settings: Any) -> str:
     """Return what the template writes, with learnt text in brackets ⟦ ⟧ and the rest as it is."""
     spans = template(Conversation(tuple(messages), tuple(tools), settings))
     text = "".join(f"⟦{span.text}⟧" if span.learn else span.text for span in spans)

@@ -60,9 +60,7 @@ class DeviceLoop(PlainLoop):
         self._model = LayeredModel(model.names, tuple(copy.deepcopy(layer) for layer in model.layers))
         self._device, self._dtype, self._rounds = device, dtype, rounds
 
-    def gradients(
-        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0
-    ) -> tuple[float, dict[str, Tensor]]:
+    def gradients(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
         """Return the loss, and the gradient of the loss times `scale`."""
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         losses, sums = [], {}
@@ -89,9 +87,7 @@ class DeviceLoop(PlainLoop):
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
         with torch.no_grad():
-            losses = [
-                self._loss(self._on_device(micro_batch), leaves).item() for micro_batch in micro_batches
-            ]
+            losses = [self._loss(self._on_device(micro_batch), leaves).item() for micro_batch in micro_batches]
         return sum(losses) / labels
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -41,16 +41,11 @@ def routed(rows: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def case_gated_product_and_its_backward() -> None:
-    from torchround.models.kernels.gated_products_triton import (
-        launch_gated_product,
-        launch_gated_product_backward,
-    )
+    from torchround.models.kernels.gated_products_triton import launch_gated_product, launch_gated_product_backward
 
     # 1030 columns are two passes of a program, the second one mostly empty.
     shapes = [(3, 64), (1, 37), (2, 1030), (0, 8)]
-    for (rows, width), dtype, activation, weighs in product(
-        shapes, DTYPES, ("silu", "gelu_tanh"), (False, True)
-    ):
+    for (rows, width), dtype, activation, weighs in product(shapes, DTYPES, ("silu", "gelu_tanh"), (False, True)):
         gate, up, grad = random(3, rows, width, dtype=dtype)
         weights = random(rows) if weighs else None
         found = launch_gated_product(gate, up, weights, activation)
@@ -69,10 +64,7 @@ def case_gated_product_and_its_backward() -> None:
 
 
 def case_clamped_product_and_its_backward() -> None:
-    from torchround.models.kernels.gated_products_triton import (
-        launch_clamped_product,
-        launch_clamped_product_backward,
-    )
+    from torchround.models.kernels.gated_products_triton import launch_clamped_product, launch_clamped_product_backward
 
     for (rows, width), dtype in product([(7, 16), (2, 1030), (0, 8)], DTYPES):
         experts, _ = routed(rows, 4)

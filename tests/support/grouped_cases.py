@@ -17,8 +17,7 @@ SIZES = ((40, 33), (3, 130), (130, 5))
 def shapes() -> list[tuple[Tensor, int, int, torch.dtype]]:
     """Every combination of ends, inputs, outputs and dtype."""
     return [
-        (torch.tensor(ends, dtype=torch.int32), *sizes, dtype)
-        for ends, sizes, dtype in product(ENDS, SIZES, UNITS)
+        (torch.tensor(ends, dtype=torch.int32), *sizes, dtype) for ends, sizes, dtype in product(ENDS, SIZES, UNITS)
     ]
 
 
@@ -44,9 +43,7 @@ def case_rows_times_matrices_in_any_strides() -> None:
             assert found.dtype == dtype and found.is_contiguous()
             if num_rows:
                 # Normal numbers: no product of two is above 25.
-                assert_rounded(
-                    found, exact_rows(rows.double(), weights.double(), ends), inputs, 25.0 * inputs
-                )
+                assert_rounded(found, exact_rows(rows.double(), weights.double(), ends), inputs, 25.0 * inputs)
 
 
 def case_a_gradient_is_added_in_float32() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.check_tree import ROOT
 from tests.support.rounding import BF16, FP16, FP32
-from tests.support.source_files import ROOT
 
 UNITS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 
@@ -78,9 +78,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def assert_rounded(
-    found: Tensor, exact: Tensor, terms: int, scale: float | None = None, what: str = ""
-) -> None:
+def assert_rounded(found: Tensor, exact: Tensor, terms: int, scale: float | None = None, what: str = "") -> None:
     """Check a result that was computed in fp32 and rounded to its dtype once, against the exact one in fp64.
 
     `terms` fp32 roundings are on the way, of terms no larger than `scale` (by default, the largest element). The

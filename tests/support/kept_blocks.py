@@ -81,9 +81,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty(one.shape, dtype=one.dtype, device=one.device).copy_(one) for one in tensors]
 
 
-def forward_and_backward(
-    layer: nn.Module, hidden: Hidden, batch: MicroBatch, replay: Any = None
-) -> list[Tensor]:
+def forward_and_backward(layer: nn.Module, hidden: Hidden, batch: MicroBatch, replay: Any = None) -> list[Tensor]:
     """Return outputs, the gradient of the input, and all parameters' gradients of one pass."""
     leaves = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in as_tuple(hidden))
     for parameter in layer.parameters():

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchround.optim import (
-    COMPACT,
-    EXACT,
-    StateFormat,
-    StateValue,
-    UpdateRule,
-)
+from torchround.optim import COMPACT, EXACT, StateFormat, StateValue, UpdateRule
 from torchround.optim.formats import exact_root
 from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.rules.adamw import AdamWRule
@@ -111,10 +105,6 @@ KINDS = [
         for predicts in (False, True)
     ),
     kind_of(gradient=BF16, written=F32),  # weights that lag
-    *(
-        kind_of(DirectedRule(), state, splits=splits)
-        for state in (EXACT, COMPACT)
-        for splits in (False, True)
-    ),
+    *(kind_of(DirectedRule(), state, splits=splits) for state in (EXACT, COMPACT) for splits in (False, True)),
     kind_of(StatelessRule(), splits=True),
 ]

@@ -66,9 +66,7 @@ def look_at(model_type: str) -> ListedModel:
         return ListedModel(model_type, _reason(str(error), model_type))
     assert is_toy, f"{model_type} fits, but has no toy size to compare it at"
     theirs = toy_decoder(config)
-    assert sum(parameter.numel() for parameter in theirs.parameters()) <= MOST_PARAMETERS, (
-        "the toy size is large"
-    )
+    assert sum(parameter.numel() for parameter in theirs.parameters()) <= MOST_PARAMETERS, "the toy size is large"
     try:
         pair = pair_of(model_tools, theirs)
     except AttributeError as error:  # raised by the initialiser of transformers
@@ -111,9 +109,7 @@ def page(rows: Sequence[ListedModel]) -> str:
     parts = [
         HEAD.format(version=transformers.__version__),
         f"## Types that fit ({len(fits)})\n\n" + ", ".join(fits) + "\n",
-        f"## Types that are refused ({len(refused)})\n\n| type | reason |\n|---|---|\n"
-        + "\n".join(refused)
-        + "\n",
+        f"## Types that are refused ({len(refused)})\n\n| type | reason |\n|---|---|\n" + "\n".join(refused) + "\n",
     ]
     return "\n".join(parts)
 

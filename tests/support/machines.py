@@ -28,9 +28,7 @@ JOIN_S = 120.0  # far beyond what any test of threads takes
 Result = TypeVar("Result")
 
 
-def run_machines(
-    num_machines: int, function: Callable[[MachineGroup], Result], **group_settings: Any
-) -> list[Result]:
+def run_machines(num_machines: int, function: Callable[[MachineGroup], Result], **group_settings: Any) -> list[Result]:
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
     Machine r is called `node<r>`. The groups are closed once the function has returned on all. If it raises on one
@@ -56,8 +54,7 @@ def run_machines(
                 group.close()
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"node{rank}", daemon=True)
-        for rank in range(num_machines)
+        threading.Thread(target=run, args=(rank,), name=f"node{rank}", daemon=True) for rank in range(num_machines)
     ]
     for thread in threads:
         thread.start()

@@ -10,15 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from benchmarks.borrowed import peak_of_tensors
-from torchround.layer import (
-    IGNORED_LABEL,
-    HFNames,
-    HFTensors,
-    Hidden,
-    LayeredModel,
-    MicroBatch,
-    most_documents,
-)
+from torchround.layer import IGNORED_LABEL, HFNames, HFTensors, Hidden, LayeredModel, MicroBatch, most_documents
 
 # Versions before 2.15 leave out the attention kernel of the CPU.
 COUNTS_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
@@ -103,10 +95,7 @@ def gather(hf_names: HFTensors, tensors: dict[str, torch.Tensor]) -> torch.Tenso
     if isinstance(hf_names, str):
         return tensors[hf_names]
     return torch.stack(
-        [
-            tensors[name] if isinstance(name, str) else torch.cat([tensors[part] for part in name])
-            for name in hf_names
-        ]
+        [tensors[name] if isinstance(name, str) else torch.cat([tensors[part] for part in name]) for name in hf_names]
     )
 
 

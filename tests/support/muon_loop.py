@@ -24,12 +24,7 @@ class MuonLoop(PlainLoop):
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        weights: Mapping[str, Tensor],
-        tied: bool,
-        table: MuonTable,
-        clip: str = "global",
+        self, model: LayeredModel, weights: Mapping[str, Tensor], tied: bool, table: MuonTable, clip: str = "global"
     ) -> None:
         super().__init__(model, {name: weight.clone() for name, weight in weights.items()}, tied, clip)
         self.table = table

@@ -24,20 +24,7 @@ class Networks:
         self._ends = ends
         for name in self.names:
             run("ip", "netns", "add", name)
-        run(
-            "ip",
-            "-n",
-            self.names[0],
-            "link",
-            "add",
-            ends[0],
-            "type",
-            "veth",
-            "peer",
-            ends[1],
-            "netns",
-            self.names[1],
-        )
+        run("ip", "-n", self.names[0], "link", "add", ends[0], "type", "veth", "peer", ends[1], "netns", self.names[1])
         for name, end, address in zip(self.names, ends, ADDRESSES, strict=True):
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             for device in ("lo", end):
@@ -67,9 +54,7 @@ def networks_of(mbit_per_s: int) -> Iterator[Networks]:
     try:
         networks = Networks(mbit_per_s)
     except subprocess.CalledProcessError as error:
-        pytest.skip(
-            f"this computer allows no network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
-        )
+        pytest.skip(f"this computer allows no network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}")
     try:
         yield networks
     finally:

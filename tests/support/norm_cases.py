@@ -106,9 +106,7 @@ def case_normed_rotation_and_its_backward() -> None:
         rotated, scales = launch_rotation(x, positions, frequencies, 1.3, weight, EPS)
         assert_rounded(rotated, exact.detach(), channels + 16, 3 * exact.abs().max().item(), "forward")
         exact_grad, exact_weight = torch.autograd.grad(exact, (wide, gain), grad.double())
-        found, partials = launch_rotation_backward(
-            grad, positions, frequencies, 1.3, x, weight, scales, trains
-        )
+        found, partials = launch_rotation_backward(grad, positions, frequencies, 1.3, x, weight, scales, trains)
         inner = 3 * grad.abs().max().item()  # a rotated gradient: two terms, times 1.3
         largest = scales.max().item() * inner * weight.abs().max().item() * (1 + channels)
         assert_rounded(found, exact_grad, channels + 16, largest, "input")

@@ -24,9 +24,7 @@ def adamw_update_(
 ) -> None:
     """Update flat fp32 buffers in place, and write the device weights, which may be `weight` itself."""
     update_(
-        loose_buffers(
-            AdamWRule(betas, eps, weight_decay), weight, exp_avg, exp_avg_sq, gradient, device_weight
-        ),
+        loose_buffers(AdamWRule(betas, eps, weight_decay), weight, exp_avg, exp_avg_sq, gradient, device_weight),
         lr=lr,
         update=bias_correction_step,
         gradient_scale=gradient_scale,
@@ -52,12 +50,7 @@ def adamw_predict_(
 
 
 def loose_buffers(
-    rule: AdamWRule,
-    weight: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor | None,
-    device_weight: Tensor,
+    rule: AdamWRule, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor | None, device_weight: Tensor
 ) -> UpdateBuffers:
     """Return loose buffers as a segment."""
     parts = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

@@ -21,9 +21,7 @@ Optimizer = torch.optim.Optimizer
 class OurAdamW(torch.optim.Optimizer):
     """The engine's own AdamW as an optimizer of named parameters, without the engine."""
 
-    def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self) -> None:
@@ -50,17 +48,12 @@ class PlainNet:
     Weights of other dtypes are copies of those, as in the engine.
     """
 
-    def __init__(
-        self, net: nn.Sequential, make: Callable[..., Optimizer] | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, net: nn.Sequential, make: Callable[..., Optimizer] | None = None, seed: int = 0) -> None:
         self.net = copy.deepcopy(net)
         self.seed = seed
         self.calls = 0
         self._weights = {
-            name: (
-                parameter,
-                parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.float()),
-            )
+            name: (parameter, parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.float()))
             for name, parameter in self.net.named_parameters()
             if parameter.requires_grad
         }
@@ -72,9 +65,7 @@ class PlainNet:
         """Add a call's gradients to those of the step and return the sum of its losses."""
         layers, uses = self._layers_of_their_own()
         losses = []
-        batches = cut(
-            inputs, labels, num_micro_batches, loss_fn, is_training=True, seed=self.seed, call=self.calls
-        )
+        batches = cut(inputs, labels, num_micro_batches, loss_fn, is_training=True, seed=self.seed, call=self.calls)
         for batch in batches:
             loss = self._loss(layers, batch)
             loss.backward()

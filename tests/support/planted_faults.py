@@ -264,6 +264,4 @@ def expected_location(case: Case, names: tuple[str, ...]) -> FaultLocation:
     stages = len(partition.forward) + 1 + len(partition.backward)
     round_index = case.micro_batch * case.rounds // MICRO_BATCHES
     slot = (case.step * case.rounds + round_index) * stages + position
-    return FaultLocation(
-        f"device cpu:{slot % case.num_devices}", kind, tuple(names[i] for i in span), case.micro_batch
-    )
+    return FaultLocation(f"device cpu:{slot % case.num_devices}", kind, tuple(names[i] for i in span), case.micro_batch)

@@ -25,9 +25,7 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool
     updates = updates and draw(st.booleans())
     equal = draw(st.booleans())
     layer = draw(_layer(updates))
-    layers = [layer if equal else draw(_layer(updates)) for _ in range(num_layers - 1)] + [
-        draw(_layer(updates))
-    ]
+    layers = [layer if equal else draw(_layer(updates)) for _ in range(num_layers - 1)] + [draw(_layer(updates))]
     named = tuple(_named(part, index) for index, part in enumerate(layers))
     drawn = Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
     if jobs and draw(st.booleans()):
@@ -41,9 +39,7 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool
 
 def _with_job(draw: st.DrawFn, layer: LayerCost, link_s: float) -> LayerCost:
     job_s = draw(st.floats(0.2, 3.0))
-    return replace(
-        layer, job_s=job_s, job_link_s=link_s, job_slot_bytes=draw(BYTES), job_scratch_bytes=draw(BYTES)
-    )
+    return replace(layer, job_s=job_s, job_link_s=link_s, job_slot_bytes=draw(BYTES), job_scratch_bytes=draw(BYTES))
 
 
 def kept_of(layer: LayerCost) -> st.SearchStrategy[tuple[str, ...]]:
@@ -92,8 +88,7 @@ def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
 
 
 LINKS = st.one_of(
-    st.none(),
-    st.builds(KeptLink, st.sampled_from([10.0, 30.0, 100.0, 1e6]), st.sampled_from([0.5, 1.0])),
+    st.none(), st.builds(KeptLink, st.sampled_from([10.0, 30.0, 100.0, 1e6]), st.sampled_from([0.5, 1.0]))
 )
 """Links on which a stage's bytes take between nothing and many times its seconds."""
 

@@ -72,10 +72,7 @@ KINDS: dict[Shape, dict[str, tuple[Shape, Callable[[], nn.Module]]]] = {
         "tanh": ("x", nn.Tanh),
         "norm": ("x", lambda: nn.LayerNorm(WIDTH)),
         "dropout": ("x", lambda: nn.Dropout(0.3)),
-        "inner dropout": (
-            "x",
-            lambda: nn.Sequential(linear(), nn.Dropout(0.5), nn.Sequential(nn.GELU(), linear())),
-        ),
+        "inner dropout": ("x", lambda: nn.Sequential(linear(), nn.Dropout(0.5), nn.Sequential(nn.GELU(), linear()))),
         "frozen": ("x", frozen),
         "partly frozen": ("x", partly_frozen),
         "bfloat16": ("x", sixteen_bits),
@@ -96,10 +93,7 @@ KINDS: dict[Shape, dict[str, tuple[Shape, Callable[[], nn.Module]]]] = {
         "named": ("dict", lambda: Function(lambda pair: {"right": pair[0], "left": pair[1]})),
     },
     "dict": {
-        "update": (
-            "dict",
-            lambda: Function(lambda d, inner: {**d, "left": inner(d["left"]) * d["right"]}, linear()),
-        ),
+        "update": ("dict", lambda: Function(lambda d, inner: {**d, "left": inner(d["left"]) * d["right"]}, linear())),
         "product": ("x", lambda: Function(lambda d: d["left"] * torch.sigmoid(d["right"]))),
     },
     "mixed": {"unmixed": ("x", lambda: Function(unmixed, nn.Embedding(WIDTH, WIDTH)))},

@@ -33,12 +33,7 @@ def ties_up(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_close_in_sums(
-    found: Tensor,
-    expected: Tensor,
-    terms: int,
-    what: str = "",
-    unit: float = FP32,
-    scale: float | None = None,
+    found: Tensor, expected: Tensor, terms: int, what: str = "", unit: float = FP32, scale: float | None = None
 ) -> None:
     """Check that no element differs by more than `terms * unit * scale`.
 

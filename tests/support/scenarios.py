@@ -19,7 +19,7 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import CPU_S, be_limited, be_watched
+from tests.support.hostile_cases import HANG_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
@@ -28,7 +28,7 @@ from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger
 
 CHECKPOINT_EVENTS = {
-    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
 }
 
 
@@ -62,9 +62,7 @@ def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
 
     def hook(name: str, details: tuple[object, ...]) -> None:
         nonlocal seen
-        if name in CHECKPOINT_EVENTS and (
-            name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])
-        ):
+        if name in CHECKPOINT_EVENTS and (name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])):
             seen += 1
             if seen == event:
                 kill_after(delay_s)
@@ -157,7 +155,7 @@ def exports_harm(names: list[str]) -> int:
     be_limited()
     be_watched(Path("exports"))
     for name in names:
-        signal.alarm(CPU_S)
+        signal.alarm(HANG_S)
         words = io.StringIO()
         with redirect_stdout(words), redirect_stderr(words):
             try:

@@ -22,12 +22,7 @@ from torchround.commands import configured_model, export_hf
 STEPS = 5
 # 13 micro-batches in 12 rounds: uneven rounds, and machines with unlike shares.
 SHARED = [
-    *(
-        "--machines.share_host=true",
-        "--engine.plan=none",
-        "--engine.num_devices=1",
-        "--engine.measure_steps=0",
-    ),
+    *("--machines.share_host=true", "--engine.plan=none", "--engine.num_devices=1", "--engine.measure_steps=0"),
     *("--training.global_batch_size=13", "--training.micro_batch_size=1"),
 ]
 ALL_ROUNDS = 12
@@ -57,9 +52,7 @@ class SmallMachines:
         function = "tests.support.small_machines:small_main"
         return self.starter.start(num_machines, function, [*arguments, *overrides], folder=self.folder)
 
-    def start_agent(
-        self, name: str, port: int, num_machines: str, *overrides: str
-    ) -> "subprocess.Popen[str]":
+    def start_agent(self, name: str, port: int, num_machines: str, *overrides: str) -> "subprocess.Popen[str]":
         """Start an agent of torchrun with one process of a run of two machines."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={num_machines}"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={name}"]
@@ -67,14 +60,7 @@ class SmallMachines:
         program = "import sys; from tests.support.small_machines import small_main; sys.exit(small_main(sys.argv[1:]))"
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED]
         return subprocess.Popen(
-            [
-                sys.executable,
-                *launcher,
-                program,
-                *arguments,
-                f"--engine.rounds={ALL_ROUNDS // 2}",
-                *overrides,
-            ],
+            [sys.executable, *launcher, program, *arguments, f"--engine.rounds={ALL_ROUNDS // 2}", *overrides],
             cwd=self.folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

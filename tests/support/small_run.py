@@ -223,9 +223,7 @@ def stop_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def fp32_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint in fp32."""
     return {
-        name: join(tensor, state[name.replace("weights/", "residual/")])
-        if tensor.dtype == torch.bfloat16
-        else tensor
+        name: join(tensor, state[name.replace("weights/", "residual/")]) if tensor.dtype == torch.bfloat16 else tensor
         for name, tensor in state.items()
         if name.startswith("weights/")
     }

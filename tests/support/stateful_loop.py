@@ -49,9 +49,7 @@ class StatefulLoop(DeviceLoop):
         self._matrices = {
             name
             for name, parameter in self.owned.items()
-            if table.name == "muon"
-            and name in self.decayed
-            and not name.startswith((f"{first}.", f"{last}."))
+            if table.name == "muon" and name in self.decayed and not name.startswith((f"{first}.", f"{last}."))
         }
         self._values: dict[str, dict[str, Values]] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}
@@ -119,9 +117,7 @@ class StatefulLoop(DeviceLoop):
             ahead = weight + step(kept[FIRST], kept[SECOND])
             self._predicted[id(self._name[name])] = torch.from_numpy(ahead)
 
-    def _update_matrix(
-        self, name: str, shape: torch.Size, weight: Values, gradient: Values, lr: float
-    ) -> None:
+    def _update_matrix(self, name: str, shape: torch.Size, weight: Values, gradient: Values, lr: float) -> None:
         """Apply Muon to a matrix, or to each matrix of a stack."""
         table, one = self._table, np.float32
         kept = self._values[name][MOMENTUM]

@@ -58,14 +58,7 @@ class TorchLoop(PlainLoop):
 
 
 def host_engine(
-    model,
-    store,
-    optimizer,
-    num_devices=2,
-    observer=None,
-    wrap=lambda device: device,
-    partition=PARTITION,
-    **settings,
+    model, store, optimizer, num_devices=2, observer=None, wrap=lambda device: device, partition=PARTITION, **settings
 ):
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]

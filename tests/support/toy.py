@@ -57,8 +57,7 @@ class ToyLayer(nn.Module):
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cpu") -> LayerWork:
         rows = batch * tokens
         parts = tuple(
-            KeptWork(name, aligned(rows * width * element_bytes), 0.0)
-            for name, width in self.keepable.items()
+            KeptWork(name, aligned(rows * width * element_bytes), 0.0) for name, width in self.keepable.items()
         )
         return LayerWork(0.0, 0, rows * WIDTH * element_bytes, keepable=parts)
 
@@ -100,9 +99,7 @@ class ToyHead(nn.Module):
     def __init__(self, tied_to: ToyEmbedding | None) -> None:
         super().__init__()
         self.norm = nn.Parameter(torch.empty(WIDTH, device="meta"))
-        self.weight = (
-            nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta")) if tied_to is None else tied_to.weight
-        )
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta")) if tied_to is None else tied_to.weight
         self.tied = tied_to is not None
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -129,8 +126,7 @@ def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[Micr
     """Make `steps` lists of micro-batches of unequal size, with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [_toy_micro_batch(3 if index == 0 else 2, 8, generator) for index in range(micro_batches)]
-        for _ in range(steps)
+        [_toy_micro_batch(3 if index == 0 else 2, 8, generator) for index in range(micro_batches)] for _ in range(steps)
     ]
 
 
@@ -175,14 +171,7 @@ def toy_engine(
         settings = {"clip": "layer", **settings}
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
     return Engine(
-        model,
-        store,
-        devices,
-        partition,
-        optimizer=optimizer,
-        settings=settings,
-        observer=observer,
-        machines=machines,
+        model, store, devices, partition, optimizer=optimizer, settings=settings, observer=observer, machines=machines
     )
 
 
@@ -202,9 +191,7 @@ class PlainLoop:
     them. Autograd with one shared leaf differs only in where it rounds.
     """
 
-    def __init__(
-        self, model: LayeredModel, weights: dict[str, Tensor], tied: bool, clip: str = "global"
-    ) -> None:
+    def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool, clip: str = "global") -> None:
         self.clip = clip
         self.module = nn.Sequential(*(copy.deepcopy(layer) for layer in model.layers))
         self.module.to_empty(device="cpu")

@@ -98,9 +98,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (int(n),), generator=draws).tolist() for n in lengths]
 
 
-def their_texts(
-    model: Any, texts: list[list[int]], max_tokens: int, stop: int | None = None
-) -> list[list[int]]:
+def their_texts(model: Any, texts: list[list[int]], max_tokens: int, stop: int | None = None) -> list[list[int]]:
     """Return what `generate` of `transformers` continues each text with, the likeliest token at each place.
 
     Texts of a length run together, so that no padding is needed.

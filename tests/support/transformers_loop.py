@@ -81,9 +81,7 @@ def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]])
     for name, parameter in theirs.named_parameters():
         # Matrices decay. A stack of the experts' biases looks like one.
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
-    decays = [
-        {"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, DECAY), strict=True)
-    ]
+    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, DECAY), strict=True)]
     optimizer = torch.optim.AdamW(decays, lr=LR, **ADAMW)
     losses = []
     for batches in steps:
@@ -96,9 +94,7 @@ def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]])
     return losses
 
 
-def store_of(
-    model: LayeredModel, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32
-) -> HostStore:
+def store_of(model: LayeredModel, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> HostStore:
     """Make a store with these weights, by stored name."""
     store = HostStore(model, dtype)
     store.write_weights({name: weights[name].detach() for name in store.weights()})
@@ -127,9 +123,7 @@ def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
     return [result.loss() for result in results]
 
 
-def packed_steps(
-    tools: Any, num_steps: int, micro_batches: int = 2, sequences: int = 2
-) -> list[list[MicroBatch]]:
+def packed_steps(tools: Any, num_steps: int, micro_batches: int = 2, sequences: int = 2) -> list[list[MicroBatch]]:
     """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences.
 
     The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long.

@@ -148,10 +148,7 @@ BOUNDED_SITES: dict[str, tuple[Site, str]] = {
 }
 # These need layers whose device weights lag.
 LAGGING_SITES: dict[str, tuple[Site, str]] = {
-    "waiting for the forward's uploads": (
-        inside("_write_lagging", Ordering, "before_device_weight_write"),
-        "either",
-    ),
+    "waiting for the forward's uploads": (inside("_write_lagging", Ordering, "before_device_weight_write"), "either"),
     "after a delayed copy": (inside("_write_lagging", Ordering, "updated"), "mixed"),
     "after all delayed copies": (after(BoundedOptimizerWorker, "_write_lagging"), "mixed"),
 }

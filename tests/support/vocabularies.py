@@ -82,11 +82,7 @@ FAMILIES = {
     "gpt2": Family(None, ("<|endoftext|>",), eos="<|endoftext|>"),
     # SmolLM2's kind: 13 bytes and more have no token, and digits are apart.
     "smollm2": Family(
-        None,
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        eos="<|im_end|>",
-        digits="single",
-        all_bytes=False,
+        None, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos="<|im_end|>", digits="single", all_bytes=False
     ),
     "runs of digits": Family(
         None, ("<|endoftext|>",), eos="<|endoftext|>", digits="runs", unknown="<|endoftext|>", all_bytes=False
@@ -113,9 +109,7 @@ def random_text(generator: random.Random) -> str:
         any_character,
         lambda: chr(generator.randrange(0x20, 0x3000)),
         lambda: generator.choice(" \n\r\t\u00a0\u3000\u2028"),
-        lambda: generator.choice(
-            ["the", "ing", "DON'T", "'ſ", "123", "::", "e\u0301", "<think>", "</tool_call>"]
-        ),
+        lambda: generator.choice(["the", "ing", "DON'T", "'ſ", "123", "::", "e\u0301", "<think>", "</tool_call>"]),
     ]
     return "".join(generator.choice(kinds)() for _ in range(generator.randrange(40)))
 
@@ -149,9 +143,7 @@ def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) 
     tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in family.in_text])
     if family.bos is not None:
         bos = family.bos, tokenizer.token_to_id(family.bos)
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{family.bos} $A", special_tokens=[bos]
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=[bos])
     return tokenizer
 
 

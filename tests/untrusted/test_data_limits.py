@@ -50,10 +50,7 @@ def test_distinct_ids_in_range_are_legal(ids: list[int]) -> None:
         ([True], "True is not a token id"),
         (["1"], "'1' is not a token id"),
         ([1, 2, 1], "several tokens have the id 1"),
-        (
-            [*range(200_000), 199_999],
-            "several tokens have the id 199999",
-        ),  # found without a search for each id
+        ([*range(200_000), 199_999], "several tokens have the id 199999"),  # found without a search for each id
     ],
 )
 def test_other_ids_are_refused_with_the_reason(ids: list[object], reason: str) -> None:

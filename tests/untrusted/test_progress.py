@@ -34,9 +34,7 @@ def test_long_work_prints_a_line_now_and_then(capsys: pytest.CaptureFixture[str]
     assert lines == [f"saving step-5: {done} MiB of 40 MiB ({done * 5 // 2} %)" for done in (10, 20, 30, 40)]
 
 
-def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     progress = Progress("reading \x1b[2J.jsonl", clock=clock)
     clock.now_s += EVERY_S

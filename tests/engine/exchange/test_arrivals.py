@@ -14,9 +14,7 @@ from torchround.machines import links
 from torchround.machines.links import Receiver
 
 
-def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: dict[int, list[int]] = defaultdict(list)  # for each owner, which peers its chunks come from
     chunks = Receiver.chunks
 

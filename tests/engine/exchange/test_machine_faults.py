@@ -82,9 +82,7 @@ def test_an_engine_that_is_left_in_the_middle_of_a_step_ends_the_others():
         assert_ended(engine)
         return str(raised.value)
 
-    assert run_machines(2, run)[0].startswith(
-        "machine 1 (node1): has failed: it stopped in the middle of a step"
-    )
+    assert run_machines(2, run)[0].startswith("machine 1 (node1): has failed: it stopped in the middle of a step")
 
 
 def test_a_machine_that_lives_but_does_not_move_is_named_by_the_one_that_waits():
@@ -104,8 +102,7 @@ def test_a_machine_that_lives_but_does_not_move_is_named_by_the_one_that_waits()
 
     waiting, idle = run_machines(2, run)
     assert re.search(
-        r"torchround optimizer: waits for part \d+ of step 1's gradient of \S+ from machine 1 \(node1\)",
-        waiting,
+        r"torchround optimizer: waits for part \d+ of step 1's gradient of \S+ from machine 1 \(node1\)", waiting
     )
     assert idle.startswith("machine 0 (node0): has failed: controller: nothing moved for 1 s")
 

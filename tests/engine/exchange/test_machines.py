@@ -60,9 +60,7 @@ experts = partial(small_decoder, "qwen3", "debug_moe")
 adapters = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
 
 
-@pytest.mark.parametrize(
-    ("model", "num_machines"), [(experts, 2), (adapters, 3)], ids=["experts", "adapters"]
-)
+@pytest.mark.parametrize(("model", "num_machines"), [(experts, 2), (adapters, 3)], ids=["experts", "adapters"])
 def test_experts_and_adapters_with_dropout(model, num_machines):
     seeded = [with_dropout_seeds(batch, seed=7, step=step) for step, batch in enumerate(BATCHES[:2])]
     assert_equal_to_one_machine(Case(seeded, model, SMALL, dtype=torch.bfloat16), num_machines)

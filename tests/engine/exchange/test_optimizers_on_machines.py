@@ -21,8 +21,7 @@ from torchround.run.saved_forms import SavedForms
 
 UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (7, 2, 5, 8), strict=True)]
 NAMES = [
-    pytest.param(name, marks=() if name in ("adamw compact", "muon") else pytest.mark.nightly)
-    for name in OPTIMIZERS
+    pytest.param(name, marks=() if name in ("adamw compact", "muon") else pytest.mark.nightly) for name in OPTIMIZERS
 ]
 MODES = [(name, policy) for name in OPTIMIZERS for policy in POLICIES[name] if policy is not BOUNDED]
 

@@ -60,9 +60,7 @@ def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines:
             generator = torch.Generator().manual_seed(bundle.index)
             for buffer in (*bundle.state(), *bundle.device_weights):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) * 9)
-        store.resume(
-            3, applied_updates=3, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
-        )
+        store.resume(3, applied_updates=3, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
         return store
 
     options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}

@@ -223,9 +223,7 @@ def test_a_forked_process_never_unmaps_what_took_the_memorys_place():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        taken = libc.mmap(
-            ctypes.c_void_p(address), ctypes.c_size_t(PAGE), readable, fixed, -1, ctypes.c_long(0)
-        )
+        taken = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), readable, fixed, -1, ctypes.c_long(0))
         if taken != address:
             os._exit(1)
         ctypes.memset(address, 7, PAGE)

@@ -148,10 +148,7 @@ def test_bytes_per_trained_parameter(
     dtype: torch.dtype, policy: UpdatePolicy, state: Literal["exact", "compact"], rounds: int, expected: float
 ) -> None:
     llama3 = FAMILIES["llama3"]
-    model, optimizer = (
-        llama3.build(llama3.config_from_flavor("debug")),
-        make_optimizer(AdamWTable(state=state)),
-    )
+    model, optimizer = (llama3.build(llama3.config_from_flavor("debug")), make_optimizer(AdamWTable(state=state)))
     store = HostStore(model, dtype, policy=policy, optimizer=optimizer)
     store.allocate_gradients(rounds)
     padded = sum(bundle.numel for bundle in store.bundles)
@@ -217,18 +214,13 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how:
 
 def by_version(store: HostStore) -> list[list[Tensor]]:
     """Return each bundle's device weights, newest first."""
-    return [
-        [bundle.version(store.step - age) for age in range(len(bundle.device_weights))]
-        for bundle in store.bundles
-    ]
+    return [[bundle.version(store.step - age) for age in range(len(bundle.device_weights))] for bundle in store.bundles]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_resume_in_async_restores_the_older_weights_too(
-    dtype: torch.dtype, step: int, steps_before: int
-) -> None:
+def test_a_resume_in_async_restores_the_older_weights_too(dtype: torch.dtype, step: int, steps_before: int) -> None:
     """The saved step and the step that the store was at before may each be even or odd."""
     model = toy_model(tied=True)
     original = toy_store(model, dtype, policy=ASYNC)

@@ -67,23 +67,17 @@ def test_every_machine_finds_the_same_owners_and_each_bundle_has_one(num_machine
 
 @pytest.mark.parametrize("num_machines", [2, 3, 4])
 @pytest.mark.parametrize(("policy", "weight_bytes"), [(SYNC, 2), (ASYNC, 4)], ids=["sync", "async"])
-def test_bytes_per_parameter_of_each_machine(
-    num_machines: int, policy: UpdatePolicy, weight_bytes: int
-) -> None:
+def test_bytes_per_parameter_of_each_machine(num_machines: int, policy: UpdatePolicy, weight_bytes: int) -> None:
     """Device weights of all bundles; residual (2), moments (8) and a gradient sum (4) of a machine's own."""
     model = equal_blocks(24)
     for machine in range(num_machines):
         store = HostStore(model, BFLOAT16, policy=policy, ownership=Ownership(machine, num_machines))
         store.allocate_gradients(rounds=1)
-        assert store.nbytes() / store.num_parameters() == pytest.approx(
-            weight_bytes + 14 / num_machines, rel=0.03
-        )
+        assert store.nbytes() / store.num_parameters() == pytest.approx(weight_bytes + 14 / num_machines, rel=0.03)
 
 
 @pytest.mark.parametrize("num_machines", [2, 3])
-@pytest.mark.parametrize(
-    "build", [toy_model, lambda: toy_model(tied=True), adapted_model, partly_frozen_model]
-)
+@pytest.mark.parametrize("build", [toy_model, lambda: toy_model(tied=True), adapted_model, partly_frozen_model])
 def test_initial_weights_of_all_machines_are_those_of_one(build, num_machines: int) -> None:
     """A layer whose bundles have unlike owners draws the same numbers on each of them."""
     [alone] = stores(1, build(), BFLOAT16)
@@ -110,14 +104,9 @@ def test_layers_of_other_machines_are_not_even_drawn() -> None:
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "predict"])
 def test_a_resume_gives_each_machine_the_device_weights_of_its_own(policy: UpdatePolicy) -> None:
-    each = [
-        *stores(2, toy_model(), BFLOAT16, policy=policy),
-        *stores(1, toy_model(), BFLOAT16, policy=policy),
-    ]
+    each = [*stores(2, toy_model(), BFLOAT16, policy=policy), *stores(1, toy_model(), BFLOAT16, policy=policy)]
     generator = torch.Generator().manual_seed(5)
-    values = {
-        name: torch.rand(view.shape, generator=generator) for name, view in each[2].named_views().items()
-    }
+    values = {name: torch.rand(view.shape, generator=generator) for name, view in each[2].named_views().items()}
     prediction = Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
     for store in each:
         for bundle in store.bundles:
@@ -127,9 +116,7 @@ def test_a_resume_gives_each_machine_the_device_weights_of_its_own(policy: Updat
             view.copy_(values[name])
         store.resume(5, applied_updates=5, prediction=prediction)
     for ours, theirs in (
-        (ours, theirs)
-        for store in each[:2]
-        for ours, theirs in zip(store.bundles, each[2].bundles, strict=True)
+        (ours, theirs) for store in each[:2] for ours, theirs in zip(store.bundles, each[2].bundles, strict=True)
     ):
         for age in range(policy.versions):
             assert torch.equal(ours.version(5 - age), theirs.version(5 - age)) == ours.is_owned
@@ -140,15 +127,11 @@ def test_a_resume_gives_each_machine_the_device_weights_of_its_own(policy: Updat
 def test_true_weights_are_written_by_their_owners_alone() -> None:
     shared = []
     for store in stores(2, toy_model(), BFLOAT16, policy=ASYNC_PREDICT):
-        store.resume(
-            1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
-        )
+        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
         for bundle in store.owned:
             for segment in bundle.segments:
                 segment.parts["exp_avg"].fill_(1.0)
-        store.resume(
-            1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
-        )
+        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
         for bundle in store.bundles:
             if bundle.is_remote:
                 bundle.version(1).fill_(7.0)

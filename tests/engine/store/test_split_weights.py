@@ -8,15 +8,7 @@ from torch import Tensor
 
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.rounding import ties_up
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable, OptimizerTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
@@ -47,9 +39,7 @@ def bits(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(
-    policy: UpdatePolicy, step: int
-) -> None:
+def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(policy: UpdatePolicy, step: int) -> None:
     store = toy_store(toy_model(tied=True), BF16, policy=policy)
     store.resume(step, step)
     written = values_with_ties(store)

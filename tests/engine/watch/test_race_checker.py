@@ -113,9 +113,7 @@ def test_no_race_with_kept_activations(kept, num_devices, policy):
         assert record(PARTITIONS[partition], num_devices, policy, **options) == []
 
 
-@pytest.mark.parametrize(
-    ("policy", "stale_layers"), [(BOUNDED, 3), (ASYNC_PREDICT, 0)], ids=["stale", "predict"]
-)
+@pytest.mark.parametrize(("policy", "stale_layers"), [(BOUNDED, 3), (ASYNC_PREDICT, 0)], ids=["stale", "predict"])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_no_race_around_an_evaluation_of_the_true_weights(monkeypatch, num_devices, policy, stale_layers):
     """Evaluations before and inside it are not awaited, so that their uploads may run when the weights are replaced."""
@@ -127,11 +125,7 @@ def test_no_race_around_an_evaluation_of_the_true_weights(monkeypatch, num_devic
 def evaluate_true_weights(policy, num_devices, stale_layers):
     log, model, batches = AccessLog(), toy_model(tied=True), toy_batches(3, micro_batches=4)
     store = toy_store(model, policy=policy)
-    options = {
-        "observer": log,
-        "wrap": lambda device: watched(linked(device), log),
-        "stale_layers": stale_layers,
-    }
+    options = {"observer": log, "wrap": lambda device: watched(linked(device), log), "stale_layers": stale_layers}
     with toy_engine(model, store, PARTITIONS["backward coarser"], num_devices, **options) as engine:
         for micro_batches in batches:
             train_step(engine, micro_batches, evaluate=False)
@@ -148,9 +142,7 @@ KEPT_SITES = [
     empty_event_at("kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)"),
     empty_event_at("kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)"),
     no_wait_at("activation_transfers.send: device.wait(Stream.COMPUTE, slot.released)"),
-    no_wait_at(
-        "activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))"
-    ),
+    no_wait_at("activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))"),
 ]
 
 
@@ -238,21 +230,12 @@ def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):
 @pytest.mark.parametrize("stale_layers", [0, 1, 3, 5])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"evaluate": True},
-        {"tied": True, "dtype": torch.bfloat16},
-        {"layerwise_recompute": True},
-        {"poisoned": True},
-    ],
+    [{"evaluate": True}, {"tied": True, "dtype": torch.bfloat16}, {"layerwise_recompute": True}, {"poisoned": True}],
     ids=str,
 )
 def test_no_race_with_bounded_updates(options, stale_layers):
     """Gradients leave early at every stage, and device weights that lag are written between two kinds of uploads."""
-    for num_devices, partition in (
-        (1, "backward coarser"),
-        (3, "one layer a stage"),
-        (8, "backward coarser"),
-    ):
+    for num_devices, partition in ((1, "backward coarser"), (3, "one layer a stage"), (8, "backward coarser")):
         options = {**options, "policy": BOUNDED, "stale_layers": stale_layers, "steps": 3}
         assert record(PARTITIONS[partition], num_devices, **options) == []
 
@@ -353,9 +336,7 @@ def region(start, stop):
             id="disjoint bytes",
         ),
         pytest.param(
-            [Entry("a", "access", reads=region(0, 8)), Entry("b", "access", reads=region(0, 8))],
-            0,
-            id="two reads",
+            [Entry("a", "access", reads=region(0, 8)), Entry("b", "access", reads=region(0, 8))], 0, id="two reads"
         ),
         pytest.param(
             [

@@ -11,9 +11,7 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
 
 
-def races(
-    policy=SYNC, partition="backward coarser", num_devices=3, tied=False, rounds=1, evaluates=False, **options
-):
+def races(policy=SYNC, partition="backward coarser", num_devices=3, tied=False, rounds=1, evaluates=False, **options):
     """Return the races of three steps of two calls each."""
     log, model = AccessLog(), toy_model(tied)
     store = toy_store(model, policy=policy, **options)

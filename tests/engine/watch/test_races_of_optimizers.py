@@ -27,9 +27,7 @@ def label(value):
     return value.name + "-predict" * value.predicts if hasattr(value, "predicts") else None
 
 
-def recorded(
-    name, policy=SYNC, partition="forward coarser", evaluates=False, saves=False, poisoned=False, **options
-):
+def recorded(name, policy=SYNC, partition="forward coarser", evaluates=False, saves=False, poisoned=False, **options):
     """Return the log of a run of four steps, and its store.
 
     With `poisoned`, no gradient is finite and every update is skipped.
@@ -41,9 +39,7 @@ def recorded(
         for device_weight in store.bundles[1].device_weights:
             device_weight.fill_(torch.inf)
     settings = {"observer": log, "wrap": lambda device: watched(linked(device), log), **options}
-    with toy_engine(
-        model, store, PARTITIONS[partition], num_devices, optimizer=OPTIMIZERS[name], **settings
-    ) as engine:
+    with toy_engine(model, store, PARTITIONS[partition], num_devices, optimizer=OPTIMIZERS[name], **settings) as engine:
         for step, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
             if evaluates and step == 1:
                 engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step
@@ -88,11 +84,7 @@ def is_clean(name, policy, *options):
 # By rule: the method whose wait is taken out, and a run that needs it. Directions of matrices order an update after all
 # that their devices did before. So rule 1 shows with more devices than there are blocks.
 RULES = {
-    "1": (
-        "before_device_weight_write",
-        SYNC,
-        {"evaluates": True, "partition": "one stage", "num_devices": 8},
-    ),
+    "1": ("before_device_weight_write", SYNC, {"evaluates": True, "partition": "one stage", "num_devices": 8}),
     "2": ("before_upload", SYNC, {}),
     "3": ("before_gradient_read", SYNC, {}),
     "4": ("before_gradient_write", ASYNC, {}),
@@ -127,9 +119,7 @@ def test_rule_5_is_needed_with_every_optimizer(monkeypatch, name, rule_holds):
 def test_the_checker_is_told_of_every_buffer_that_an_update_changes(name, policy):
     """Otherwise a race on a buffer, such as one of scales, could not be found."""
     log, store = recorded(name, policy)
-    told = {
-        region for entry in log.entries if entry.actor == "torchround optimizer" for region in entry.writes
-    }
+    told = {region for entry in log.entries if entry.actor == "torchround optimizer" for region in entry.writes}
     for bundle in store.trained:
         changed = [*bundle.state(), *bundle.device_weights]
         assert len(changed) >= len(bundle.device_weights) + 2

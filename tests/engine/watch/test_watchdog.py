@@ -6,6 +6,8 @@ a slow machine too, the planted hang is the first one found, and all other threa
 
 import re
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,9 +57,7 @@ def engine_threads():
 
 def hanging_engine(store=None, num_devices=2, **options):
     model = toy_model()
-    return toy_engine(
-        model, store or toy_store(model), PARTITION, num_devices, hang_timeout_s=TIMEOUT_S, **options
-    )
+    return toy_engine(model, store or toy_store(model), PARTITION, num_devices, hang_timeout_s=TIMEOUT_S, **options)
 
 
 def hang(engine):
@@ -91,12 +91,8 @@ def block_forwards(monkeypatch, planted, over, call):
 
 
 # A step makes 15 forwards of blocks in forward stages, then 15 recomputations of blocks.
-@pytest.mark.parametrize(
-    ("call", "stage", "step"), [(1, "forward", 0), (20, "backward", 0), (59, "backward", 1)]
-)
-def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
-    monkeypatch, planted, over, call, stage, step
-):
+@pytest.mark.parametrize(("call", "stage", "step"), [(1, "forward", 0), (20, "backward", 0), (59, "backward", 1)])
+def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(monkeypatch, planted, over, call, stage, step):
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
     block_forwards(monkeypatch, planted, over, call)
     store = toy_store(toy_model())
@@ -106,9 +102,7 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
     assert sum(line.startswith("torchround cpu:") for line in lines) == 2
     [stuck] = [line for line in lines if ", in wait" in line or "is in wait" in line]
     place = rf"in device cpu:\d, {stage} stage \(.*block\.\d.*\), micro-batch \d"
-    assert re.match(
-        rf"torchround cpu:\d: {place}: is in wait .* called by .*blocking \(.*test_watchdog", stuck
-    )
+    assert re.match(rf"torchround cpu:\d: {place}: is in wait .* called by .*blocking \(.*test_watchdog", stuck)
     [queue] = [line for line in lines if line.startswith("  its ")]
     assert re.match(rf"  its compute queue is inside an operation of {place[3:]}", queue)
     gradient = rf"torchround optimizer: waits for part 0 of step {step}'s gradient of bundle \d"
@@ -126,17 +120,11 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
             BOUNDARY_GRADIENT,
             r"torchround cpu:\d: .*waits for the gradient of layer \d's input for micro-batch 1 of pass 1",
         ),
-        (
-            KEPT,
-            r"torchround cpu:\d: .*waits for the kept activations of layer 1 for micro-batch 0 of pass 1",
-        ),
+        (KEPT, r"torchround cpu:\d: .*waits for the kept activations of layer 1 for micro-batch 0 of pass 1"),
         (LOSS, r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
         (GRADIENT_LANDED, r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
         (WEIGHTS, r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
-        (
-            UPLOADED,
-            r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
-        ),
+        (UPLOADED, r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1"),
         (STAGE_ENQUEUED, r"MainThread .*: waits for all of stage slot 12 to be enqueued"),
         (UPDATED, r"MainThread .*: waits for the update of step 2"),
         (TRAINING_PASS, r"torchround optimizer: waits for step 1 to be dispatched"),
@@ -145,9 +133,7 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
     ],
     ids=lambda value: value.words if isinstance(value, HandOver) else "",
 )
-def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
-    monkeypatch, planted, undisturbed, kind, waiting
-):
+def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
     """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
@@ -222,9 +208,7 @@ class StuckDevice(CpuDevice):
 @pytest.mark.parametrize(
     "stream", [Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_DOWNLOAD, Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE]
 )
-def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_event(
-    monkeypatch, planted, over, stream
-):
+def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_event(monkeypatch, planted, over, stream):
     """The caller waits for the device itself, or for the optimizer, which waits for the device."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
 
@@ -244,15 +228,11 @@ def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_eve
         error = hang(engine)
     [line] = [line for line in error.report if line.startswith(f"  its {stream.value} queue")]
     stage = r"device cpu:0, \w+ stage \(.*\)"
-    assert re.match(
-        rf"  its {stream.value} queue has not passed \d+ event\(s\), the first one of {stage}", line
-    )
+    assert re.match(rf"  its {stream.value} queue has not passed \d+ event\(s\), the first one of {stage}", line)
 
 
 @pytest.mark.parametrize("call", ["loss", "update", "drain", "forward_backward", "evaluate"])
-def test_every_call_that_waits_ends_with_the_report_and_so_does_each_later_one(
-    monkeypatch, planted, over, call
-):
+def test_every_call_that_waits_ends_with_the_report_and_so_does_each_later_one(monkeypatch, planted, over, call):
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
     block_forwards(monkeypatch, planted, over, call=1)
     engine = hanging_engine()
@@ -306,6 +286,32 @@ def test_events_that_a_device_passes_count_as_movement():
     assert Stream.COMPUTE in queues.unfinished() and queues.moves() == before
     passed.set()
     assert queues.moves() == before + 1 and queues.unfinished() == {}
+
+
+def test_the_thread_that_launches_kernels_asks_for_few_of_its_events():
+    """Each question is a call of the driver. No event may be missed, and those that wait stay few."""
+    asked, passed = [0], [0]
+
+    class Numbered(CpuDevice):
+        recorded = 0
+
+        def _record(self, stream):
+            self.recorded += 1
+            return SimpleNamespace(query=partial(self.query, self.recorded))
+
+        def query(self, number):
+            asked[0] += 1
+            return number <= passed[0]
+
+    device = Numbered(0)
+    queues = QueueWatch(device, lambda: None)
+    for number in range(1000):
+        passed[0] = max(0, number - 10)
+        device.record(Stream.COMPUTE)
+    assert 0 < asked[0] < 200
+    before = queues.moves()
+    passed[0] = 1000
+    assert before == 989 and queues.moves() == 1000 and queues.unfinished() == {}
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():

@@ -99,9 +99,7 @@ def copies_in_windows(monkeypatch):
 
     monkeypatch.setattr(DeviceWorker, "_advance_transfers", in_window)
     model = toy_model()
-    with toy_engine(
-        model, toy_store(model), PARTITION, 1, wrap=lambda device: watched(device, order)
-    ) as engine:
+    with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda device: watched(device, order)) as engine:
         engine.forward_backward(toy_batches(1, MICRO_BATCHES)[0])
         order.dispatched.set()
         engine.step(1e-2)
@@ -111,15 +109,10 @@ def copies_in_windows(monkeypatch):
 
 @pytest.mark.parametrize(
     ("chunks", "activations"),
-    [
-        (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD),
-        (Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD),
-    ],
+    [(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD), (Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD)],
     ids=["weights", "gradients"],
 )
-def test_each_chunk_queues_behind_the_activations_already_on_their_way(
-    copies_in_windows, chunks, activations
-):
+def test_each_chunk_queues_behind_the_activations_already_on_their_way(copies_in_windows, chunks, activations):
     found = [copy for copy in copies_in_windows if copy.stream is chunks]
     assert len({copy.enqueued[activations] for copy in found}) > 2 * MICRO_BATCHES
     for copy in found:
@@ -224,12 +217,7 @@ def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=lin
     model, found = toy_model(), [GradientCopies() for _ in range(num_devices)]
     store, copies = toy_store(model, policy=policy), iter(found)
     with toy_engine(
-        model,
-        store,
-        partition,
-        num_devices,
-        wrap=lambda device: watched(link(device), next(copies)),
-        **settings,
+        model, store, partition, num_devices, wrap=lambda device: watched(link(device), next(copies)), **settings
     ) as engine:
         train(engine, toy_batches(1, micro_batches))
     return found

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
@@ -147,9 +139,7 @@ def test_a_file_that_is_cut_short_gives_an_error_that_names_it(base):
     with mapped_engine(base) as engine:
         train(engine, BATCHES[:1])
         os.truncate(base, 2000)
-        with pytest.raises(
-            PipelineError, match=r"reader of device cpu:\d: OSError: .*base.*cut short"
-        ) as caught:
+        with pytest.raises(PipelineError, match=r"reader of device cpu:\d: OSError: .*base.*cut short") as caught:
             train(engine, BATCHES)
     assert caught.value.store_is_consistent
 

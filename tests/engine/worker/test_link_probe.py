@@ -79,9 +79,7 @@ class Store:
     """The part of a host store that the probe uses."""
 
     def __init__(self, nbytes):
-        self.bundles = [
-            type("Bundle", (), {"device_weights": [torch.zeros(nbytes // 2, dtype=torch.bfloat16)]})
-        ]
+        self.bundles = [type("Bundle", (), {"device_weights": [torch.zeros(nbytes // 2, dtype=torch.bfloat16)]})]
 
 
 @pytest.mark.parametrize(

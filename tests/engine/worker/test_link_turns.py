@@ -138,11 +138,7 @@ def test_turns_do_not_stand_in_for_an_ordering_rule(monkeypatch):
 
 def races(partition, policy, **settings):
     log, model = AccessLog(), toy_model()
-    options = {
-        "observer": log,
-        "wrap": lambda device: watched(device, log),
-        "turns": [(0, 1), (2, 3)],
-    }
+    options = {"observer": log, "wrap": lambda device: watched(device, log), "turns": [(0, 1), (2, 3)]}
     with toy_engine(model, toy_store(model, policy=policy), partition, 4, **options, **settings) as engine:
         train(engine, toy_batches(3, MICRO_BATCHES))
     return find_races(log.entries)

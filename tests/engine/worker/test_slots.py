@@ -47,9 +47,7 @@ def test_consecutive_slots_lie_side_by_side_in_a_buffer_for_the_two_largest() ->
     assert all(start % 4 == 0 and (start - base) % 256 == 0 and stop <= base + 1024 for start, stop in ranges)
     for one, other in pairwise(ranges):
         assert one[1] <= other[0] or other[1] <= one[0], "neighbours share bytes"
-    assert any(
-        one[0] < other[1] and other[0] < one[1] for one, other in zip(ranges, ranges[3:], strict=False)
-    )
+    assert any(one[0] < other[1] and other[0] < one[1] for one, other in zip(ranges, ranges[3:], strict=False))
 
 
 def test_a_slot_inherits_the_release_of_the_one_before_the_newest() -> None:

@@ -66,9 +66,7 @@ def trees() -> st.SearchStrategy:
 @given(trees())
 def test_any_structure_comes_back_as_it_went(value):
     found = travelled(value)
-    (before, of_value), (after, of_found) = (
-        pytree.tree_flatten(one, is_leaf=is_size) for one in (value, found)
-    )
+    (before, of_value), (after, of_found) = (pytree.tree_flatten(one, is_leaf=is_size) for one in (value, found))
     assert of_found == of_value
     same = {id(one): other for one, other in zip(before, after, strict=True) if isinstance(one, Tensor)}
     for one, other in zip(before, after, strict=True):

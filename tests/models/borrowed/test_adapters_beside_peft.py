@@ -7,14 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support.toy_decoders import VOCAB
-from tests.support.transformers_loop import (
-    engine_of,
-    loss_sum,
-    make_pair,
-    packed_steps,
-    reference_training,
-    train,
-)
+from tests.support.transformers_loop import engine_of, loss_sum, make_pair, packed_steps, reference_training, train
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES, LoraShape, adapter_names, add_adapters
 from torchround.pipeline.partition import Partition
@@ -36,8 +29,7 @@ def adapted(request, tools):
     names = FAMILIES["transformers"].module_names(pair.config)
     add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
     theirs = get_peft_model(
-        copy.deepcopy(pair.theirs),
-        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), lora_dropout=0.0),
+        copy.deepcopy(pair.theirs), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), lora_dropout=0.0)
     )
     generator = torch.Generator().manual_seed(2)
     weights = {name: parameter.detach() for name, parameter in tools.stored_parameters(pair.ours).items()}

@@ -8,13 +8,7 @@ from torchround.models import FAMILIES
 
 # Plain attention; a capped loss; experts; documents one by one.
 TYPES = ("qwen2", "gemma2", "qwen3_moe", "lfm2")
-WIDE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "head_dim": 24,
-    "vocab_size": 2048,
-    "num_hidden_layers": 2,
-}
+WIDE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "vocab_size": 2048, "num_hidden_layers": 2}
 TOKENS = 128
 HYBRID = {"layer_types": ["conv", "full_attention"]}
 

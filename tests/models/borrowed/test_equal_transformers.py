@@ -69,9 +69,7 @@ def one_device(pair, tools):
     with engine_of(model, store, PARTITIONS[1], num_devices=1) as engine:
         for step in steps:
             losses += train(engine, [step])
-            states.append(
-                ({name: view.clone() for name, view in store.named_views().items()}, store.resume_state())
-            )
+            states.append(({name: view.clone() for name, view in store.named_views().items()}, store.resume_state()))
     return SimpleNamespace(steps=steps, losses=losses, states=states)
 
 

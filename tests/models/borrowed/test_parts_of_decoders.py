@@ -115,12 +115,7 @@ def test_documents_that_run_alone_wait_for_the_device_once(tools):
     model = tools.materialise(cut("mamba").layers)
     batch = tools.micro_batch([[5, 1, 6], [12]], 64)
     calls = model.layers[1].shell.calls_by_document(torch.zeros(2, 12, 32), batch)
-    assert [(row, begin, end) for row, begin, end, _ in calls] == [
-        (0, 0, 5),
-        (0, 5, 6),
-        (0, 6, 12),
-        (1, 0, 12),
-    ]
+    assert [(row, begin, end) for row, begin, end, _ in calls] == [(0, 0, 5), (0, 5, 6), (0, 6, 12), (1, 0, 12)]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

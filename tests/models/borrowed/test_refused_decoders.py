@@ -57,12 +57,7 @@ def test_rotations_that_change_with_the_longest_batch_are_refused():
 
 
 def test_rotations_of_two_lengths_hold_up_to_the_shorter_one():
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     content = toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=64).to_dict()
     model = FAMILY.build(FAMILY.config_from_hf(content))
     assert model.layers[1].work(1, 64, 4, "cpu").forward_flops > 0
@@ -92,10 +87,7 @@ def test_experts_of_a_width_that_the_grouped_product_does_not_take_are_refused()
 
 
 def test_code_of_a_folder_is_never_run():
-    content = toy_config("qwen2").to_dict() | {
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "code.Config"},
-    }
+    content = toy_config("qwen2").to_dict() | {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
     assert "its own code (auto_map) is never run" in refusal(content)
 
 
@@ -119,10 +111,7 @@ def test_a_config_that_transformers_refuses_is_one_message():
     ("error", "message"),
     [
         (ModuleNotFoundError("No module", name="transformers"), "which is not installed: pip install"),
-        (
-            ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"),
-            "(No module named 'tokenizers')",
-        ),
+        (ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"), "(No module named 'tokenizers')"),
         (ImportError("cannot import name 'is_x'", name="transformers.utils"), "(cannot import name 'is_x')"),
     ],
 )

@@ -57,9 +57,7 @@ def assert_gradients_close(found, expected):
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
 @pytest.mark.parametrize(
-    "document_ids",
-    [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])],
-    ids=["single", "packed", "mixed"],
+    "document_ids", [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])], ids=["single", "packed", "mixed"]
 )
 def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
     heads = make_heads(2, 9)
@@ -87,9 +85,7 @@ def test_a_returning_document_id_attends_to_its_earlier_part():
 def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
     document_ids, upstream = ids([8], [8]), torch.randn(2, 8, HEADS, CHANNELS)
     found = [
-        torch.autograd.grad(
-            attend(*(heads := make_heads(2, 8)), Documents(document_ids, known)), heads, upstream
-        )
+        torch.autograd.grad(attend(*(heads := make_heads(2, 8)), Documents(document_ids, known)), heads, upstream)
         for known in (1, None)
     ]
     for one, other in zip(*found, strict=True):
@@ -119,9 +115,7 @@ def test_offsets_and_masks_are_made_without_reading_from_the_device():
         ("cuda", torch.bfloat16, None, None, AttentionKernel.MASK),
     ],
 )
-def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(
-    device, dtype, max_documents, window, kernel
-):
+def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(device, dtype, max_documents, window, kernel):
     assert choose_kernel(device, dtype, 128, 64, max_documents, window) is kernel
 
 
@@ -140,8 +134,7 @@ def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4),
-    spare=st.integers(0, 3),
+    rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4), spare=st.integers(0, 3)
 )
 def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
     tokens = max(sum(row) for row in rows)
@@ -208,9 +201,7 @@ def test_the_flash_kernels_take_what_they_are_given():
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
     monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
     monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
-    compiled = torch.compile(
-        packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False
-    )
+    compiled = torch.compile(packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
     before = counters["stats"]["unique_graphs"]
     for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):

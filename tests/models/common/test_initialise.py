@@ -61,9 +61,7 @@ def test_layers_initialise_the_same_in_any_order_and_leave_the_global_generator_
     forwards = tools.materialise(FAMILIES[family].build(config))
     backwards = tools.materialise(FAMILIES[family].build(config), reverse=True)
     assert torch.equal(torch.random.get_rng_state(), state)
-    pairs = zip(
-        tools.stored_parameters(forwards).items(), tools.stored_parameters(backwards).items(), strict=True
-    )
+    pairs = zip(tools.stored_parameters(forwards).items(), tools.stored_parameters(backwards).items(), strict=True)
     for (name, one), (other_name, other) in pairs:
         assert name == other_name and torch.equal(one, other), name
         assert one.isfinite().all(), f"{name} was not initialised"

@@ -12,12 +12,7 @@ from torchround.models.common.keys_and_values import KeysAndValues, past_mask
 
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
 NEW_TOKENS = 6
-CASES = [
-    (name, flavor)
-    for name in FAMILIES
-    for flavor in ("debug", "debug_moe")
-    if flavor in FAMILIES[name].flavors
-]
+CASES = [(name, flavor) for name in FAMILIES for flavor in ("debug", "debug_moe") if flavor in FAMILIES[name].flavors]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -40,11 +35,7 @@ def padded(texts: list[torch.Tensor], width: int) -> MicroBatch:
     document_ids = torch.full_like(tokens, -1)
     for row, text in enumerate(texts):
         start = width - len(text)
-        tokens[row, start:], positions[row, start:], document_ids[row, start:] = (
-            text,
-            torch.arange(len(text)),
-            0,
-        )
+        tokens[row, start:], positions[row, start:], document_ids[row, start:] = (text, torch.arange(len(text)), 0)
     labels = torch.full_like(tokens, IGNORED_LABEL)
     return MicroBatch(tokens, labels, positions, document_ids, max_documents=2, wants="logits")
 
@@ -67,9 +58,7 @@ def test_a_group_with_a_cache_has_the_logits_of_each_text_alone(model):
     for grown in range(NEW_TOKENS + 1):
         if grown:
             columns = [
-                torch.tensor(
-                    [[text[length + grown - 1]] for text, length in zip(texts, LENGTHS, strict=True)]
-                ),
+                torch.tensor([[text[length + grown - 1]] for text, length in zip(texts, LENGTHS, strict=True)]),
                 torch.full((len(texts), 1), IGNORED_LABEL),
                 torch.tensor([[length + grown - 1] for length in LENGTHS]),
                 torch.zeros(len(texts), 1, dtype=torch.int64),

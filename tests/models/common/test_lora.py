@@ -162,9 +162,7 @@ def with_seeds(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
 
 
 def test_dropout_gives_the_same_bits_for_any_devices_stages_and_recomputation(tools):
-    batches = with_seeds(
-        [[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)]
-    )
+    batches = with_seeds([[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)])
     runs = {}
     for key, partition, devices, options in [
         ("one", Partition((), 4, ()), 1, {}),
@@ -274,9 +272,7 @@ def test_peak_of_a_layer_with_adapters_is_at_most_the_estimate(name, flavor, tar
         output = as_leaves(layer(hidden, batch))
 
         def run(layer=layer, hidden=hidden, output=output):
-            torch.autograd.backward(
-                as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output)))
-            )
+            torch.autograd.backward(as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output))))
 
         work = layer.work(4, 256, dtype.itemsize, "cpu")
         estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)

@@ -12,13 +12,7 @@ from torch.nn import functional as F
 
 from tests.support.rounding import assert_close_in_sums
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common.experts import (
-    GatedExperts,
-    combine,
-    dispatch,
-    make_routes,
-    sort_pairs,
-)
+from torchround.models.common.experts import GatedExperts, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.feed_forward import MoE, MoEShape, balance_penalty, expert_load
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.models.kernels import grouped
@@ -34,9 +28,7 @@ def make_moe(num_chosen=2, normalised=True):
     for module in moe.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(
-                    torch.randn(parameter.shape, generator=generator)
-                )
+                module._parameters[name] = torch.nn.Parameter(torch.randn(parameter.shape, generator=generator))
     return moe
 
 
@@ -50,8 +42,7 @@ def token_by_token(moe, x):
         if moe.shape.normalised:
             weights = weights / weights.sum()
         outputs = [
-            moe.experts.down[e] @ (F.silu(moe.experts.gate[e] @ token) * (moe.experts.up[e] @ token))
-            for e in chosen
+            moe.experts.down[e] @ (F.silu(moe.experts.gate[e] @ token) * (moe.experts.up[e] @ token)) for e in chosen
         ]
         mixed.append(sum(w * output for w, output in zip(weights, outputs, strict=True)))
     return torch.stack(mixed).view_as(x)
@@ -83,9 +74,7 @@ def on_an_accelerator(request, monkeypatch):
 
 
 @pytest.mark.parametrize("has_sums", [False, True], ids=["no sums", "sums"])
-def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_computation(
-    on_an_accelerator, has_sums
-):
+def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_computation(on_an_accelerator, has_sums):
     moe, x = make_moe(num_chosen=1), torch.randn(2, 9, D, requires_grad=True)
     upstream = torch.randn(2, 9, D)
     expected = torch.autograd.grad(token_by_token(moe, x), [x, *moe.parameters()], upstream)
@@ -142,9 +131,7 @@ def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(
 
 
 @pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])
-def test_the_loop_brings_the_offsets_to_the_host_once_for_all_products_of_a_block(
-    family, flavor, monkeypatch
-):
+def test_the_loop_brings_the_offsets_to_the_host_once_for_all_products_of_a_block(family, flavor, monkeypatch):
     moe, x = adapted_block(family, flavor)
     plain, calls = torch.Tensor.tolist, []
 
@@ -193,10 +180,7 @@ def test_the_loop_equals_torchs_grouped_product():
     rows, weights = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
     ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
     upstream = torch.randn(20, 16)
-    found, expected = (
-        grouped_product(rows, weights, RowGroups(ends)),
-        F.grouped_mm(rows, weights, offs=ends),
-    )
+    found, expected = (grouped_product(rows, weights, RowGroups(ends)), F.grouped_mm(rows, weights, offs=ends))
     assert_close_in_sums(found, expected, 8)
     pairs = zip(
         torch.autograd.grad(found, (rows, weights), upstream),
@@ -238,8 +222,7 @@ def test_loss_with_penalty_does_not_depend_on_how_the_batch_was_cut(tools):
     batch = tools.micro_batch([[16], [10, 6], [16]], config.vocab_size)
     whole = tools.loss_sum(model, batch)
     parts = [
-        tools.loss_sum(model, type(batch)(*(tensor[row : row + 1] for tensor in batch.tensors())))
-        for row in range(3)
+        tools.loss_sum(model, type(batch)(*(tensor[row : row + 1] for tensor in batch.tensors()))) for row in range(3)
     ]
     # 48 positive terms and their logits in another order: far below 168 roundings of 2^-24.
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)

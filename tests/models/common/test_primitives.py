@@ -44,9 +44,7 @@ def test_norm_and_its_gradients_equal_torchs():
 def test_bf16_norm_rounds_only_its_result():
     norm, x = real_norm(64, torch.bfloat16), (100 * torch.randn(7, 64)).bfloat16()
     exact = F.rms_norm(x.double(), (64,), norm.weight.double(), 1e-5)
-    assert (
-        torch.equal(norm(x), exact.bfloat16()) or (norm(x) - exact).abs().max() <= 2**-8 * exact.abs().max()
-    )
+    assert torch.equal(norm(x), exact.bfloat16()) or (norm(x) - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
 def test_norm_keeps_its_input_and_one_number_per_token():

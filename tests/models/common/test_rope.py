@@ -7,14 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchround.models.common.rope import (
-    Llama3Scaling,
-    Rope,
-    YarnScaling,
-    inverse_frequencies,
-    rotate,
-    rotation,
-)
+from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling, inverse_frequencies, rotate, rotation
 
 LLAMA_31 = Rope(500000.0, Llama3Scaling(factor=8.0))
 
@@ -23,9 +16,7 @@ def test_scores_depend_on_the_distance_of_positions_only():
     query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
 
     def score(query_position, key_position):
-        at_query, at_key = (
-            rotation(Rope(10000.0), 8, torch.tensor([[p]])) for p in (query_position, key_position)
-        )
+        at_query, at_key = (rotation(Rope(10000.0), 8, torch.tensor([[p]])) for p in (query_position, key_position))
         return (rotate(query, *at_query) * rotate(key, *at_key)).sum(-1)
 
     # An angle of 104 radians is rounded to 104 * 2^-24 = 6e-6, on each side, and a score adds up 8 products.
@@ -72,18 +63,12 @@ def test_bf16_heads_are_rotated_in_fp32_and_rounded_once():
     ("scaling", "stated", "known"),
     [
         (None, 8192, 8192),
-        (
-            Llama3Scaling(8.0, original_positions=8192),
-            131072,
-            131072,
-        ),  # Llama 3.1 states more than the product
+        (Llama3Scaling(8.0, original_positions=8192), 131072, 131072),  # Llama 3.1 states more than the product
         (Llama3Scaling(32.0, original_positions=8192), 131072, 131072),  # Llama 3.2 states less
         (Llama3Scaling(4.0, original_positions=8192), 8192, 32768),  # stretched by its user
         (YarnScaling(32.0, original_positions=4096), 131072, 131072),  # GPT-OSS
         (YarnScaling(4.0, original_positions=32768), 40960, 131072),  # Qwen3 as its card says to stretch it
     ],
 )
-def test_the_known_positions_are_the_stated_ones_or_what_a_scaling_makes_of_the_original_ones(
-    scaling, stated, known
-):
+def test_the_known_positions_are_the_stated_ones_or_what_a_scaling_makes_of_the_original_ones(scaling, stated, known):
     assert Rope(1e4, scaling).known_positions(stated) == known

@@ -100,9 +100,7 @@ def test_yarn_frequencies_and_magnitude_equal_those_of_transformers():
     found = inverse_frequencies(rope, 64, torch.device("cpu"))
     # The same formula in fp32: at most 16 roundings of 2^-24.
     torch.testing.assert_close(found, reference.inv_freq, rtol=1e-6, atol=0)
-    assert (
-        rope.magnitude == pytest.approx(reference.attention_scaling) == pytest.approx(0.1 * math.log(32) + 1)
-    )
+    assert rope.magnitude == pytest.approx(reference.attention_scaling) == pytest.approx(0.1 * math.log(32) + 1)
 
 
 def test_another_order_of_windows_is_kept():

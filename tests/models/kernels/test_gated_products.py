@@ -27,9 +27,7 @@ def test_the_reference_of_gated_products_is_that_of_float64(weighs, activation, 
     gate, up, upstream = random(3, 9, 20, dtype=dtype)
     inputs = [gate, up, *([random(9)] if weighs else [])]
     rest = [] if weighs else [None]
-    result, gradients = gradients_of(
-        lambda *leaves: fused_gated_product(*leaves, *rest, activation), inputs, upstream
-    )
+    result, gradients = gradients_of(lambda *leaves: fused_gated_product(*leaves, *rest, activation), inputs, upstream)
     wide = gated_cases.wide(*inputs)
     exact = gated_cases.exact_gated_product(*wide, *rest, activation)
     expected = torch.autograd.grad(exact, wide, upstream.double())

@@ -37,12 +37,8 @@ def experts_operations(family, flavor, capability, has_sums):
 
 @pytest.mark.parametrize("capability", [BEFORE_HOPPER, GEFORCE_BLACKWELL])
 @pytest.mark.parametrize("has_sums", [True, False])
-@pytest.mark.parametrize(
-    ("family", "flavor", "products"), [("qwen3", "debug_moe", 3), ("gpt_oss", "debug", 2)]
-)
-def test_cards_without_pytorchs_kernel_run_triton_and_never_wait(
-    family, flavor, products, has_sums, capability
-):
+@pytest.mark.parametrize(("family", "flavor", "products"), [("qwen3", "debug_moe", 3), ("gpt_oss", "debug", 2)])
+def test_cards_without_pytorchs_kernel_run_triton_and_never_wait(family, flavor, products, has_sums, capability):
     seen = experts_operations(family, flavor, capability, has_sums)
     assert seen.count("torchround::grouped_rows") == 2 * products
     assert seen.count("torchround::grouped_gradient_") == products

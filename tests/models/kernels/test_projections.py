@@ -71,9 +71,7 @@ def test_the_leaf_that_was_bound_in_the_forward_gets_the_gradient(products):
 
 @pytest.mark.parametrize("case", ["no sum", "fp32 weight", "frozen", "no gradients", "no such product"])
 def test_every_other_weight_is_left_to_autograd(case, products, monkeypatch):
-    weight = leaf(
-        (OUTPUTS, INPUTS), torch.float32 if case == "fp32 weight" else torch.bfloat16, case != "no sum"
-    )
+    weight = leaf((OUTPUTS, INPUTS), torch.float32 if case == "fp32 weight" else torch.bfloat16, case != "no sum")
     weight.requires_grad_(case != "frozen")
     if case == "no such product":
         monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: False)
@@ -104,20 +102,15 @@ def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, pro
             setattr(layer, name, leaf(parameter.shape))
     layers[0].weight.requires_grad_(wants != "one weight frozen")
     x = micro_batch(0).requires_grad_(wants != "no input")
-    exact = [
-        tensor.detach().double().requires_grad_() for tensor in (x, *layers[0].parameters(), layers[1].weight)
-    ]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, *layers[0].parameters(), layers[1].weight)]
     upstream = [random(BATCH, TOKENS, size, dtype=torch.bfloat16) for size in (OUTPUTS, 3)]
     results = project_all(x, layers)
     assert all(
-        torch.equal(one, F.linear(x, layer.weight, layer.bias))
-        for one, layer in zip(results, layers, strict=True)
+        torch.equal(one, F.linear(x, layer.weight, layer.bias)) for one, layer in zip(results, layers, strict=True)
     )
     torch.autograd.backward(results, upstream)
     expected = torch.autograd.grad(
-        (F.linear(exact[0], *exact[1:3]), F.linear(exact[0], exact[3])),
-        exact,
-        [one.double() for one in upstream],
+        (F.linear(exact[0], *exact[1:3]), F.linear(exact[0], exact[3])), exact, [one.double() for one in upstream]
     )
     if wants == "no input":
         assert x.grad is None

@@ -22,9 +22,7 @@ def run(
 ) -> ScheduleReport:
     costs = Costs(tuple(LayerCost(f"{i}", f, b, activation_bytes=1) for i, (f, b) in enumerate(layers)))
     stages = (1,) * len(layers)
-    setup = SimulationSetup(
-        costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate
-    )
+    setup = SimulationSetup(costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate)
     return measure_schedule(SCHEDULES[name](setup))
 
 
@@ -66,9 +64,7 @@ def test_without_accumulation_the_drift_is_the_number_of_micro_batches_in_flight
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from([0.5, 1.0, 1.7]), st.sampled_from([1.0, 2.0, 3.1])), min_size=1, max_size=6
-    ),
+    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 1.7]), st.sampled_from([1.0, 2.0, 3.1])), min_size=1, max_size=6),
     st.integers(1, 5),
 )
 def test_pacis_bounds_hold_for_any_stage_times(layers: list[tuple[float, float]], accumulate: int) -> None:

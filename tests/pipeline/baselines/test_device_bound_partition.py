@@ -16,13 +16,7 @@ def problems(draw: st.DrawFn) -> tuple[list[float], list[int], list[int], int, i
     layers = draw(st.integers(1, 8))
     seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=layers, max_size=layers))
     static, flying = (draw(st.lists(BYTES, min_size=layers, max_size=layers)) for _ in range(2))
-    return (
-        seconds,
-        static,
-        flying,
-        draw(st.integers(1, layers)),
-        draw(st.one_of(st.none(), st.integers(0, 120))),
-    )
+    return (seconds, static, flying, draw(st.integers(1, layers)), draw(st.one_of(st.none(), st.integers(0, 120))))
 
 
 @settings(max_examples=400, deadline=None)
@@ -53,11 +47,7 @@ def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_s
     assert score(counts) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "memory", "stages"), [([1.0], [1], 2), ([1.0, 1.0], [1], 2), ([1.0], [1], 0)]
-)
-def test_stages_that_cannot_be_bound_are_an_error(
-    seconds: list[float], memory: list[int], stages: int
-) -> None:
+@pytest.mark.parametrize(("seconds", "memory", "stages"), [([1.0], [1], 2), ([1.0, 1.0], [1], 2), ([1.0], [1], 0)])
+def test_stages_that_cannot_be_bound_are_an_error(seconds: list[float], memory: list[int], stages: int) -> None:
     with pytest.raises(ScheduleError):
         bind_stages(seconds, memory, stages, None)

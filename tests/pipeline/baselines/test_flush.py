@@ -36,9 +36,7 @@ PUBLISHED_BUBBLE = {
 
 def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> ScheduleReport:
     """Simulate equal stages: forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
-    costs = Costs(
-        tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
-    )
+    costs = Costs(tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks)))
     setup = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
     return measure_schedule(SCHEDULES[name](setup))
 
@@ -128,9 +126,7 @@ def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
 
 def test_mobius_uploads_the_next_chunk_while_one_computes_and_no_further() -> None:
     layers = tuple(LayerCost(f"{i}", 5.0, 2.0, weight_bytes=10) for i in range(4))
-    line = measure_schedule(
-        SCHEDULES["mobius"](SimulationSetup(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))
-    ).timeline
+    line = measure_schedule(SCHEDULES["mobius"](SimulationSetup(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))).timeline
     uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "weights"]
     # 1 s each, forwards at 1, 6, 11, 16: the third upload finds room when the first chunk is done at 6. The
     # last chunk stays for its backward (2 s, the head does not recompute) and the others come once more.

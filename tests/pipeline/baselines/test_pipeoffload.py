@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import (
-    SCHEDULES,
-    ScheduleError,
-    ScheduleReport,
-    SimulationSetup,
-    measure_schedule,
-)
+from torchround.pipeline.baselines import SCHEDULES, ScheduleError, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.baselines.split_backward import uniform_grid
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind
@@ -127,9 +121,7 @@ def test_offload_and_reload_of_a_device_never_overlap_and_enclose_the_time_on_th
     }
     reloads = [key for key in when if key[0] is TaskKind.RELOAD]
     for kind, layers, micro_batch in reloads:
-        assert (
-            when[TaskKind.FORWARD, layers, micro_batch][1] <= when[TaskKind.OFFLOAD, layers, micro_batch][0]
-        )
+        assert when[TaskKind.FORWARD, layers, micro_batch][1] <= when[TaskKind.OFFLOAD, layers, micro_batch][0]
         assert when[TaskKind.OFFLOAD, layers, micro_batch][1] <= when[kind, layers, micro_batch][0]
         assert when[kind, layers, micro_batch][1] <= when[TaskKind.BACKWARD, layers, micro_batch][0]
 

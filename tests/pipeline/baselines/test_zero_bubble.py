@@ -8,13 +8,9 @@ from torchround.pipeline.costs import Costs, LayerCost
 CASES = [(2, 4), (4, 8), (8, 24)]
 
 
-def uniform(
-    name: str, devices: int, micro_batches: int, forward_s: float, backward_s: float
-) -> ScheduleReport:
+def uniform(name: str, devices: int, micro_batches: int, forward_s: float, backward_s: float) -> ScheduleReport:
     layers = tuple(LayerCost(f"{i}", forward_s, backward_s, activation_bytes=1) for i in range(devices))
-    return measure_schedule(
-        SCHEDULES[name](SimulationSetup(Costs(layers), devices, micro_batches, recompute=False))
-    )
+    return measure_schedule(SCHEDULES[name](SimulationSetup(Costs(layers), devices, micro_batches, recompute=False)))
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), CASES)

@@ -21,9 +21,7 @@ def batches(draw: st.DrawFn) -> HostBatch:
 
     Each layer can keep `down`, of the same bytes in each layer or not.
     """
-    outputs = st.tuples(*[st.integers(1, 9000)] * LAYERS) | st.builds(
-        lambda n: (n,) * LAYERS, st.integers(1, 9000)
-    )
+    outputs = st.tuples(*[st.integers(1, 9000)] * LAYERS) | st.builds(lambda n: (n,) * LAYERS, st.integers(1, 9000))
     output_bytes = tuple(draw(st.lists(outputs, min_size=1, max_size=2)))
     keepable = [[{"down": nbytes} for nbytes in draw(outputs)] for _ in output_bytes]
     sizes = draw(st.lists(st.integers(0, len(output_bytes) - 1), min_size=1, max_size=7))
@@ -48,12 +46,7 @@ def batches(draw: st.DrawFn) -> HostBatch:
     kept=st.lists(st.sampled_from([(), ("down",)]), min_size=LAYERS, max_size=LAYERS),
 )
 def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(
-    batch: HostBatch,
-    chosen: list[Partition],
-    num_devices: int,
-    rounds: int,
-    update: str,
-    kept: list[tuple[str, ...]],
+    batch: HostBatch, chosen: list[Partition], num_devices: int, rounds: int, update: str, kept: list[tuple[str, ...]]
 ) -> None:
     parts = (KeptCost("down", 1, 0.5),)
     layers = (LayerCost(str(n), 1.0, 2.0, boundary_bytes=1, keepable=parts) for n in range(LAYERS))

@@ -62,9 +62,7 @@ def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
         assert plan.step_s * 1.01 < without.step_s * (1 + 1e-9)
 
 
-def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth() -> (
-    None
-):
+def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth() -> None:
     """The fastest plan takes 51.6 s, the one that keeps nothing 52.2 s, and one of 52.1 s is within 1 % of the fastest."""
     block = LayerCost("block", 0.5, 3.0, optimizer_s=3.0, keepable=(KeptCost("attention", 1, 0.5),))
     blocks = [replace(block, name=f"block.{index}") for index in range(7)]
@@ -107,10 +105,7 @@ def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte() -> None:
 
 
 def test_more_rounds_make_room_for_more() -> None:
-    rule, room = (
-        KeepRule("auto", KeptLink(1e9)),
-        MemoryLimits(device_bytes=4000, host_bytes=16 * 130 * 23 // 3),
-    )
+    rule, room = (KeepRule("auto", KeptLink(1e9)), MemoryLimits(device_bytes=4000, host_bytes=16 * 130 * 23 // 3))
     one = make_plan(blocks(23), 4, 16, "async", 1, room, keep=rule)
     chosen = make_plan(blocks(23), 4, 16, "async", "auto", room, keep=rule)
     assert chosen.rounds > 1
@@ -131,9 +126,7 @@ def test_a_layer_that_keeps_whole_keeps_all_or_nothing() -> None:
     model = blocks(23, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
     assert {len(names) for names in plan.kept} == {0, 3}
-    with pytest.raises(
-        PlanError, match=r'keep_activations = "attention": compiled layers keep all or nothing'
-    ):
+    with pytest.raises(PlanError, match=r'keep_activations = "attention": compiled layers keep all or nothing'):
         make_plan(model, 4, 32, keep=KeepRule("attention"))
 
 

@@ -21,9 +21,7 @@ COSTS = Path(__file__).parents[3] / "docs" / "costs"
     ("model", "update", "share"),
     [("qwen3_32b", "sync", 0.6), ("qwen3_235b_lora", "sync", 0.5), ("qwen3_32b", "async", 0.75)],
 )
-def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(
-    model: str, update: str, share: float
-) -> None:
+def test_a_hundredth_of_a_step_saves_a_large_part_of_the_boundaries(model: str, update: str, share: float) -> None:
     layer_times = Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text(encoding="utf-8"))
     limit = MemoryLimits(device_bytes=24 * GIB)
     fastest = make_plan(layer_times, 8, 128, update, 1, limit, as_fast=0.0)

@@ -51,9 +51,7 @@ def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(
 
 @settings(max_examples=25, deadline=None)
 @given(costs=costs(max_layers=5), stale=st.integers(0, 4), **SIZES)
-def test_a_given_number_of_stale_layers_is_kept(
-    costs: Costs, stale: int, devices: int, micro_batches: int
-) -> None:
+def test_a_given_number_of_stale_layers_is_kept(costs: Costs, stale: int, devices: int, micro_batches: int) -> None:
     if stale >= costs.num_layers:
         with pytest.raises(PlanError, match="engine.stale_layers"):
             make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
@@ -68,12 +66,7 @@ def test_a_given_number_of_stale_layers_is_kept(
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    costs=costs(max_layers=5, updates=False),
-    share=st.floats(0.3, 1.0),
-    stale=st.sampled_from([None, 1]),
-    **SIZES,
-)
+@given(costs=costs(max_layers=5, updates=False), share=st.floats(0.3, 1.0), stale=st.sampled_from([None, 1]), **SIZES)
 def test_a_plan_counts_the_inputs_of_its_stale_layers(
     costs: Costs, share: float, stale: int | None, devices: int, micro_batches: int
 ) -> None:
@@ -84,9 +77,7 @@ def test_a_plan_counts_the_inputs_of_its_stale_layers(
     limit = int(share * free.host_activation_bytes)
     try:
         plan = make_plan(
-            *(costs, devices, micro_batches, "bounded"),
-            limits=MemoryLimits(host_bytes=limit),
-            stale_layers=stale,
+            *(costs, devices, micro_batches, "bounded"), limits=MemoryLimits(host_bytes=limit), stale_layers=stale
         )
     except InfeasiblePlanError:
         return
@@ -136,9 +127,7 @@ def test_the_transfers_of_a_plan_count_the_inputs_that_stale_layers_keep() -> No
     costs = Costs.from_json((COSTS / "rtx4090_gpt_oss_20b.json").read_text(encoding="utf-8"))
     partition = Partition((4,) * 6, 1, (4,) * 6)
     none, some = (
-        plan_transfers(
-            evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=k), costs, 32, "stage", 0.5
-        )
+        plan_transfers(evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=k), costs, 32, "stage", 0.5)
         for k in (0, 3)
     )
     extra = 16 * 3 * costs.layers[0].boundary_bytes

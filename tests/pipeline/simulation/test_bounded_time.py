@@ -76,9 +76,7 @@ def test_more_stale_layers_never_make_a_step_longer(
     split = costs.num_layers - partition.fused
     counts = partition.forward, partition.fused, partition.backward
     assume(all(max(sums.times(*counts, stale).boundary_from) < 0 for stale in range(split + 1)))
-    seconds = [
-        bounded_step_seconds(sums, partition, stale, devices, micro_batches) for stale in range(split + 1)
-    ]
+    seconds = [bounded_step_seconds(sums, partition, stale, devices, micro_batches) for stale in range(split + 1)]
     for more, fewer in zip(seconds[1:], seconds[:-1], strict=True):
         assert more <= fewer * (1 + 1e-9) + 1e-12
     least_s = step_seconds(sums.times(*counts), devices, micro_batches, 1, "async")

@@ -7,11 +7,7 @@ import pytest
 
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition, split_evenly
-from torchround.pipeline.simulation.exchange_time import (
-    Exchange,
-    ExchangedBundle,
-    exchange_step_seconds,
-)
+from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 MODES = ("sync", "async")
@@ -30,8 +26,7 @@ def random_run(seed: int) -> tuple[Partition, Costs, int, list[int], tuple[Excha
     rounds = draw.randint(1, 3)
     sizes = [len(part) for part in split_evenly(draw.randint(rounds, 12), rounds)]
     bundles = tuple(
-        ExchangedBundle(draw.randint(1, 100), (index,), layer.optimizer_s)
-        for index, layer in enumerate(layers)
+        ExchangedBundle(draw.randint(1, 100), (index,), layer.optimizer_s) for index, layer in enumerate(layers)
     )
     return partition, Costs(tuple(layers), 0.1), draw.randint(1, 5), sizes, bundles
 

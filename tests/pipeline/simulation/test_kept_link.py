@@ -15,9 +15,7 @@ from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
 def blocks(kept_bytes: int, boundary_bytes: int = 0, weight_bytes: int = 0) -> Costs:
     """Build three blocks of 1 s and 2 s and a head; each block can keep a part that is half of its forward."""
     parts = (KeptCost("down", kept_bytes, 0.5),)
-    block = LayerCost(
-        "block", 1.0, 2.0, weight_bytes=weight_bytes, boundary_bytes=boundary_bytes, keepable=parts
-    )
+    block = LayerCost("block", 1.0, 2.0, weight_bytes=weight_bytes, boundary_bytes=boundary_bytes, keepable=parts)
     return Costs((block, block, block, LayerCost("head", 1.0, 2.0))).keeping([("down",)] * 3 + [()])
 
 

@@ -60,9 +60,7 @@ def steady_step_s(
     """Measure the seconds per step in the events of many consecutive steps."""
 
     def tasks(steps: int) -> list[Task]:
-        return dispatch_tasks(
-            partition, costs, num_devices, micro_batches, rounds, update=update, steps=steps
-        )
+        return dispatch_tasks(partition, costs, num_devices, micro_batches, rounds, update=update, steps=steps)
 
     return steady_state(tasks, num_devices)[1]
 
@@ -125,9 +123,7 @@ def test_sync_steady_state_is_one_step_from_idle_devices_plus_the_exposed_update
     idle_s = simulate_step(partition, costs, 8, 16, 2).makespan_s
     assert steady_step_s(partition, costs, 8, 16, 2, "sync") == pytest.approx(idle_s, rel=1e-9)
     update_s = 1e-3
-    slow = Costs(
-        tuple(LayerCost(c.name, c.forward_s, c.backward_s, optimizer_s=update_s) for c in costs.layers)
-    )
+    slow = Costs(tuple(LayerCost(c.name, c.forward_s, c.backward_s, optimizer_s=update_s) for c in costs.layers))
     slow = Costs(slow.layers, costs.hop_s)
     # Later layers are updated while earlier ones already run, so only the first stage's updates show.
     expected_s = idle_s + partition.forward[0] * update_s
@@ -137,8 +133,7 @@ def test_sync_steady_state_is_one_step_from_idle_devices_plus_the_exposed_update
 def test_async_waits_for_the_update_of_the_step_before_the_last() -> None:
     partition, costs = uniform_stages(7)
     layers = tuple(
-        LayerCost(c.name, c.forward_s, c.backward_s, optimizer_s=100 / len(costs.layers))
-        for c in costs.layers
+        LayerCost(c.name, c.forward_s, c.backward_s, optimizer_s=100 / len(costs.layers)) for c in costs.layers
     )
     step_s = steady_step_s(partition, Costs(layers), 4, 8, 1, "async")
     # 100 s of updates per step is more than any step, so the host's rate is the step's rate.
@@ -205,13 +200,7 @@ def test_ready_first_devices_take_the_ready_task_of_lowest_priority() -> None:
         waits = tuple((index, 0.0) for index in after)
         return Task(device, TaskKind.FORWARD, duration_s, range(1), 0, waits, priority=priority)
 
-    tasks = [
-        task(2.0, 5),
-        task(1.0, 9),
-        task(1.0, 1, after=(3,)),
-        task(2.0, 0, device=1),
-        task(1.0, 0, after=(3,)),
-    ]
+    tasks = [task(2.0, 5), task(1.0, 9), task(1.0, 1, after=(3,)), task(2.0, 0, device=1), task(1.0, 0, after=(3,))]
     line = simulate(tasks, 2, ready_first={0})
     assert line.of_device(0) == [0, 4, 2, 1]
 
@@ -225,16 +214,7 @@ def random_tasks(draw: st.DrawFn) -> list[Task]:
         after = tuple((before, draw(durations)) for before in sorted(befores))
         device, stream = draw(st.integers(0, 2)), draw(st.sampled_from(["compute", "copy"]))
         tasks.append(
-            Task(
-                device,
-                TaskKind.FORWARD,
-                draw(durations),
-                range(1),
-                index,
-                after,
-                stream,
-                draw(st.integers(0, 3)),
-            )
+            Task(device, TaskKind.FORWARD, draw(durations), range(1), index, after, stream, draw(st.integers(0, 3)))
         )
     return tasks
 
@@ -242,9 +222,7 @@ def random_tasks(draw: st.DrawFn) -> list[Task]:
 def stream_orders(line: Timeline) -> list[list[int]]:
     keys = {(task.device, task.stream) for task in line.tasks}
     by_start = sorted(range(len(line.tasks)), key=lambda i: (line.start_s[i], line.end_s[i], i))
-    return [
-        [i for i in by_start if (line.tasks[i].device, line.tasks[i].stream) == key] for key in sorted(keys)
-    ]
+    return [[i for i in by_start if (line.tasks[i].device, line.tasks[i].stream) == key] for key in sorted(keys)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -264,9 +242,7 @@ def test_in_list_order_every_task_starts_at_the_last_of_its_causes(tasks: list[T
 
 @settings(max_examples=150, deadline=None)
 @given(random_tasks())
-def test_ready_first_streams_never_overlap_never_idle_and_never_pass_over_a_better_task(
-    tasks: list[Task],
-) -> None:
+def test_ready_first_streams_never_overlap_never_idle_and_never_pass_over_a_better_task(tasks: list[Task]) -> None:
     line = simulate(tasks, 3, ready_first={0, 1, 2})
     ready = [max([0.0] + [line.end_s[b] + lag for b, lag in task.after]) for task in tasks]
     for order in stream_orders(line):

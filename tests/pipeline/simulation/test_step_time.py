@@ -12,12 +12,7 @@ from torchround.pipeline.simulation import step_time
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
 from torchround.pipeline.simulation.simulator import simulate
-from torchround.pipeline.simulation.step_time import (
-    LayerSums,
-    StageTimes,
-    stage_times,
-    step_seconds,
-)
+from torchround.pipeline.simulation.step_time import LayerSums, StageTimes, stage_times, step_seconds
 
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 
@@ -54,12 +49,7 @@ def test_uniform_stages_take_the_makespan_of_the_closed_form(
     **SIZES,
 )
 def test_a_single_step_takes_as_long_as_in_the_simulator(
-    data: st.DataObject,
-    costs: Costs,
-    recompute: str,
-    link: KeptLink | None,
-    num_devices: int,
-    num_micro_batches: int,
+    data: st.DataObject, costs: Costs, recompute: str, link: KeptLink | None, num_devices: int, num_micro_batches: int
 ) -> None:
     """Stages may keep activations, and wait for the link because of them."""
     partition = data.draw(partitions(costs.num_layers))
@@ -75,9 +65,7 @@ def test_a_single_step_takes_as_long_as_in_the_simulator(
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), costs=costs(max_layers=5, jobs=True), update=st.sampled_from(["sync", "async"]))
-def test_the_steady_state_is_the_mean_over_many_simulated_steps(
-    data: st.DataObject, costs: Costs, update: str
-) -> None:
+def test_the_steady_state_is_the_mean_over_many_simulated_steps(data: st.DataObject, costs: Costs, update: str) -> None:
     partition = data.draw(partitions(costs.num_layers))
     num_devices, num_micro_batches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     rounds = data.draw(st.integers(1, num_micro_batches))
