@@ -5,6 +5,7 @@ docs: gradients add up in `accumulate` over the micro-batches of a round, are ro
 rounds, and the uses of a tied weight from the last layer on, in fp32.
 """
 
+import itertools
 import math
 from collections import defaultdict
 
@@ -307,7 +308,7 @@ def _cut(items, count):
     """Cut items into parts as equal as can be, the longer ones first."""
     size, rest = divmod(len(items), count)
     starts = [index * size + min(index, rest) for index in range(count + 1)]
-    return [items[start:stop] for start, stop in zip(starts, starts[1:], strict=False) if stop > start]
+    return [items[start:stop] for start, stop in itertools.pairwise(starts) if stop > start]
 
 
 def _square(gradient):
