@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.stateful_loop import coded, coded_root, halves
+from tests.support.reference import coded, coded_root, halves
 from torchround.optim.formats import COMPACT, StateValue
 from torchround.optim.split_weights import split
 

@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 from torch.utils import _pytree as pytree
 
+from tests.support.toy import MAX_NORM, OPTIMIZER
+
 BLOCK, ROW = 128, 4096
 MOMENTUM, FIRST, SECOND = "momentum_buffer", "exp_avg", "exp_avg_sq"
 
@@ -28,7 +30,7 @@ class Reference:
     """
 
     def __init__(
-        self, model, weights, optimizer, update="sync", dtype=torch.float32, *, rounds=1, clip="global", max_norm=0.5,
+        self, model, weights, optimizer, update="sync", dtype=torch.float32, *, rounds=1, clip="global", max_norm=MAX_NORM,
         stale=0, gradient_dtype=None, accumulate=torch.float32, loss_scale=2.0**16, growth=2000, device="cpu",
     ):  # fmt: skip
         self.model, self.update_kind, self.dtype, self.rounds, self.device = model, update, dtype, rounds, device
@@ -41,7 +43,7 @@ class Reference:
                 name = names.setdefault(id(parameter), f"{prefix}.{path}")
                 self.uses[name].append((index, path))
                 if not parameter.requires_grad:
-                    self.frozen[name] = weights[name].to(self._dtype_of(name))
+                    self.frozen[name] = weights[name].to(self._dtype_of(name), copy=True)
                 owner = layer.get_submodule(path.rpartition(".")[0])
                 if parameter.ndim > 1 and path.rpartition(".")[2] not in getattr(owner, "undecayed", ()):
                     matrices.add(name)
@@ -66,6 +68,14 @@ class Reference:
         self.updates, self.sums = 0, {}
         self.loss_scale, self.growth = loss_scale, growth
         self.norms, self.scales, self.overflowed, self.skipped = [], [], [], []  # of each step
+
+    @classmethod
+    def of(cls, model, store, optimizer=OPTIMIZER, **options):
+        """Return the loop of a host store's format and policy, from its present weights."""
+        policy = store.policy
+        usual = {"update": "predict" if policy.predicts else policy.name, "dtype": store.dtype}
+        usual |= {"gradient_dtype": store.gradient_dtype, "clip": "layer" if policy.name == "bounded" else "global"}
+        return cls(model, store.weights(), optimizer, **usual | options)
 
     def train(self, batches, lr=1e-2):
         return [self.step(micro_batches, lr) for micro_batches in batches]
