@@ -118,8 +118,7 @@ TABLES = {
     **{name: OPTIMIZERS[name.replace("8", " compact")] for name in ("adamw", "adamw8", "muon", "muon8")},
     # Each setting of Muon that is not the default.
     "muon of others": MuonTable(
-        lr=1e-2, adamw_lr=5e-3, eps=1e-3, momentum=0.5, weight_decay=0.0, nesterov=False,
-        adjust_lr="original",
+        lr=1e-2, adamw_lr=5e-3, eps=1e-3, momentum=0.5, weight_decay=0.0, nesterov=False, adjust_lr="original"
     ),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -166,7 +165,7 @@ def assert_same(found, expected):
 
 @dataclass(frozen=True)
 class Row:
-    """A run of four steps. `make` makes the device of a number; `pinned` is for accelerators."""
+    """A run of four steps."""
 
     devices: int = 1
     machines: int = 1
@@ -239,7 +238,7 @@ class Row:
         size = -(-len(batch) // self.calls)
         return [batch[first : first + size] for first in range(0, len(batch), size)]
 
-    def run(self, group=None, **options):
+    def run(self, group=None, pinned=False, **options):
         """Train on this machine of a group, or alone. The state is this machine's part."""
         outcome, saved, torch_state = Outcome(), None, {}
         parts = [(self, STEPS)]
@@ -248,7 +247,7 @@ class Row:
         for row, batches in parts:
             model = row.model()
             rank, size = (group.rank, group.size) if group is not None else (0, 1)
-            store = row.store(model, seed=0 if saved is None else 1, ownership=Ownership(rank, size))
+            store = row.store(model, seed=0 if saved is None else 1, ownership=Ownership(rank, size), pinned=pinned)
             optimizer = row.table or HostOptimizer(torch_adamw)
             if saved is not None:
                 views = store.loadable_views()
@@ -264,6 +263,7 @@ class Row:
                 torch_state = None if row.table else optimizer.state_dict()
             outcome.state = {name: view.clone() for name, view in store.named_views().items()}
             saved = json.dumps(store.resume_state())
+            store.close()
         return outcome
 
     def train(self, engine, batches, outcome, rank, size):
@@ -298,11 +298,11 @@ class Row:
             self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
         )
 
-    def run_all(self):
+    def run_all(self, **options):
         """Train on all machines, which must agree in all but the part of the state that each has."""
         if self.machines == 1:
-            return self.run()
-        first, *others = run_machines(self.machines, self.run)
+            return self.run(**options)
+        first, *others = run_machines(self.machines, lambda group: self.run(group, **options))
         for other in others:
             assert not first.state.keys() & other.state.keys(), "two machines save the same tensor"
             assert_same(replace(other, state={}), replace(first, state={}))

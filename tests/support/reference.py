@@ -206,13 +206,16 @@ class Reference:
 
             def call(version, layer=layer, given=given, paths=paths, index=index):
                 own = {path: version[index, path] for path in paths if (index, path) in version}
+                own |= {path: buffer.to(self.device) for path, buffer in layer.named_buffers()}
                 return torch.func.functional_call(layer, own, given)
 
             hidden = call(leaves)
             if stale is not None and index < self.stale:
                 with torch.no_grad():
                     read = call(stale)
-                hidden = pytree.tree_map(_with_gradient_of, read, hidden)
+                # A tensor that comes twice stays one.
+                joined = {id(other): _WithGradientOf.apply(value, other) for value, other in _pairs(read, hidden)}
+                hidden = pytree.tree_map(lambda value, other, joined=joined: joined.get(id(other), value), read, hidden)
             yield hidden
 
     def _dtype_of(self, name):
@@ -309,9 +312,10 @@ class _WithGradientOf(torch.autograd.Function):
         return None, gradient
 
 
-def _with_gradient_of(value, other):
-    differentiates = isinstance(other, torch.Tensor) and other.requires_grad
-    return _WithGradientOf.apply(value, other) if differentiates else value
+def _pairs(read, hidden):
+    """Return the tensors of two equal structures in pairs, if a gradient comes back to them."""
+    leaves = zip(pytree.tree_leaves(read), pytree.tree_leaves(hidden), strict=True)
+    return [(one, other) for one, other in leaves if isinstance(other, torch.Tensor) and other.requires_grad]
 
 
 def _cut(items, count):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.reference import Reference
 from tests.support.toy import (
+    OPTIMIZER,
     PARTITIONS,
-    PlainLoop,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -201,7 +202,7 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how:
             saved[name] = loaded[name.partition("/")[2]]
         read(store, saved)
         store.resume(step=0, applied_updates=0)
-    reference = PlainLoop(toy_model(), loaded, tied=False)
+    reference = Reference(toy_model(), loaded, OPTIMIZER)
     expected = reference.train(BATCHES[:1])
     with toy_engine(model, store, PARTITION, 2) as engine:
         assert train(engine, BATCHES[:1]) == expected

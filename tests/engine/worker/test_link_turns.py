@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.reference import Reference
 from tests.support.toy import (
     PARTITIONS,
-    PlainLoop,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -118,7 +118,7 @@ def test_training_gives_the_same_bits_in_turns(num_devices, groups, policy):
 def test_training_in_turns_equals_a_plain_loop():
     model, batches = toy_model(), toy_batches(3, MICRO_BATCHES)
     store = toy_store(model)
-    plain = PlainLoop(model, store.weights(), tied=False)
+    plain = Reference.of(model, store)
     with toy_engine(model, store, FINEST, 3, turns=[(0, 1, 2)]) as engine:
         assert train(engine, batches) == plain.train(batches)
     assert_same_state(store.named_views(), plain.state())
