@@ -20,9 +20,7 @@ from torchround.pipeline.partition import Partition
 from torchround.run.saved_forms import SavedForms
 
 UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (7, 2, 5, 8), strict=True)]
-NAMES = [
-    pytest.param(name, marks=() if name in ("adamw compact", "muon") else pytest.mark.nightly) for name in OPTIMIZERS
-]
+NAMES = [pytest.param(name, marks=() if name == "muon compact" else pytest.mark.nightly) for name in OPTIMIZERS]
 
 tied_model = partial(toy_model, True)
 experts = partial(small_decoder, "qwen3", "debug_moe")
