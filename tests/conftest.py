@@ -41,7 +41,7 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
 # A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.
 THOROUGH_PLACES = (
     *("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/scripts/"),
-    *("tests/engine/test_equals_plain_loop.py", "tests/engine/watch/test_race_checker.py"),
+    *("tests/engine/test_rows.py", "tests/engine/watch/test_race_checker.py"),
     *("tests/models/test_against_transformers.py", "tests/hf/test_mapping.py", "tests/pipeline/test_plan.py"),
     *("tests/engine/watch/test_watchdog.py", "tests/engine/test_float16.py", "tests/data/test_resume.py"),
     *("tests/data/test_tokenizer.py", "tests/data/test_tokenizer_json.py"),

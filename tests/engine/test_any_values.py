@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs, second
-from tests.support.toy import linked, toy_batches, toy_engine, toy_model, toy_store, watched
+from tests.support.any_layers import any_batches, any_model, first, outputs, second
+from tests.support.reference import Reference
+from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
@@ -20,24 +21,29 @@ PARTITIONS = {
 }
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, layerwise):
-    model, batches = any_model(), any_batches(3)
-    store = toy_store(model)
-    loss, expected = PlainAny(model, store).gradients(batches)
-    with toy_engine(
-        model, store, PARTITIONS[partition], num_devices, layerwise_recompute=layerwise, max_norm=0.0
-    ) as engine:
-        result = engine.forward_backward(batches)
-        engine.step(0.0)
-        engine.drain()
-        assert sum(result.loss_sums()) == loss
-    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
-    for name, gradient in zip(model.names, expected, strict=True):
-        wanted = torch.zeros(8, 8) if gradient is None else gradient
-        assert torch.equal(found[f"{name}.weight"], wanted), name
+def train_both(model, num_devices, partition, stale=0, policy=SYNC, **settings):
+    """Train with the engine and with the reference loop, and compare losses and state."""
+    store, steps = toy_store(model, policy=policy), [any_batches(3, seed) for seed in range(3)]
+    loop = Reference.of(model, store, stale=stale, rounds=settings.get("rounds", 1))
+    with toy_engine(model, store, PARTITIONS[partition], num_devices, stale_layers=stale, **settings) as engine:
+        assert train(engine, steps) == loop.train(steps)
+    assert_same_state(store.named_views(), loop.state())
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "partition", "settings"),
+    [
+        (1, "one stage", {}),
+        (2, "one layer a stage", {"layerwise_recompute": True}),
+        (3, "several", {"rounds": 2}),
+        (8, "several", {"layerwise_recompute": True}),
+        (2, "several", {"policy": BOUNDED, "stale": 2}),
+        (3, "several", {"policy": BOUNDED, "stale": 2, "layerwise_recompute": True}),
+    ],
+)
+def test_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, settings):
+    """Inputs of layers that begin anew, such as stale ones, are nested too."""
+    train_both(any_model(), num_devices, partition, **settings)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -45,7 +51,7 @@ def test_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, layerw
 def test_a_forward_pass_returns_what_the_last_layer_returned(num_devices, trained):
     model, batches = any_model(outputs, trained), any_batches(4)
     store = toy_store(model)
-    expected = [PlainAny(model, store).run(batch) for batch in batches]
+    expected = [Reference.of(model, store).outputs(batch)[-1] for batch in batches]
     with toy_engine(model, store, PARTITIONS["several"], num_devices) as engine:
         results = [engine.forward(batches) for _ in range(3)]
         found = [result.outputs() for result in results]
@@ -132,28 +138,16 @@ def test_only_tensors_that_need_gradients_get_them(layerwise):
     assert not any(scale for _, scale, _ in seen)
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(("num_devices", "partition"), [(1, "one stage"), (2, "one layer a stage"), (2, "several")])
 def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partition):
     def half(layer, hidden, batch):
         assert layer.weight.dtype == torch.bfloat16
         value, transposed, expanded, skip = hidden
         return F.linear(value.bfloat16(), layer.weight).float(), transposed, expanded, skip
 
-    name = "layer.4.weight"
-    model, batches = any_model(own_dtypes={name: torch.bfloat16}), any_batches(1)
+    model = any_model(own_dtypes={"layer.4.weight": torch.bfloat16})
     model.layers[4].compute = half
-    store = toy_store(model)
-    plain = PlainAny(model, store)
-    plain.layers[4].weight = torch.nn.Parameter(plain.layers[4].weight.detach().bfloat16())
-    loss, expected = plain.gradients(batches)
-    with toy_engine(model, store, PARTITIONS[partition], num_devices, max_norm=0.0) as engine:
-        assert engine.forward_backward(batches).loss_sums() == [loss]
-        engine.step(0.0)
-        engine.drain()
-    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
-    assert torch.equal(found[name], expected[4].float())
-    assert torch.equal(found["layer.0.weight"], expected[0])
+    train_both(model, num_devices, partition)
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
@@ -174,31 +168,6 @@ def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, poli
             engine.step(1e-2)
     assert sum(entry.action == "access" for entry in log.entries) > 100
     assert find_races(log.entries) == []
-
-
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_stale_layers_give_the_same_bits_on_any_number_of_devices(layerwise):
-    """Inputs of layers that begin anew are nested too."""
-    found = []
-    for num_devices in (1, 2, 3):
-        model = any_model()
-        store = toy_store(model, policy=BOUNDED)
-        options = {"stale_layers": 2, "layerwise_recompute": layerwise}
-        with toy_engine(model, store, PARTITIONS["several"], num_devices, **options) as engine:
-            losses = [result.loss() for result in map(engine_step(engine), range(3))]
-        found.append((losses, {name: view.clone() for name, view in store.weights().items()}))
-    for losses, weights in found[1:]:
-        assert losses == found[0][0]
-        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
-
-
-def engine_step(engine):
-    def run(step):
-        result = engine.forward_backward(any_batches(3, step))
-        engine.step(1e-2)
-        return result
-
-    return run
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])

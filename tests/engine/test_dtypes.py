@@ -12,8 +12,8 @@ from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers
 
-BATCHES = toy_batches(2, micro_batches=32)
-PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 32, "sync", 1.0, 0.0, 1.0)
+BATCHES = toy_batches(2, micro_batches=4)
+PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
 
 
 def trained_store(dtype, **engine_keys):

@@ -44,20 +44,6 @@ def test_evaluate_gives_the_loss_of_the_newest_weights_and_changes_nothing(engin
     assert evaluated == train(engine, BATCHES[1:2])[0]
 
 
-def test_an_evaluation_between_steps_changes_no_bit_of_training():
-    states = []
-    for evaluates in (False, True):
-        model = toy_model()
-        store = toy_store(model)
-        with toy_engine(model, store, PARTITION, 3) as engine:
-            for micro_batches in BATCHES:
-                if evaluates:
-                    engine.evaluate(BATCHES[0])
-                train(engine, [micro_batches])
-        states.append(store.named_views())
-    assert_same_state(*states)
-
-
 def test_steps_may_differ_in_number_and_size_of_micro_batches():
     """The same sequences in other micro-batches give the same mean loss, up to the rounding of other matrix sizes."""
     [micro_batches] = toy_batches(1, micro_batches=4)

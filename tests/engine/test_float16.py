@@ -1,19 +1,16 @@
 """float16 with a dynamic loss scale, bit by bit a plain loop's; planted overflows, resumes, timing."""
 
 import json
-import math
 import random
 import time
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 
-from tests.support.plain_adamw import adamw_update_
+from tests.support.reference import Reference
 from tests.support.rounding import FP16
 from tests.support.toy import (
-    MAX_NORM,
-    OPTIMIZER,
     PARTITIONS,
     ToyBlock,
     ToyHead,
@@ -24,8 +21,6 @@ from tests.support.toy import (
     toy_store,
 )
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.layer import decayed_names
-from torchround.optim import clip_scale, sum_of_squares
 from torchround.optim import stability as loss_scale
 
 PARTITION = PARTITIONS["forward coarser"]
@@ -37,93 +32,6 @@ BATCHES = toy_batches(STEPS, micro_batches=3)
 @pytest.fixture(autouse=True)
 def scale_moves_within_a_few_steps(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL_STEPS", 3)
-
-
-class Float16Loop:
-    """Mixed-precision training as written by hand: fp16 module, fp32 weights, gradients added in fp32.
-
-    `delay` is 1 where gradients are computed at the weights before the last update.
-    """
-
-    def __init__(self, model, weights, delay):
-        self.decayed = decayed_names(model)
-        self.module = nn.Sequential(*model.layers).to_empty(device="cpu").half()
-        names = [
-            f"{name}.{path}"
-            for name, layer in zip(model.names, self.module, strict=True)
-            for path, _ in layer.named_parameters()
-        ]
-        self.parameters = dict(zip(names, self.module.parameters(), strict=True))
-        self.weights = weights
-        self.moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
-        self.delay = delay
-        self.halves = [self.rounded()] * 2  # by age: the weights after the last update, and one before
-        self.updates = 0
-        self.history = []  # (scale, overflowed) by step
-
-    def rounded(self):
-        return {name: weight.half() for name, weight in self.weights.items()}
-
-    def scale(self, step):
-        scale, good = 2.0**16, 0
-        for used, overflowed in self.history[: max(step - 1, 0)]:
-            good = 0 if overflowed else good + 1
-            if overflowed:
-                scale = min(scale, used / 2)
-            elif good == 3:
-                scale, good = scale * 2, 0
-        return scale
-
-    def train(self, batches):
-        return [self.step(micro_batches) for micro_batches in batches]
-
-    def step(self, micro_batches):
-        for name, half in self.halves[self.delay].items():
-            self.parameters[name].data.copy_(half)
-        scale = self.scale(len(self.history))
-        loss, gradients = self.gradients(micro_batches, scale)
-        squares = math.fsum(float(sum_of_squares(gradient.view(-1))) for gradient in gradients.values())
-        norm = math.sqrt(squares) / scale
-        if math.isfinite(norm):
-            self.update(gradients, clip_scale(norm, MAX_NORM) / scale)
-        self.history.append((scale, not math.isfinite(norm)))
-        self.halves = [self.rounded(), self.halves[0]]
-        return loss
-
-    def gradients(self, micro_batches, scale):
-        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        sums = {name: torch.zeros(p.shape) for name, p in self.parameters.items()}
-        total = 0.0
-        for micro_batch in micro_batches:
-            hidden = None
-            for layer in self.module:
-                hidden = layer(hidden, micro_batch)
-            total += hidden.item()
-            grads = torch.autograd.grad(hidden, list(self.parameters.values()), torch.full_like(hidden, scale / labels))
-            for name, gradient in zip(sums, grads, strict=True):
-                sums[name] += gradient.float()
-        return total / labels, {name: gradient.half() for name, gradient in sums.items()}
-
-    def update(self, gradients, gradient_scale):
-        self.updates += 1
-        for name, weight in self.weights.items():
-            first, second = self.moments[name]
-            adamw_update_(
-                *(tensor.view(-1) for tensor in (weight, first, second, gradients[name])),
-                torch.empty(weight.numel()),
-                lr=LR,
-                betas=OPTIMIZER.betas,
-                eps=OPTIMIZER.eps,
-                weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
-                bias_correction_step=self.updates,
-                gradient_scale=gradient_scale,
-            )
-
-    def state(self):
-        views = {f"weights/{name}": weight for name, weight in self.weights.items()}
-        for name, (first, second) in self.moments.items():
-            views[f"exp_avg/{name}"], views[f"exp_avg_sq/{name}"] = first, second
-        return views
 
 
 class Overflow(torch.autograd.Function):
@@ -165,21 +73,19 @@ def float16_store(policy=SYNC):
     return toy_store(toy_model(), torch.float16, policy=policy)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(("policy", "num_devices"), [(SYNC, 1), (ASYNC, 3)], ids=["sync", "async"])
 def test_float16_training_is_bitwise_a_plain_loop_with_the_same_scales(planted, policy, num_devices):
     store = float16_store(policy)
-    loop = Float16Loop(
-        toy_model(), {name: view.clone() for name, view in store.weights().items()}, delay=policy.versions - 1
-    )
+    loop = Reference.of(toy_model(), store, growth=3)
     with toy_engine(toy_model(), store, PARTITION, num_devices) as engine:
         losses, updates = run(engine, BATCHES)
     assert losses == loop.train(BATCHES)
-    assert [(update.loss_scale, update.skipped) for update in updates] == loop.history
-    assert 2 <= sum(update.skipped for update in updates) <= STEPS - 4
-    assert any(later > earlier for (earlier, _), (later, _) in zip(loop.history, loop.history[1:], strict=False))
-    views = store.named_views()
-    assert_same_state({name: views[name] for name in loop.state()}, loop.state())
+    assert [(update.loss_scale, update.skipped) for update in updates] == list(
+        zip(loop.scales, loop.skipped, strict=True)
+    )
+    assert 2 <= sum(loop.skipped) <= STEPS - 4
+    assert any(later > earlier for earlier, later in pairwise(loop.scales))
+    assert_same_state(store.named_views(), loop.state())
     assert store.applied_updates == loop.updates
 
 
@@ -194,8 +100,7 @@ def test_the_reported_norm_is_that_of_the_unscaled_gradient():
     )  # ten roundings to float16 from the weights to a gradient
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("stop", [1, 2, 5, 8])
+@pytest.mark.parametrize(("policy", "stop"), [(SYNC, 1), (ASYNC, 2), (ASYNC, 5), (SYNC, 8)])
 def test_a_resumed_run_is_bitwise_one_that_never_stopped(planted, policy, stop):
     whole = float16_store(policy)
     with toy_engine(toy_model(), whole, PARTITION, 2) as engine:
@@ -218,7 +123,7 @@ def test_a_resumed_run_is_bitwise_one_that_never_stopped(planted, policy, stop):
 
 def test_scales_do_not_depend_on_timing_or_on_evaluations_between(planted, monkeypatch):
     runs, forward = [], ToyBlock.forward
-    for seed in (None, 1, 2):
+    for seed in (None, 1):
         delays = random.Random(seed)
 
         def slow(self, hidden, micro_batch, seed=seed, delays=delays):
@@ -237,7 +142,7 @@ def test_scales_do_not_depend_on_timing_or_on_evaluations_between(planted, monke
                 engine.step(LR)
             updates = [result.update() for result in results]
         runs.append([(update.loss_scale, update.skipped) for update in updates])
-    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == runs[1]
 
 
 def test_only_a_last_layer_that_is_differentiated_learns_the_factor_of_its_loss(monkeypatch):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.support.torch_loop import MAKERS, TorchLoop, host_engine, moment_free, train
-from tests.support.toy import MAX_NORM, assert_same_state, toy_batches, toy_model, toy_store
+from tests.support.reference import Reference
+from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
+from tests.support.toy import assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.host_updates import HostOptimizerWorker
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer, SlowerOptimizerWarning
@@ -24,72 +25,17 @@ def known_to_be_slower():
         yield
 
 
-@pytest.mark.parametrize(("num_devices", "tied"), [(1, False), (2, True), (3, False)])
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind, policy, num_devices, tied):
-    model, batches = toy_model(tied), toy_batches(STEPS, micro_batches=3)
+def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind):
+    model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
     model.layers[2].requires_grad_(False)
-    store = moment_free(model, policy=policy)
-    # Without clipping: a norm that is added up in another order would round the factor elsewhere.
-    loop = TorchLoop(model, store, tied, MAKERS[kind], max_norm=0.0, delay=policy.versions - 1)
-    with host_engine(model, store, HostOptimizer(MAKERS[kind]), num_devices, max_norm=0.0) as engine:
+    store = moment_free(model)
+    loop = Reference.of(model, store, MAKERS[kind])
+    with host_engine(model, store, HostOptimizer(MAKERS[kind])) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)
-    trained = {name: view for name, view in store.weights().items() if name in loop.owned}
-    assert_same_state({f"weights/{name}": view for name, view in trained.items()}, loop.state())
+    assert_same_state(store.named_views(), loop.state())
     assert store.applied_updates == store.step == STEPS
-
-
-def test_the_gradient_is_clipped():
-    model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
-    store = moment_free(model)
-    loop, free = (TorchLoop(model, store, False, MAKERS["sgd"], norm) for norm in (MAX_NORM, 0.0))
-    with host_engine(model, store, HostOptimizer(MAKERS["sgd"])) as engine:
-        train(engine, batches)
-    loop.train(batches), free.train(batches)
-    for name, view in store.weights().items():
-        torch.testing.assert_close(view, loop.owned[name].data)
-    assert not torch.allclose(view, free.owned[name].data)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bits_reach_the_optimizer_in_fp32_without_their_loss_scale(dtype):
-    seen = []
-
-    class Recording(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append([parameter.grad.clone() for parameter in self.param_groups[0]["params"]])
-            return super().step(closure)
-
-    model, batches = toy_model(), toy_batches(2, micro_batches=3)
-    store = moment_free(model, dtype=dtype)
-    with host_engine(model, store, HostOptimizer(lambda named: Recording(named, lr=0.01)), max_norm=0.0) as engine:
-        result = engine.forward_backward(batches[0])
-        engine.step()
-        norm = result.update().grad_norm
-    assert {gradient.dtype for gradient in seen[0]} == {torch.float32}
-    assert norm == pytest.approx(sum(float(gradient.square().sum()) for gradient in seen[0]) ** 0.5, rel=1e-5)
-    # The device weights are the rounded fp32 weights.
-    for bundle in store.trained:
-        assert torch.equal(bundle.version(store.step), bundle.weight.to(dtype))
-
-
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_several_calls_add_up_for_it_too(policy):
-    model, batches = toy_model(), toy_batches(STEPS, micro_batches=4)
-    states = []
-    for accumulates in (False, True):
-        store = moment_free(model, policy=policy)
-        rounds = 1 if accumulates else 2
-        optimizer = HostOptimizer(MAKERS["adamw"])
-        with host_engine(model, store, optimizer, rounds=rounds, accumulates=accumulates) as engine:
-            for micro_batches in batches:
-                for part in (micro_batches[:2], micro_batches[2:]) if accumulates else (micro_batches,):
-                    engine.forward_backward(part, num_labels=1)
-                engine.step()
-        states.append(store.named_views())
-    assert_same_state(*states)
 
 
 # Hyperparameters.
@@ -100,7 +46,7 @@ def test_a_scheduler_may_change_them_while_steps_are_under_way(monkeypatch, poli
     """Every step of the optimizer's thread is late by two steps of the scheduler, as far as two passes allow."""
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
     store, optimizer = moment_free(model, policy=policy), HostOptimizer(MAKERS["sgd"])
-    loop = TorchLoop(model, store, False, MAKERS["sgd"], max_norm=0.0, delay=policy.versions - 1)
+    loop = Reference.of(model, store, MAKERS["sgd"])
     scheduled, apply = threading.Semaphore(0), HostOptimizerWorker._apply
 
     def late(worker, *arguments):
@@ -108,12 +54,12 @@ def test_a_scheduler_may_change_them_while_steps_are_under_way(monkeypatch, poli
         return apply(worker, *arguments)
 
     monkeypatch.setattr(HostOptimizerWorker, "_apply", late)
-    plain = ExponentialLR(loop.optimizer, 0.5)
+    plain = ExponentialLR(loop.torch, 0.5)
     losses = []
     for micro_batches in batches:
         losses.append(loop.step(micro_batches, 0.0))
         plain.step()
-    with host_engine(model, store, optimizer, max_norm=0.0) as engine, warnings.catch_warnings():
+    with host_engine(model, store, optimizer) as engine, warnings.catch_warnings():
         # One of them would say that the scheduler came before the optimizer.
         warnings.simplefilter("error")
         scheduler = ExponentialLR(optimizer.optimizer, 0.5)
@@ -123,7 +69,7 @@ def test_a_scheduler_may_change_them_while_steps_are_under_way(monkeypatch, poli
             scheduled.release()
 
         assert train(engine, batches, after) == losses
-    assert_same_state({f"weights/{name}": view for name, view in store.weights().items()}, loop.state())
+    assert_same_state(store.named_views(), loop.state())
     assert optimizer.optimizer.param_groups[0]["lr"] == plain.get_last_lr()[0]
 
 

@@ -1,30 +1,16 @@
-"""A step of several calls: their gradients add up on the host as the rounds of one call would, bit for bit."""
+"""A step of several calls: any number of them, what is left of a broken one, and what waits for what."""
 
 import threading
 
 import pytest
 import torch
 
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    PlainLoop,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
-from torchround.engine.device import CpuDevice
-from torchround.engine.engine import Engine
+from tests.support.reference import Reference
+from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
-from torchround.engine.update_report import CALL_ADDED, UPDATED
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.update_report import CALL_ADDED
 from torchround.optim import LossScaling
 
 LR = 1e-2
@@ -48,84 +34,22 @@ def train(engine, steps, **options):
     return results
 
 
-class CallLoop(PlainLoop):
-    """The plain loop with several calls a step: each call's gradient is that of its own mean loss."""
-
-    def train_calls(self, steps):
-        losses = []
-        for calls in steps:
-            sums = {}
-            for micro_batches in calls:
-                loss, gradients = self.gradients(micro_batches)
-                losses.append(loss)
-                sums = {name: sums[name] + g if sums else g.clone() for name, g in gradients.items()}
-            self.update(sums, LR)
-        return losses
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_calls_add_up_as_in_a_plain_loop(num_devices, tied):
-    model, steps = toy_model(tied), called(toy_batches(STEPS, MICRO_BATCHES))
-    if tied:
-        # The loop adds the two uses of a tied weight within a call; the engine adds one part after the other.
-        steps = [[calls[0]] for calls in steps]
-    store = toy_store(model)
-    loop = CallLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
-    with toy_engine(model, store, PARTITION, num_devices, accumulates=True) as engine:
-        results = train(engine, steps)
-    assert [result.loss() for result in results] == loop.train_calls(steps)
-    assert_same_state(store.named_views(), loop.state())
-
-
-def state_of(policy, options, num_devices, batches, rounds, calls, frozen=()):
-    """Train and return the state, all loss sums, and the norms. The loss divisor is that of the whole step."""
-    model = toy_model(options.get("tied", False))
-    for layer in frozen:
-        model.layers[layer].requires_grad_(False)
-    store = toy_store(model, options.get("dtype", torch.float32), policy=policy)
-    settings = {key: value for key, value in options.items() if key not in ("tied", "dtype")}
-    accumulates = calls is not None
-    with toy_engine(model, store, PARTITION, num_devices, rounds=rounds, accumulates=accumulates, **settings) as engine:
-        results = train(engine, called(batches, calls or 1), num_labels=64)
-        updates = {result.step: result.update() for result in results}
-    sums = [value for result in results for value in result.loss_sums()]
-    return store.named_views(), sums, [(report.grad_norm, report.skipped) for report in updates.values()]
-
-
-@pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "predict"])
-@pytest.mark.parametrize(
-    ("options", "frozen"),
-    [
-        ({"tied": True}, ()),
-        ({"dtype": torch.bfloat16}, (0, 2, 3)),
-        ({"dtype": torch.float16}, ()),
-        ({"kept": KEPT["mixed"], "layerwise_recompute": True}, ()),
-    ],
-    ids=["tied", "bfloat16 and frozen", "float16", "kept"],
-)
-def test_calls_equal_the_rounds_of_one_call(policy, options, frozen):
-    """The rounds of all calls are numbered on, so two calls of a round each are one call of two rounds."""
-    batches = toy_batches(STEPS, MICRO_BATCHES)
-    for num_devices, rounds in ((1, 1), (3, 2)):
-        one_call = state_of(policy, options, num_devices, batches, CALLS * rounds, None, frozen)
-        calls = state_of(policy, options, num_devices, batches, rounds, CALLS, frozen)
-        assert_same_state(calls[0], one_call[0])
-        assert calls[1:] == one_call[1:]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_of_one_call_is_the_same_with_and_without_accumulation(dtype):
-    batches = toy_batches(STEPS, MICRO_BATCHES)
-    usual = state_of(SYNC, {"dtype": dtype}, 2, batches, 1, None)
-    assert_same_state(state_of(SYNC, {"dtype": dtype}, 2, batches, 1, 1)[0], usual[0])
+def train_plainly(loop, steps):
+    """Train the reference loop likewise. Returns the losses of all calls."""
+    losses = []
+    for calls in steps:
+        for micro_batches in calls:
+            loss, gradients = loop.gradients(micro_batches)
+            losses.append(loss)
+        loop.update(gradients, LR)
+    return losses
 
 
 def test_steps_may_have_any_number_of_calls_and_losses_can_be_read_between_them():
     model, [micro_batches] = toy_model(), toy_batches(1, 12)
     store = toy_store(model)
     steps = [[micro_batches[:1]], [[batch] for batch in micro_batches], called([micro_batches], 3)[0]]
-    loop = CallLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied=False)
+    loop = Reference.of(model, store)
     losses, allocations = [], []
     with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
         for calls in steps:
@@ -133,7 +57,7 @@ def test_steps_may_have_any_number_of_calls_and_losses_can_be_read_between_them(
                 losses.append(engine.forward_backward(part).loss())
                 allocations.append(engine.pool.num_allocations)
             engine.step(LR)
-    assert losses == loop.train_calls(steps)
+    assert losses == train_plainly(loop, steps)
     assert_same_state(store.named_views(), loop.state())
     # Calls of one shape share their buffers: the first of a shape takes all, also for the next one beside it.
     assert len(set(allocations[1:13])) == 1
@@ -163,7 +87,7 @@ def test_a_divisor_of_1_gives_the_plain_sum():
         gradients.append((report.grad_norm, report.loss_scale))
     [(exact, scale), (rounded, dynamic_scale)] = gradients
     assert (scale, dynamic_scale) == (1.0, 2.0**3)
-    loop = PlainLoop(model, toy_store(model).weights(), tied=False)
+    loop = Reference.of(model, toy_store(model))
     labels = sum(batch.num_labels() for batch in batches[0])
     loop.step(batches[0], LR)
     # The norm of the mean's gradient, times its labels; in float16 the loss scale is undone.
@@ -174,7 +98,7 @@ def test_a_divisor_of_1_gives_the_plain_sum():
 # What a step that does not come to its end leaves.
 
 
-def views_after(calls, monkeypatch=None):
+def views_after(calls):
     """Train one whole step, then `calls` of the next, which ends without its `step()`."""
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
     store = toy_store(model)
@@ -273,24 +197,33 @@ def test_a_pass_is_forgotten_only_once_its_gradients_are_added(monkeypatch):
         asked.set()
         assert was_asked
         engine.step(LR)
-    loop = CallLoop(model, toy_store(model).weights(), tied=False)
-    loop.train_calls([calls])
+    loop = Reference.of(model, toy_store(model))
+    train_plainly(loop, [calls])
     assert_same_state(store.named_views(), loop.state())
 
 
-def test_the_next_step_does_not_wait_for_the_update_before_its_second_call(monkeypatch):
-    """Otherwise no step of several calls could begin beside the update before it."""
+def test_the_next_step_does_not_wait_for_the_update_before_its_second_call():
+    """Otherwise no step of several calls could begin beside the update before it. A save holds that update up here."""
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
-    with toy_engine(model, toy_store(model, policy=ASYNC), PARTITION, 2, accumulates=True) as engine:
-        wait, waited = engine._watchdog.wait, []
-        monkeypatch.setattr(engine._watchdog, "wait", lambda key: waited.append(key) or wait(key))
-        counts = []
-        for calls in batches:
-            for micro_batches in calls:
-                engine.forward_backward(micro_batches)
-                counts.append(UPDATED(0) in waited)
-            engine.step(LR)
-    assert counts == [False, False, False, True]
+    may_read, store = threading.Event(), toy_store(model, policy=ASYNC)
+
+    def write(source):
+        may_read.wait()
+        for name in source.tensors:
+            source.finished_reading(name)
+
+    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        pending = engine.save(write)
+        for micro_batches in batches[0]:
+            engine.forward_backward(micro_batches)
+        engine.step(LR)
+        engine.forward_backward(batches[1][0])
+        assert store.applied_updates <= 1 and store.step == 0
+        may_read.set()
+        engine.forward_backward(batches[1][1])
+        engine.step(LR)
+        pending.result()
+    assert store.step == 2
 
 
 def test_without_accumulation_a_second_call_is_refused():
@@ -339,15 +272,3 @@ def test_evaluations_between_calls_change_nothing(policy):
     # Within a step all evaluations see the same weights, and each step's are others.
     assert [len(set(evaluated[first : first + 3])) for first in range(0, 12, 3)] == [1] * 4
     assert len(set(evaluated)) == 4
-
-
-@pytest.mark.parametrize(("policy", "machines", "words"), [(BOUNDED, 1, "bounded"), (SYNC, 2, "one machine")])
-def test_who_cannot_accumulate_says_so(policy, machines, words):
-    model = toy_model()
-    store = HostStore(model, policy=policy, ownership=Ownership(0, machines))
-    with pytest.raises(EngineUsageError, match=words):
-        Engine(
-            *(model, store, [CpuDevice(0)], PARTITION),
-            optimizer=None,
-            settings=EngineSettings(accumulates=True, max_norm=0.0),
-        )

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs
+from tests.support.any_layers import any_batches, any_model, first, outputs
+from tests.support.reference import Reference
 from tests.support.toy import toy_engine, toy_store
 from torchround.engine.errors import PipelineError
 from torchround.engine.worker.slots import aligned
@@ -18,9 +19,8 @@ PARTITION = Partition((2, 2), 2, (3, 1))
 
 def bytes_between(model, store, batch) -> list[int]:
     """Return the bytes of each layer's output, each tensor counted once."""
-    plain, hidden, sizes = PlainAny(model, store), None, []
-    for layer in plain.layers:
-        hidden = layer(hidden, batch)
+    sizes = []
+    for hidden in Reference.of(model, store).outputs(batch):
         tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(hidden) if isinstance(leaf, Tensor)}
         sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
     return sizes
@@ -90,7 +90,7 @@ def test_values_of_one_shape_may_differ_in_size():
     for number, batch in enumerate(batches):
         batch.targets[0] = (3, 1, 5, 0, 7, 2)[number]
     with toy_engine(model, store, Partition((1,) * 5, 1, (1,) * 5), 2) as engine:
-        expected = [PlainAny(model, store).run(batch).item() for batch in batches]
+        expected = [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
         for _ in range(3):
             assert engine.evaluate(batches).loss_sums() == expected
         taken = engine.pool.num_allocations

@@ -1,9 +1,10 @@
-"""Layers of a user, with nested values and batches of their own, in rounds, on several machines, and what they cannot use."""
+"""Layers of a user, with nested values and batches of their own, on several machines, and what they cannot use."""
 
 import pytest
 import torch
 
-from tests.support.any_layers import PlainAny, any_batches, any_model
+from tests.support.any_layers import any_batches, any_model
+from tests.support.reference import Reference
 from tests.support.shared_steps import Case, assert_equal_to_one_machine
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.compiled import LayerCompiler
@@ -13,33 +14,6 @@ from torchround.pipeline.partition import Partition
 PARTITION = Partition((2, 2), 2, (3, 1))
 # As many stages as fit: two on each device.
 TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))}
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_rounds_are_those_of_a_plain_loop_that_adds_up_round_by_round(num_devices: int) -> None:
-    model, batches = any_model(), any_batches(4)
-    store = toy_store(model)
-    plain = PlainAny(model, store)
-    labels = sum(batch.num_labels() for batch in batches)
-    losses, sums = [], [torch.zeros(8, 8) for _ in model.names]
-    for of_round in (batches[:2], batches[2:]):
-        for layer in plain.layers:
-            layer.weight.grad = None
-        for batch in of_round:
-            loss = plain.run(batch)
-            loss.backward(torch.full_like(loss, 1.0 / labels))
-            losses.append(loss.item())
-        for total, layer in zip(sums, plain.layers, strict=True):
-            if layer.weight.grad is not None:
-                total += layer.weight.grad
-    with toy_engine(model, store, PARTITION, num_devices, rounds=2, max_norm=0.0) as engine:
-        result = engine.forward_backward(batches)
-        engine.step(0.0)
-        engine.drain()
-        assert result.loss_sums() == losses
-    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
-    for name, total in zip(model.names, sums, strict=True):
-        assert torch.equal(found[f"{name}.weight"], total), name
 
 
 def test_several_machines_train_them_to_the_bits_of_one() -> None:
@@ -61,7 +35,7 @@ def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int
         assert uploaded[0] - uploaded[-1] == sum(bundle.numel * 4 for bundle in store.bundles)
         engine.drain()
         store.write_weights({name: weight * 0.5 for name, weight in store.weights().items()})
-        expected = [PlainAny(model, store).run(batch).item() for batch in batches]
+        expected = [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
         for _ in range(4):
             assert engine.evaluate(batches).loss_sums() == expected
 
@@ -94,7 +68,7 @@ def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
     compiler = LayerCompiler(model, "eager", is_required=False)
     with toy_engine(model, store, PARTITION, 2, compiler=compiler) as engine:
         losses = engine.evaluate(batches).loss_sums()
-    assert losses == [PlainAny(model, store).run(batch).item() for batch in batches]
+    assert losses == [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
 
 
 def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.faults import Bomb, before, copied
 from tests.support.optimizers import OPTIMIZERS
-from tests.support.stateful_loop import StatefulLoop
+from tests.support.reference import Reference
 from tests.support.toy import (
     PARTITIONS,
     ToyHead,
@@ -21,7 +21,7 @@ from tests.support.toy import (
 )
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.optim import LossScaling, SpikeBounds, make_optimizer, update_pass
+from torchround.optim import SpikeBounds, make_optimizer, update_pass
 
 LR = 1e-2
 BATCHES = toy_batches(4, micro_batches=3)
@@ -106,7 +106,7 @@ def break_a_gradient(monkeypatch):
 def test_a_step_whose_gradient_is_not_finite_touches_no_state(monkeypatch, name, policy):
     break_a_gradient(monkeypatch)
     store, states = made(name, policy), []
-    loop = looped(store, name)
+    loop = Reference.of(toy_model(), store, OPTIMIZERS[name])
     with engine_of(name, store, 3) as engine:
         for step, batch in enumerate(BATCHES):
             result = engine.forward_backward(batch)
@@ -116,21 +116,10 @@ def test_a_step_whose_gradient_is_not_finite_touches_no_state(monkeypatch, name,
             states.append({key: view for key, view in copied(store).items() if not key.startswith("master_")})
     assert (store.step, store.applied_updates) == (4, 3)
     assert_same_state(states[BAD], states[BAD - 1])
-    waiting = None
-    for step, batch in enumerate(BATCHES):
-        _, gradients = loop.gradients(batch)
-        if policy is ASYNC:
-            gradients, waiting = waiting, None if step == BAD else gradients
-        if gradients is not None and (policy is ASYNC or step != BAD):
-            loop.update(gradients, LR)
-    if waiting is not None:
-        loop.update(waiting, LR)
-    assert_same_state(states[-1], loop.state())
-
-
-def looped(store, name, dtype=torch.bfloat16):
-    weights = {key: view.float().clone() for key, view in store.weights().items()}
-    return StatefulLoop(toy_model(), weights, False, OPTIMIZERS[name], dtype)
+    loop.train(BATCHES, LR)
+    assert loop.skipped == [step == BAD for step in range(len(BATCHES))]
+    state = loop.state()
+    assert_same_state(states[-1], {key: state[key] for key in state if not key.startswith("master_")})
 
 
 @pytest.mark.parametrize("name", ["adamw compact", "muon"])
@@ -147,23 +136,3 @@ def test_a_step_left_out_for_its_spike_touches_no_state(name):
                 assert_same_state(copied(store), before_it)
             before_it = copied(store)
     assert 0 < sum(skipped) < 6
-
-
-@NAMES
-def test_float16_with_a_loss_scale_gives_the_bits_of_a_plain_loop(name):
-    store = made(name, SYNC, torch.float16)
-    loop, scaling = looped(store, name, torch.float16), LossScaling(dynamic=True)
-    with engine_of(name, store, 3) as engine:
-        losses = train(engine, BATCHES)
-    expected = []
-    for step, batch in enumerate(BATCHES):
-        loss_scale = scaling.scale_of(step)
-        loss, gradients = loop.gradients(batch, loss_scale)
-        expected.append(loss)
-        overflowed = not all(gradient.isfinite().all() for gradient in gradients.values())
-        scaling.record(step, overflowed)
-        if not overflowed:
-            loop.update(gradients, LR, loss_scale)
-    assert loop.updates > 0, "no update was applied"
-    assert losses == expected
-    assert_same_state(copied(store), loop.state())

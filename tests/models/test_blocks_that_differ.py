@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from tests.support.reference import Reference
+from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.models import ModelConfigError, TransformerConfig
 from torchround.models.common.attention import Attention
 from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
@@ -74,7 +75,7 @@ def micro_batches(tools, steps=2):
 def test_training_is_bitwise_that_of_a_plain_loop(tied, devices, tools):
     model = assemble(replace(CONFIG, tied_embeddings=tied), BLOCKS)
     batches, store = micro_batches(tools), toy_store(model)
-    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
+    loop = Reference.of(model, store)
     partition = Partition((1, 2, 2), 1, (1, 2, 2))  # embedding; pairs of blocks; head, and back in pairs
     with toy_engine(model, store, partition, devices) as engine:
         losses = train(engine, batches)

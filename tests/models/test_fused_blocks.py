@@ -9,8 +9,9 @@ import torch
 
 from tests.support import plain_flash
 from tests.support.interpreted import random
+from tests.support.reference import Reference
 from tests.support.rounding import assert_close_in_sums
-from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.models import FAMILIES
 from torchround.models.common import attention, packed_attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
@@ -81,7 +82,7 @@ def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tools, fused, of
         for step in range(2)
     ]
     store = toy_store(model)
-    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, False)
+    loop = Reference.of(model, store)
     with toy_engine(model, store, PARTITION, num_devices=2) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)

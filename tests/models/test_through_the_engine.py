@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.bounded_loop import BoundedLoop
-from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from tests.support.reference import Reference
+from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.engine.store.bundles import ASYNC, BOUNDED
 from torchround.layer import KEEPABLE, with_dropout_seeds
 from torchround.models import FAMILIES, LoraShape, add_adapters
@@ -49,7 +49,7 @@ def batches_of(tools, steps, parts):
 def test_training_is_bitwise_that_of_a_plain_loop(case, tied, tools):
     model, batches = build(case, tied_embeddings=tied), batches_of(tools, 2, 3)
     store = toy_store(model)
-    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
+    loop = Reference.of(model, store)
     with toy_engine(model, store, PARTITION, num_devices=2) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)
@@ -69,14 +69,12 @@ def test_bounded_training_is_bitwise_that_of_its_plain_loop(case, tied, adapters
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
     model, batches = build(case, adapters, tied_embeddings=tied), batches_of(tools, 3, 2)
     store = toy_store(model, dtype, policy=BOUNDED)
-    loop = BoundedLoop(model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype)
+    loop = Reference.of(model, store, stale=stale_layers)
     partition = Partition((1, 2), 1, (2, 1))
     with toy_engine(model, store, partition, num_devices=2, stale_layers=stale_layers) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)
-    frozen = {p.name for bundle in store.bundles if not bundle.trainable for p in bundle.parameters}
-    views = {name: view for name, view in store.named_views().items() if name.split("/")[1] not in frozen}
-    assert_same_state(views, loop.state())
+    assert_same_state(store.named_views(), loop.state())
 
 
 BLOCKS = 4

@@ -9,14 +9,15 @@ from typing import Literal
 import pytest
 import torch
 
+from tests.support.reference import Reference
 from tests.support.small_run import ASYNC, PREDICT, SmallRuns, small_runs  # noqa: F401  (a fixture)
-from tests.support.toy import MAX_NORM, PlainLoop, toy_batches, toy_model, toy_store, train
+from tests.support.toy import MAX_NORM, toy_batches, toy_model, toy_store, train
 from torchround.config.key_types import Beta, Pair
 from torchround.config.optimizer_tables import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.optim import Optimizer, StateValue, UpdateRule, clip_scale, make_optimizer, sum_of_squares
+from torchround.optim import Optimizer, StateValue, UpdateRule, make_optimizer
 from torchround.pipeline.partition import Partition
 
 LION = "--optimizer.name=our-lion"
@@ -71,24 +72,26 @@ class Lion(Optimizer):
         return LionRule(self.settings.betas, self.settings.weight_decay if parameter.is_decayed else 0.0)
 
 
-class LionLoop(PlainLoop):
-    """The plain loop with Lion, written once more."""
+class PlainLion(torch.optim.Optimizer):
+    """Lion, written once more."""
 
-    def update(self, gradients, lr):
-        """Update the parameters from the clipped gradients."""
-        squares = sum(float(sum_of_squares(gradient.reshape(-1))) for gradient in gradients.values())
-        scale = clip_scale(squares**0.5, MAX_NORM)
-        for name, parameter in self.owned.items():
-            momentum, gradient = self.moments[name][0], gradients[name] * scale
-            step = torch.sign(0.9 * momentum + (1 - 0.9) * gradient)
-            parameter.data.mul_(1 - lr * (0.1 if name in self.decayed else 0.0)).sub_(lr * step)
+    def __init__(self, named):
+        super().__init__(named, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+            moved = torch.sign(0.9 * momentum + (1 - 0.9) * gradient)
+            parameter.mul_(1 - 1e-2 * (0.1 if parameter.ndim > 1 else 0.0)).sub_(1e-2 * moved)
             momentum.mul_(0.99).add_((1 - 0.99) * gradient)
 
 
 def test_the_engine_trains_with_it_as_a_plain_loop_does():
     model, table = toy_model(), LionTable(weight_decay=0.1)
     store = toy_store(model, optimizer=make_optimizer(table))
-    loop = LionLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied=False)
+    loop = Reference.of(model, store, PlainLion)
     batches = toy_batches(4, 3)
     partition = Partition((4,), 3, (4,))
     settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
@@ -96,7 +99,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does():
         losses = train(engine, batches)
     assert losses == pytest.approx(loop.train(batches), rel=1e-5)
     momenta = {name for name in store.named_views() if name.startswith("our_momentum/")}
-    assert momenta == {f"our_momentum/{name}" for name in loop.owned}
+    assert momenta == {f"our_momentum/{name}" for name in loop.weights}
     assert not any(name.startswith("exp_avg") for name in store.named_views())
 
 

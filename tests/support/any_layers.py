@@ -1,4 +1,4 @@
-"""Layers as a user might write them, whose values between layers are nested, and the plain loop that they equal.
+"""Layers as a user might write them, whose values between layers are nested.
 
 They declare no work. Their batch is no `MicroBatch`.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 
 WIDTH = 8
@@ -141,29 +140,3 @@ def any_batches(count: int, seed: int = 0, rows: int = 5) -> list[Samples]:
         Samples(torch.randn(rows, WIDTH, generator=generator), torch.randint(WIDTH, (rows,), generator=generator))
         for _ in range(count)
     ]
-
-
-class PlainAny:
-    """The same layers as ordinary modules with the store's weights."""
-
-    def __init__(self, model: LayeredModel, store: HostStore) -> None:
-        weights = store.weights()
-        self.layers = [AnyLayer(layer.compute) for layer in model.layers]
-        for name, layer in zip(model.names, self.layers, strict=True):
-            layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
-
-    def run(self, batch: Samples):
-        hidden = None
-        for layer in self.layers:
-            hidden = layer(hidden, batch)
-        return hidden
-
-    def gradients(self, batches: Sequence[Samples]) -> tuple[float, list[Tensor | None]]:
-        """Return the sum of the losses, and the gradients of the mean loss."""
-        labels = sum(batch.num_labels() for batch in batches)
-        total = 0.0
-        for batch in batches:
-            loss = self.run(batch)
-            loss.backward(torch.full_like(loss, 1.0 / labels))
-            total += loss.item()
-        return total, [layer.weight.grad for layer in self.layers]

@@ -1,87 +1,26 @@
-"""The toy model on an accelerator: workers that share devices, and the plain loop with its compute on one device.
+"""The toy model on an accelerator: workers that share devices. Importable without an accelerator."""
 
-Importable without an accelerator. The loop runs on any device, so that its arithmetic is tested on the CPU.
-"""
-
-import copy
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from tests.support.rounding import ties_up
-from tests.support.toy import PlainLoop, toy_engine
-from torchround.engine.device import AcceleratorDevice
-from torchround.layer import LayeredModel
-from torchround.pipeline.partition import split_evenly
+from tests.support.toy import toy_engine
+from torchround.engine.device import AcceleratorDevice, Device
+
+
+def workers_of(
+    kind: str, num_devices: int = 1, make: Callable[[torch.device, int], Device] = AcceleratorDevice
+) -> Callable[[Device], Device]:
+    """Return the `wrap` of a toy engine whose workers share the first `num_devices` devices of a kind."""
+
+    def worker(virtual: Device) -> Device:
+        index = int(virtual.name.partition(":")[2])
+        return make(torch.device(kind, index % num_devices), index)
+
+    return worker
 
 
 def device_engine(kind, model, store, partition, num_workers, num_devices=1, make=AcceleratorDevice, **options):
     """Make a toy engine whose workers share the first `num_devices` devices of a kind."""
-    workers = iter(range(num_workers))
-
-    def next_worker(_):
-        worker = next(workers)
-        return make(torch.device(kind, worker % num_devices), worker)
-
-    return toy_engine(model, store, partition, num_workers, wrap=next_worker, **options)
-
-
-class DeviceLoop(PlainLoop):
-    """A plain loop that computes on `device` in `dtype`, adds gradients up there in fp32, and updates on the host.
-
-    One module, one stream, one thread, ordinary autograd without recomputation. Each gradient is rounded to
-    `dtype` once in each of the `rounds`; rounds and the two leaves of a tied weight add up in fp32.
-    """
-
-    def __init__(self, model, weights, tied, device, dtype=torch.float32, rounds=1):
-        super().__init__(model, weights, tied)
-        self._model = LayeredModel(model.names, tuple(copy.deepcopy(layer) for layer in model.layers))
-        self._device, self._dtype, self._rounds = device, dtype, rounds
-
-    def gradients(self, micro_batches, scale=1.0):
-        """Return the loss, and the gradient of the loss times `scale`."""
-        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        losses, sums = [], {}
-        for part in split_evenly(len(micro_batches), self._rounds):
-            leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
-            for index in part:
-                # As the engine does: a fused loss makes its gradients in the forward.
-                micro_batch = replace(micro_batches[index], loss_factor=scale / labels)
-                loss = self._loss(self._on_device(micro_batch), leaves)
-                loss.backward(torch.full_like(loss, scale / labels))
-                losses.append(loss.item())
-            # The head before the embedding: the order in which a backward pass makes the parts of a tied weight.
-            for name in reversed([name for name, leaf in leaves.items() if leaf.requires_grad]):
-                owner = "embedding.weight" if self.tied and name == "head.weight" else name
-                gradient = leaves[name].grad.to(self._dtype).cpu()
-                sums[owner] = sums[owner].float() + gradient.float() if owner in sums else gradient
-        return sum(losses) / labels, {name: sums[name] for name in self.owned}
-
-    def _on_device(self, micro_batch):
-        return micro_batch.with_tensors(tensor.to(self._device) for tensor in micro_batch.tensors())
-
-    def evaluate(self, micro_batches):
-        """Return the loss of micro-batches at the present weights."""
-        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
-        with torch.no_grad():
-            losses = [self._loss(self._on_device(micro_batch), leaves).item() for micro_batch in micro_batches]
-        return sum(losses) / labels
-
-    def _leaf(self, parameter):
-        # Frozen weights are not split, so PyTorch rounds them.
-        rounded = ties_up(parameter.data, self._dtype) if parameter.requires_grad else parameter.data
-        data = rounded.to(self._device, self._dtype, copy=True)
-        leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        if leaf.requires_grad:
-            leaf.grad_dtype = torch.float32
-            leaf.grad = torch.zeros_like(leaf, dtype=torch.float32)
-        return leaf
-
-    def _loss(self, micro_batch, leaves):
-        hidden = None
-        for index, (name, layer) in enumerate(zip(self._model.names, self._model.layers, strict=True)):
-            own = {path: leaves[f"{name}.{path}"] for path, _ in layer.named_parameters()}
-            hidden = torch.func.functional_call(layer, own, (hidden, micro_batch.for_layer(index)))
-        return hidden
+    wrap = workers_of(kind, num_devices, make)
+    return toy_engine(model, store, partition, num_workers, wrap=wrap, **options)

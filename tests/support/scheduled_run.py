@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.simulated_accelerator.host_threads import HostThreads
-from tests.support.bounded_loop import BoundedLoop
-from tests.support.device_toy import DeviceLoop, device_engine
+from tests.support.device_toy import device_engine
 from tests.support.optimizers import OPTIMIZERS
-from tests.support.stateful_loop import StatefulLoop
-from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, fp32_state, toy_batches, toy_model, toy_store
+from tests.support.reference import Reference
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.device import AcceleratorDevice, Stream
-from torchround.engine.store.bundles import BOUNDED, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
@@ -165,51 +164,21 @@ def execute(run, make=AcceleratorDevice):
                 engine.step(LR)
             engine.drain()
             losses = [result.loss() for result in results]
-    views = fp32_state(store) if run.optimizer == "adamw" else store.named_views()
-    state = {name: view.clone() for name, view in views.items() if not name.startswith(OLDER_WEIGHTS)}
+    state = {name: view.clone() for name, view in store.named_views().items() if not name.startswith(OLDER_WEIGHTS)}
     store.close()
     return Outcome(losses, state)
 
 
-def reference(run):
-    """Train by a plain loop on the first simulated device: one stream, one thread, no engine."""
+def reference(run: ShortRun) -> Outcome:
+    """Train by the reference loop on the first simulated device: one stream, one thread, no engine."""
     model = run.build()
-    store = toy_store(model, run.dtype)
-    weights = {name: view.float().clone() for name, view in store.weights().items()}
-    if run.policy is BOUNDED:
-        return _bounded_reference(run, model, weights)
-    loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
-    if run.optimizer != "adamw":
-        table = OPTIMIZERS[run.optimizer]
-        loop = StatefulLoop(model, weights, run.tied, table, run.dtype, run.rounds, device="simulated")
-    [held_out] = toy_batches(1, run.micro_batches, seed=1)
-    losses, waiting = [], None
-    for micro_batches in run.batches():
-        if run.policy is SYNC and run.evaluates:
-            losses.append(loop.evaluate(held_out))
-        loss, gradients = loop.gradients(micro_batches)
-        if run.policy is SYNC:
-            loop.update(gradients, LR)
-        else:
-            # This step's gradient was computed before the last step's update, which an evaluation waits for.
-            if waiting is not None:
-                loop.update(waiting, LR)
-            waiting = gradients
-            if run.evaluates:
-                losses.append(loop.evaluate(held_out))
-        losses.append(loss)
-    if waiting is not None:
-        loop.update(waiting, LR)
-    return Outcome(losses, loop.state())
-
-
-def _bounded_reference(run, model, weights):
-    loop = BoundedLoop(model, weights, run.stale_layers, run.dtype, device="simulated")
+    store = toy_store(model, run.dtype, policy=run.policy)
+    options = {"rounds": run.rounds, "stale": run.stale_layers, "device": "simulated"}
+    loop = Reference.of(model, store, OPTIMIZERS[run.optimizer], **options)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     losses = []
     for micro_batches in run.batches():
         if run.evaluates:
             losses.append(loop.evaluate(held_out))
         losses.append(loop.step(micro_batches, LR))
-    state = {name: value for name, value in loop.state().items() if not name.startswith(OLDER_WEIGHTS)}
-    return Outcome(losses, state)
+    return Outcome(losses, {name: view for name, view in loop.state().items() if not name.startswith(OLDER_WEIGHTS)})

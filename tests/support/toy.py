@@ -1,29 +1,23 @@
-"""A small layered model for engine tests, and the plain loop that the engine must equal bit for bit.
+"""A small layered model for engine tests.
 
 Shapes: B sequences, T tokens, D width, V vocabulary, L layers (embedding, blocks, head).
 """
 
-import copy
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.plain_adamw import adamw_update_
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice, Device, DeviceWatcher
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
 from torchround.engine.worker.slots import aligned
 from torchround.keeping import keep
-from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, decayed_names
-from torchround.optim import clip_scale, sum_of_squares
+from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch
 from torchround.pipeline.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
@@ -182,114 +176,6 @@ def train(engine: Engine, batches: Sequence[Sequence[MicroBatch]], lr: float = 1
         engine.step(lr)
     engine.drain()
     return [result.loss() for result in results]
-
-
-class PlainLoop:
-    """The same model as one `nn.Module` trained by ordinary autograd: no engine, no threads, no offloading.
-
-    A tied weight is two leaves of equal value, whose gradients are added before the update, as the engine's stages add
-    them. Autograd with one shared leaf differs only in where it rounds.
-    """
-
-    def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool, clip: str = "global") -> None:
-        self.clip = clip
-        self.module = nn.Sequential(*(copy.deepcopy(layer) for layer in model.layers))
-        self.module.to_empty(device="cpu")
-        self.tied, self.decayed = tied, decayed_names(model)
-        self._name = {
-            f"{name}.{path}": parameter
-            for name, layer in zip(model.names, self.module, strict=True)
-            for path, parameter in layer.named_parameters()
-        }
-        if tied:
-            weights = {**weights, "head.weight": weights["embedding.weight"]}
-        for name, parameter in self._name.items():
-            parameter.data.copy_(weights[name])
-        trained = {name: p for name, p in self._name.items() if p.requires_grad}
-        self.owned = {name: p for name, p in trained.items() if not (tied and name == "head.weight")}
-        self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.owned.items()}
-        self.updates = 0
-        self.norms: list[float] = []
-
-    def train(self, batches: Sequence[Sequence[MicroBatch]], lr: float = 1e-2) -> list[float]:
-        return [self.step(micro_batches, lr) for micro_batches in batches]
-
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> float:
-        loss, gradients = self.gradients(micro_batches)
-        self.update(gradients, lr)
-        return loss
-
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        for parameter in self._name.values():
-            parameter.grad = torch.zeros_like(parameter)
-        total = 0.0
-        for micro_batch in micro_batches:
-            hidden, micro_batch = None, replace(micro_batch, loss_factor=1.0 / labels)
-            for layer in self.module:
-                hidden = layer(hidden, micro_batch)
-            hidden.backward(torch.full_like(hidden, 1.0 / labels))
-            total += hidden.item()
-        gradients = {name: self._name[name].grad for name in self.owned}
-        if self.tied:
-            gradients["embedding.weight"] = self._name["head.weight"].grad + gradients["embedding.weight"]
-        return total / labels, gradients
-
-    def update(self, gradients: dict[str, Tensor], lr: float) -> None:
-        squares = {name: float(sum_of_squares(g.reshape(-1))) for name, g in gradients.items()}
-        norm = math.sqrt(math.fsum(squares.values()))
-        self.norms.append(norm)
-        self.updates += 1
-        scales = dict.fromkeys(gradients, clip_scale(norm, MAX_NORM))
-        if self.clip == "layer":
-            scales = layer_scales(squares, {name: p.numel() for name, p in self.owned.items()})
-        for name, parameter in self.owned.items():
-            first, second = self.moments[name]
-            adamw_update_(
-                parameter.data.view(-1),
-                first.view(-1),
-                second.view(-1),
-                gradients[name].reshape(-1),
-                parameter.data.view(-1),
-                lr=lr,
-                betas=OPTIMIZER.betas,
-                eps=OPTIMIZER.eps,
-                weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
-                bias_correction_step=self.updates,
-                gradient_scale=scales[name],
-            )
-        if self.tied:
-            self._name["head.weight"].data.copy_(self._name["embedding.weight"].data)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the state under the names of `HostStore.named_views`."""
-        views = {}
-        for name, parameter in self.owned.items():
-            views[f"weights/{name}"] = parameter.data
-            views[f"exp_avg/{name}"], views[f"exp_avg_sq/{name}"] = self.moments[name]
-        return views
-
-
-def layer_scales(squares: dict[str, float], sizes: dict[str, int]) -> dict[str, float]:
-    """Return the clip factor of each parameter if each layer is clipped by its own norm; a name begins with its layer."""
-
-    def layer_of(name: str) -> str:
-        return ".".join(name.split(".")[:2]) if name.split(".")[1].isdigit() else name.split(".")[0]
-
-    scales = {}
-    for name in squares:
-        peers = [other for other in squares if layer_of(other) == layer_of(name)]
-        norm = math.sqrt(math.fsum(squares[peer] for peer in peers))
-        share = sum(sizes[peer] for peer in peers) / sum(sizes.values())
-        scales[name] = clip_scale(norm, MAX_NORM * math.sqrt(share))
-    return scales
-
-
-def fp32_state(store: HostStore) -> dict[str, Tensor]:
-    """Return `HostStore.named_views` as a plain loop has them: with whole fp32 weights in place of split ones."""
-    views = {name: view for name, view in store.named_views().items() if not name.startswith(RESIDUAL)}
-    trained = {p.name for bundle in store.owned for p in bundle.parameters}
-    return views | {f"{WEIGHTS}/{n}": value for n, value in store.weights().items() if n in trained}
 
 
 def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

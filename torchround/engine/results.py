@@ -251,8 +251,9 @@ class StepResult:
     def forget_before(self, board: Board, ordering: Ordering) -> None:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
         pass_ = self.pass_
-        # Rule 4 of this pass asks for the step before it, and its first layers may read the version before.
-        ordering.retire(pass_.version - 1)
+        # Rule 4 of this pass asks for the step before it, and its first layers may read the version before. An evaluation
+        # may read a version that another machine is still sending: rule 1 of its receiver asks for one version more.
+        ordering.retire(pass_.version - 1 - (not pass_.training))
         board.retire(TRAINING_PASS, pass_.step)
         board.retire(LEARNING_RATE, pass_.step)
         board.retire(UPDATED, pass_.step)

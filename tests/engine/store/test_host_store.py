@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 
+from tests.support.reference import Reference
 from tests.support.toy import (
+    OPTIMIZER,
     PARTITIONS,
-    PlainLoop,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -176,7 +177,7 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resu
             saved[name] = loaded[name.partition("/")[2]]
         read(store, saved)
         store.resume(step=0, applied_updates=0)
-    reference = PlainLoop(toy_model(), loaded, tied=False)
+    reference = Reference(toy_model(), loaded, OPTIMIZER)
     expected = reference.train(BATCHES[:1])
     with toy_engine(model, store, PARTITION, 2) as engine:
         assert train(engine, BATCHES[:1]) == expected

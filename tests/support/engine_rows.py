@@ -1,0 +1,371 @@
+"""One table of engine runs. Its rows meet each legal pair of values of the axes; the last ones were added for a bug.
+
+`tests/engine/test_rows.py` runs them against `tests/support/reference.py`, and checks that no legal pair is missing.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from tests.support.machines import run_machines
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.reference import Reference
+from tests.support.small_decoders import small_decoder
+from tests.support.toy import BLOCKS, MAX_NORM, PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store
+from torchround.config.optimizer_tables import MuonTable
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.exchange.start import share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.engine.store.ownership import Ownership
+from torchround.layer import with_dropout_seeds
+from torchround.optim import NO_STATE, HostOptimizer, LossScaling, make_optimizer
+from torchround.pipeline.machine_shares import step_share
+
+# The first value of an axis is the default, which the table writes as a dot.
+AXES = {
+    "devices": ("1", "2", "3", "8"),
+    "machines": ("1", "2", "3"),
+    "cut": ("one", "each", "forward", "backward"),
+    "update": ("sync", "async", "predict", "bounded", "stale"),
+    "optimizer": ("adamw", "adamw8", "muon", "muon8", "torch"),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "gradient": ("own", "wide", "narrow"),
+    "clip": ("global", "layer", "none"),
+    "rounds": ("1", "2"),
+    "calls": ("1", "2"),
+    "kept": ("none", "all", "upper"),
+    "recompute": ("stage", "layer", "timed"),
+    "link": ("none", "early", "turns"),
+    "tied": ("no", "tied"),
+    "experts": ("no", "experts"),
+    "adapters": ("no", "adapters"),
+    "evaluates": ("no", "evaluates"),
+    "stopped": ("no", "stopped"),
+    "compiled": ("no", "update", "layers"),
+}
+# A pairwise cover, drawn by `cover`. Without the rows of compiled runs it still meets every pair of the other axes.
+TABLE = """
+devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds  calls  kept   recompute  link   tied  experts  adapters  evaluates  stopped  compiled
+.        2         forward   .        .          bf16   wide      .      .       .      all    .          early  tied  .        .         .          .        .
+.        2         .         .        adamw8     fp16   wide      layer  2       .      upper  layer      .      tied  .        .         .          .        .
+2        2         forward   .        muon       fp16   .         layer  .       .      .      layer      .      tied  .        .         .          .        .
+3        2         each      .        muon       fp16   narrow    none   .       .      .      .          turns  .     .        adapters  .          .        .
+8        3         backward  .        muon       bf16   .         layer  .       .      all    .          turns  .     .        .         .          .        .
+3        .         backward  .        muon8      bf16   narrow    layer  2       .      upper  .          .      .     .        .         .          .        .
+8        .         each      .        muon8      bf16   .         .      .       .      .      .          turns  .     .        .         .          .        .
+.        3         .         .        muon8      .      wide      none   2       .      .      layer      turns  .     experts  .         evaluates  .        .
+2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          turns  tied  .        .         .          .        .
+3        .         each      .        torch      .      .         layer  .       2      upper  timed      .      tied  experts  .         .          stopped  .
+.        3         forward   async    .          fp16   wide      .      .       .      all    timed      .      .     .        .         .          .        .
+2        3         each      async    adamw8     bf16   narrow    .      2       .      all    .          .      .     experts  adapters  evaluates  stopped  .
+.        .         each      async    muon       .      wide      .      .       2      all    layer      turns  tied  experts  adapters  evaluates  stopped  .
+3        3         .         async    muon       fp16   wide      .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
+2        .         forward   async    muon8      fp16   narrow    layer  2       2      .      .          early  .     .        .         .          .        .
+.        2         backward  async    muon8      fp16   .         .      .       .      all    timed      early  tied  experts  adapters  .          stopped  .
+.        .         forward   async    torch      bf16   wide      none   .       .      all    .          turns  .     .        .         .          .        .
+8        .         .         async    torch      fp16   narrow    layer  2       2      .      layer      early  .     .        adapters  evaluates  .        .
+8        .         .         predict  .          bf16   .         none   .       2      all    .          .      tied  .        .         .          .        .
+8        2         forward   predict  .          .      .         none   2       .      upper  timed      turns  .     experts  adapters  evaluates  .        .
+8        3         each      predict  .          .      wide      .      2       .      .      layer      early  .     .        .         .          .        .
+.        .         backward  predict  adamw8     .      wide      layer  .       .      all    timed      early  .     .        .         .          .        .
+3        .         backward  predict  adamw8     bf16   narrow    layer  .       2      .      layer      .      tied  .        .         .          .        .
+2        3         .         predict  adamw8     fp16   .         none   .       .      .      timed      early  tied  .        .         .          stopped  .
+3        .         forward   bounded  .          bf16   narrow    layer  .       .      all    timed      .      .     experts  adapters  .          stopped  .
+.        .         .         bounded  adamw8     .      wide      layer  2       .      all    timed      .      tied  .        .         .          .        .
+2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      turns  tied  .        .         evaluates  .        .
+8        .         each      bounded  adamw8     bf16   .         none   2       .      .      .          early  tied  .        .         .          .        .
+2        .         each      stale    .          .      .         layer  .       .      .      timed      turns  .     .        .         .          .        .
+3        .         forward   stale    .          .      .         none   .       .      .      timed      turns  tied  .        .         .          .        .
+8        .         backward  stale    .          bf16   wide      none   .       .      .      layer      .      tied  experts  .         .          stopped  .
+.        .         forward   stale    adamw8     .      narrow    layer  .       .      upper  .          early  .     .        adapters  evaluates  .        .
+.        .         .         .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        layers
+.        .         backward  .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        update
+8        .         each      .        muon       .      .         .      .       2      .      .          .      .     .        .         .          .        update
+.        .         .         .        muon8      .      .         .      .       .      .      .          .      .     .        .         .          .        update
+8        3         backward  .        muon8      .      .         .      .       .      .      .          .      .     .        .         .          .        layers
+.        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        layers
+.        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        update
+2        2         forward   async    adamw8     bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  update
+2        2         each      async    muon       bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  layers
+3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      turns  .     .        .         .          .        update
+3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      turns  .     .        .         .          .        layers
+.        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        layers
+.        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
+.        .         each      stale    .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
+.        .         each      stale    .          .      .         layer  .       .      .      .          .      .     .        .         .          .        layers
+"""
+
+# Pairs that the engine refuses, and a word of what it says.
+REFUSED = (
+    ("cut", "one", "update", "stale", "stale_layers"),
+    ("rounds", "2", "update", "stale", "1 round"),
+    ("kept", "all", "update", "stale", "keep activations"),
+    ("clip", "global", "update", "bounded stale", "global norm"),
+    ("dtype", "fp16", "update", "bounded stale", "float16"),
+    ("calls", "2", "update", "bounded stale", "accumulates"),
+    ("machines", "2 3", "update", "bounded stale", "bounded"),
+    ("machines", "2 3", "calls", "2", "accumulates"),
+    ("machines", "2 3", "optimizer", "torch", "one machine"),
+    ("optimizer", "muon muon8", "update", "bounded stale", "wait for the devices"),
+    ("optimizer", "muon muon8", "update", "predict", "tells the next step"),
+    ("optimizer", "torch", "update", "bounded stale", "layer by layer"),
+    ("optimizer", "torch", "update", "predict", "moments"),
+)
+
+POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}
+TABLES = {
+    **{name: OPTIMIZERS[name.replace("8", " compact")] for name in ("adamw", "adamw8", "muon", "muon8")},
+    # Each setting of Muon that is not the default.
+    "muon of others": MuonTable(
+        lr=1e-2, adamw_lr=5e-3, eps=1e-3, momentum=0.5, weight_decay=0.0, nesterov=False, adjust_lr="original"
+    ),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CUTS = dict(zip(AXES["cut"], PARTITIONS.values(), strict=True))
+# Layers below 3 are stale. The parts that both the toy and the families can keep.
+KEPT = {
+    "none": (),
+    "all": ((), *(("gate_up", "down"),) * BLOCKS, ()),
+    "upper": ((), (), (), ("gate_up",), ("down", "gate_up"), ("down",), ()),
+}
+LR = 1e-2
+# Some steps leave machines, rounds or calls without a micro-batch.
+STEPS = [
+    with_dropout_seeds(batch[:count], seed=7, step=step)
+    for step, (batch, count) in enumerate(zip(toy_batches(4, 5), (4, 2, 5, 3), strict=True))
+]
+[HELD_OUT] = toy_batches(1, 2, seed=1)
+
+
+def torch_adamw(named):
+    return torch.optim.AdamW(named, lr=LR, weight_decay=0.1)
+
+
+@dataclass
+class Outcome:
+    """What a run gave. `state` is what a checkpoint holds."""
+
+    losses: list = field(default_factory=list)
+    norms: list = field(default_factory=list)
+    scales: list = field(default_factory=list)
+    skipped: list = field(default_factory=list)
+    evaluated: list = field(default_factory=list)
+    state: dict = field(default_factory=dict, repr=False)
+
+
+def assert_same(found, expected):
+    for each in fields(Outcome)[:-1]:
+        # As text: a norm that is not finite differs from itself.
+        assert str(getattr(found, each.name)) == str(getattr(expected, each.name)), each.name
+    assert found.state.keys() == expected.state.keys()
+    different = [name for name, value in expected.state.items() if not torch.equal(found.state[name], value)]
+    assert not different, f"{len(different)} of {len(expected.state)} tensors differ: {different[:5]}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of four steps."""
+
+    devices: int = 1
+    machines: int = 1
+    cut: str = "one"
+    update: str = "sync"
+    optimizer: str = "adamw"
+    dtype: str = "fp32"
+    gradient: str = "own"
+    clip: str = "global"
+    rounds: int = 1
+    calls: int = 1
+    kept: str = "none"
+    recompute: str = "stage"
+    link: str = "none"
+    tied: bool = False
+    experts: bool = False
+    adapters: bool = False
+    evaluates: bool = False
+    stopped: bool = False
+    compiled: str = "no"
+    stale: int = 3
+
+    @property
+    def stale_layers(self):
+        return self.stale if self.update == "stale" else 0
+
+    def model(self):
+        if not self.experts and not self.adapters:
+            return toy_model(self.tied)
+        family = ("qwen3", "debug_moe") if self.experts else ("llama3", "debug")
+        targets = ("q_proj", "o_proj", "up_proj") if self.adapters else ()
+        return small_decoder(*family, targets, num_layers=BLOCKS, tied_embeddings=self.tied)
+
+    @property
+    def loss_scale(self):
+        """In float16 some of the first steps overflow with it, and others do not."""
+        if self.experts or self.adapters:
+            return 2.0**19
+        return 2.0**16 if self.tied else 2.0**18
+
+    @property
+    def table(self):
+        return TABLES.get(self.optimizer)
+
+    def store(self, model, seed=0, **options):
+        options |= {
+            "policy": POLICIES[self.update],
+            "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
+        }
+        options |= {"gradient_dtype": torch.float32} if self.gradient == "wide" else {}
+        store = toy_store(model, DTYPES[self.dtype], seed, **options)
+        store.loss_scaling = LossScaling(self.dtype == "fp16", self.loss_scale)
+        return store
+
+    def engine(self, model, store, optimizer, **options):
+        settings = {
+            "rounds": self.rounds, "clip": "global" if self.clip == "none" else self.clip,
+            "max_norm": 0.0 if self.clip == "none" else MAX_NORM,
+            "kept": KEPT[self.kept], "layerwise_recompute": self.recompute == "layer",
+            "times_layers": self.recompute == "timed", "turns": [range(self.devices)] if self.link == "turns" else (),
+            "accumulate_dtype": torch.bfloat16 if self.gradient == "narrow" else torch.float32,
+            "stale_layers": self.stale_layers, "accumulates": self.calls > 1,
+            "compile_update": self.compiled == "update",
+            "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
+            "wrap": linked if self.link == "early" else lambda device: device,
+        }  # fmt: skip
+        return toy_engine(model, store, CUTS[self.cut], self.devices, optimizer=optimizer, **settings | options)
+
+    def calls_of(self, batch):
+        size = -(-len(batch) // self.calls)
+        return [batch[first : first + size] for first in range(0, len(batch), size)]
+
+    def run(self, group=None, pinned=False, **options):
+        """Train on this machine of a group, or alone. The state is this machine's part."""
+        outcome, saved, torch_state = Outcome(), None, {}
+        parts = [(self, STEPS)]
+        if self.stopped:
+            parts = [(self, STEPS[:2]), (self.elsewhere(), STEPS[2:])]
+        for row, batches in parts:
+            model = row.model()
+            rank, size = (group.rank, group.size) if group is not None else (0, 1)
+            store = row.store(model, seed=0 if saved is None else 1, ownership=Ownership(rank, size), pinned=pinned)
+            optimizer = row.table or HostOptimizer(torch_adamw)
+            if saved is not None:
+                views = store.loadable_views()
+                for name, value in outcome.state.items():
+                    views[name].copy_(value)
+                store.resume(len(outcome.norms), **json.loads(saved))
+            if group is not None:
+                share_weights(store, group)
+            with row.engine(model, store, optimizer, machines=group, **options) as engine:
+                if saved is not None and row.table is None:
+                    optimizer.load_state_dict(torch_state)
+                row.train(engine, batches, outcome, rank, size)
+                torch_state = None if row.table else optimizer.state_dict()
+            outcome.state = {name: view.clone() for name, view in store.named_views().items()}
+            saved = json.dumps(store.resume_state())
+            store.close()
+        return outcome
+
+    def train(self, engine, batches, outcome, rank, size):
+        results, evaluated = [], []
+        for batch in batches:
+            if self.evaluates:
+                evaluated.append(engine.evaluate(HELD_OUT))  # not awaited, so that it runs beside the step
+            labels = sum(micro_batch.num_labels() for micro_batch in batch)
+            of_step = []
+            for call in self.calls_of(batch):
+                share = None
+                if size > 1:
+                    share = step_share(len(call), self.rounds, rank, size)
+                    call = [call[index] for index in share.micro_batches]
+                of_step.append(engine.forward_backward(call, share, labels))
+            engine.step(LR)
+            results.append(of_step)
+        engine.drain()
+        evaluated.append(engine.evaluate(HELD_OUT))
+        outcome.evaluated += [result.loss() for result in evaluated]
+        for of_step in results:
+            outcome.losses += [result.loss() for result in of_step]
+            update = of_step[0].update()
+            outcome.norms.append(update.grad_norm)
+            outcome.scales.append(update.loss_scale)
+            outcome.skipped.append(update.skipped)
+
+    def elsewhere(self):
+        """Return the row on other devices and in other stages."""
+        cuts = AXES["cut"]
+        return replace(
+            self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
+        )
+
+    def run_all(self, **options):
+        """Train on all machines, which must agree in all but the part of the state that each has."""
+        if self.machines == 1:
+            return self.run(**options)
+        first, *others = run_machines(self.machines, lambda group: self.run(group, **options))
+        for other in others:
+            assert not first.state.keys() & other.state.keys(), "two machines save the same tensor"
+            assert_same(replace(other, state={}), replace(first, state={}))
+            first.state |= other.state
+        return first
+
+    def reference(self, device="cpu"):
+        model = self.model()
+        weights = {name: view.clone() for name, view in self.store(model).weights().items()}
+        loop = Reference(
+            model, weights, self.table or torch_adamw, "bounded" if self.update == "stale" else self.update,
+            DTYPES[self.dtype], rounds=self.rounds * self.machines, clip=self.clip, device=device,
+            max_norm=0.0 if self.clip == "none" else MAX_NORM, stale=self.stale_layers,
+            gradient_dtype=torch.float32 if self.gradient == "wide" else None,
+            accumulate=torch.bfloat16 if self.gradient == "narrow" else torch.float32, loss_scale=self.loss_scale,
+        )  # fmt: skip
+        outcome = Outcome()
+        for batch in STEPS:
+            if self.evaluates:
+                outcome.evaluated.append(loop.evaluate(HELD_OUT))
+            labels = sum(micro_batch.num_labels() for micro_batch in batch)
+            for call in self.calls_of(batch):
+                loss, gradients = loop.gradients(call, labels)
+                outcome.losses.append(loss)
+            loop.update(gradients, LR)
+            if self.stopped and batch is STEPS[1]:
+                outcome.evaluated.append(loop.evaluate(HELD_OUT))
+        outcome.evaluated.append(loop.evaluate(HELD_OUT))
+        outcome.norms, outcome.scales, outcome.skipped, outcome.state = (
+            loop.norms,
+            loop.scales,
+            loop.skipped,
+            loop.state(),
+        )
+        return outcome
+
+
+def read_row(values):
+    """Return the row of a line's words."""
+    given = {
+        name: choices[0] if value == "." else value for (name, choices), value in zip(AXES.items(), values, strict=True)
+    }
+    assert all(value in AXES[name] for name, value in given.items()), given
+    kinds = {each.name: each.type for each in fields(Row)}
+    return Row(**{n: int(v) if kinds[n] is int else v != "no" if kinds[n] is bool else v for n, v in given.items()})
+
+
+LINES = [line.split() for line in TABLE.strip().splitlines()]
+assert LINES[0] == list(AXES)
+ROWS = {" ".join([f"{i:02}", *(v for v in line if v != ".")]): read_row(line) for i, line in enumerate(LINES[1:], 1)}
+# Rows for bugs, and for what takes three values to meet.
+BUGS = {
+    "Muon clips by layer what AdamW updates alone": Row(2, cut="backward", optimizer="muon", clip="layer", tied=True),
+    "Muon has settings of its own": Row(2, cut="each", optimizer="muon of others"),
+    "a pass that begins with its fused stage keeps the jobs before it": Row(3, update="async", optimizer="muon"),
+    "a tied weight adds up its rounds in fp32": Row(
+        2, cut="forward", update="async", dtype="bf16", rounds=2, tied=True
+    ),
+    "every layer before the last is stale": Row(8, cut="each", update="stale", clip="layer", tied=True, stale=6),
+    "one layer is stale": Row(3, cut="backward", update="stale", clip="layer", dtype="bf16", stale=1),
+    "an expert is a matrix of its own": Row(2, cut="each", optimizer="muon", dtype="bf16", rounds=2, experts=True),
+    "an evaluation may be ahead of weights that still arrive": Row(
+        2, machines=2, cut="forward", update="async", evaluates=True
+    ),
+    "a resumed prediction of adapters": Row(2, cut="each", update="predict", dtype="bf16", adapters=True, stopped=True),
+}
