@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.fork_server import Child, ForkServer, fork_server_in
+from tests.support.processes import Child, Processes
 from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.run.early_end import STOP_SIGNALS
@@ -65,13 +66,13 @@ class Soak:
 
     def __init__(
         self,
-        fork_server: ForkServer,
+        processes: Processes,
         folder: Path,
         seed: int,
         tamper: Callable[[Path], object] = lambda run: None,
     ) -> None:
         self.met: Counter[str] = Counter()
-        self._fork_server = fork_server
+        self._processes = processes
         self._folder = folder
         self._seed = seed
         self._tamper = tamper
@@ -196,7 +197,7 @@ class Soak:
         meanwhile: Callable[[Child], object] = lambda child: None,
     ) -> Child:
         """Start a child and wait until it ends by itself or by `meanwhile`. Ends one that hangs, and raises `SoakError`."""
-        child = self._fork_server.start(scenario, *arguments, folder=folder)
+        child = self._processes.start(f"tests.support.scenarios:{scenario}", *arguments, folder=folder)
         hung = threading.Timer(HUNG_AFTER_S, child.send, [signal.SIGABRT])
         hung.start()
         meanwhile(child)
@@ -244,9 +245,9 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
     print(f"seed {options.seed}, in {folder}", flush=True)
     start_s, failed, done = time.monotonic(), [], 0
-    (folder / "fork_server").mkdir()
-    with fork_server_in(folder / "fork_server") as fork_server:
-        soak = Soak(fork_server, folder, options.seed, tamper)
+    (folder / "processes").mkdir()
+    with closing(Processes(folder / "processes")) as processes:
+        soak = Soak(processes, folder, options.seed, tamper)
         for number in numbers(options, start_s):
             done += 1
             begin_s = time.monotonic()
