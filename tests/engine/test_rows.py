@@ -17,7 +17,10 @@ TERMS = 4 * 3 * 6 * 64
 
 
 def rows_of(*compiled):
-    return [pytest.param(row, id=name) for name, row in (ROWS | BUGS).items() if row.compiled in compiled]
+    rows = {name: row for name, row in (ROWS | BUGS).items() if row.compiled in compiled}
+    # To trace a family's layers anew for each engine takes minutes.
+    slow = [name for name, row in rows.items() if row.compiled == "layers" and (row.experts or row.adapters)]
+    return [pytest.param(row, id=name, marks=[pytest.mark.nightly] * (name in slow)) for name, row in rows.items()]
 
 
 @pytest.mark.parametrize("row", rows_of("no"))
