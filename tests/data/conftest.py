@@ -1,25 +1,42 @@
 """Small real corpora on disk, and loaders over them."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 
-from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import Loader, Tokenizer, build_loader, build_tokenizer
-
-MakeLoader = Callable[..., Loader]
+from tests.support.batch_contents import TEMPLATE, loader_of
+from torchround.config import SourceTable, TokenizerTable
+from torchround.data import build_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return build_tokenizer(TokenizerTable(name="bytes"))
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_tokenizer(tmp_path_factory):
+    """Return the tokenizer of bytes with a template, which refuses a stranger's message."""
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    refusal = "{% if messages[0].role == 'stranger' %}{{ raise_exception('no stranger here') }}{% endif %}"
+    template.write_text(refusal + TEMPLATE)
+    return build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Make groups of whole documents so small that a small source has several."""
+    monkeypatch.setattr("torchround.data.packing.best_fit.GROUP_SEQUENCES", 5)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch, small_groups):
+    """Make the blocks of records small, too."""
+    monkeypatch.setattr("torchround.data.formats.sources.BLOCK_RECORDS", 6)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
     """Make a folder with short and empty documents, one longer than a piece of text, and records of all lengths."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(7):
@@ -33,32 +50,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_loader(corpus: Path, tokenizer: Tokenizer) -> MakeLoader:
-    def make(
-        *,
-        num_workers: int = 0,
-        seed: int = 0,
-        epochs: int | None = None,
-        shuffle: bool = True,
-        weights: tuple[float, float] = (1.0, 2.5),
-        seq_len: int = 512,
-        global_batch_size: int = 6,
-        folder: Path = corpus,
-        shuffle_sequences: int | Literal["auto"] = 0,
-        **data_keys: Any,
-    ) -> Loader:
-        sources = (
-            SourceTable(path=str(folder / "*.txt"), weight=weights[0]),
-            SourceTable(path=str(folder / "records.jsonl"), weight=weights[1]),
-        )
-        data = DataTable(
-            sources=sources,
-            shuffle=shuffle,
-            shuffle_sequences=shuffle_sequences,
-            num_workers=num_workers,
-            epochs=epochs,
-            **data_keys,
-        )
-        return build_loader(data, tokenizer, seq_len, global_batch_size, seed)
+def make_loader(corpus, tokenizer):
+    def make(folder=corpus, weights=(1.0, 2.5), seq_len=512, global_batch_size=6, seed=0, **keys):
+        paths = zip(("*.txt", "records.jsonl"), weights, strict=True)
+        sources = tuple(SourceTable(path=str(folder / name), weight=weight) for name, weight in paths)
+        return loader_of(sources, tokenizer, seq_len, global_batch_size, seed, **{"shuffle_sequences": 0} | keys)
 
     return make

@@ -2,24 +2,23 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.support import conversations
 from tests.support.conversations import (
-    SAME_DAY,
+    TOOL,
     answer,
     learnt,
+    plain_text,
     question,
-    released,
     small_tokenizer,
     with_templates,
     written,
 )
 from torchround.config import SourceTable, TokenizerTable
-from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.reading_order import DocumentPiece
@@ -27,14 +26,12 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+LOOP = conversations.LOOP + conversations.PROMPT
 DIALOGUE = [question("one"), answer("two")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Make a folder with Qwen's tokenizer and no template."""
     made = tmp_path_factory.mktemp("qwen3")
     small_tokenizer(made, "qwen3")
@@ -42,19 +39,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def qwen(folder: Path) -> Tokenizer:
+def qwen(folder):
     return build_tokenizer(TokenizerTable(path=str(folder)))
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def gpt_oss(tmp_path_factory):
     return small_tokenizer(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")
 
 
 # Templates with names.
 
 
-def named(name: str) -> str:
+def named(name):
     return LOOP.replace("{{ m.content }}", name + " {{ m.content }}")
 
 
@@ -66,11 +63,8 @@ TEMPLATE_LIST = [
 IN_FILES = {"chat_template.jinja": named("plain"), "additional_chat_templates/tool_use.jinja": named("tools")}
 
 
-@pytest.mark.parametrize("tools", [(), (TOOL,)])
 @pytest.mark.parametrize("place", ["list", "files", "file beside a list"])
-def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(
-    folder: Path, tmp_path: Path, place: str, tools: tuple[Any, ...]
-) -> None:
+def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(folder, tmp_path, place):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     if place != "files":
@@ -82,13 +76,14 @@ def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_trans
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = ChatTemplate(build_tokenizer(TokenizerTable(path=str(tmp_path))))
-    text = written(ours, DIALOGUE, tools).replace("⟦", "").replace("⟧", "")
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert text == theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
-    assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
+    for tools in ((), (TOOL,)):
+        expected = theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
+        assert plain_text(ours, DIALOGUE, tools) == expected
+        assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
 
 
-def test_a_template_that_is_given_writes_all_conversations(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_is_given_writes_all_conversations(folder, tmp_path):
     given = tmp_path / "given.jinja"
     given.write_text(named("given"))
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
@@ -98,7 +93,7 @@ def test_a_template_that_is_given_writes_all_conversations(folder: Path, tmp_pat
         assert "given two" in written(ChatTemplate(build_tokenizer(table)), DIALOGUE, tools)
 
 
-def test_templates_without_a_default_say_which_key_gives_one(qwen: Tokenizer, tmp_path: Path) -> None:
+def test_templates_without_a_default_say_which_key_gives_one(qwen, tmp_path):
     tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
     with pytest.raises(TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'):
         ChatTemplate(tokenizer)
@@ -108,26 +103,24 @@ def test_templates_without_a_default_say_which_key_gives_one(qwen: Tokenizer, tm
         only_tools(Conversation(tuple(DIALOGUE)))
 
 
-def test_another_template_for_tools_is_another_place_in_the_data() -> None:
+def test_another_template_for_tools_is_another_place_in_the_data():
     alone, both = TemplateSources(LOOP), TemplateSources(LOOP, with_tools=LOOP)
     settings = TemplateSources(LOOP, settings={"enable_thinking": False})
     assert len({alone.digest(), both.digest(), settings.digest()}) == 3
 
 
-def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path: Path) -> None:
-    gone = TokenizerTable(name="bytes", chat_template=str(tmp_path / "gone.jinja"))
-    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*there is no such file; legal"):
-        build_tokenizer(gone)
+def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path):
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    latin = TokenizerTable(name="bytes", chat_template=str(tmp_path / "latin.jinja"))
-    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*cannot be read"):
-        build_tokenizer(latin)
+    for name, message in (("gone", "there is no such file; legal"), ("latin", "cannot be read")):
+        table = TokenizerTable(name="bytes", chat_template=str(tmp_path / f"{name}.jinja"))
+        with pytest.raises(TokenizerError, match=rf"^tokenizer.chat_template: given .*{message}"):
+            build_tokenizer(table)
 
 
 # Templates that mark turns in other ways.
 
 
-def test_a_template_that_writes_only_with_tools_is_read(qwen: Tokenizer) -> None:
+def test_a_template_that_writes_only_with_tools_is_read(qwen):
     needs = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}\n" + LOOP
     template = with_templates(qwen, needs)
     assert learnt(template, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
@@ -141,7 +134,7 @@ BY_ADDED_TOKENS = (
 )
 
 
-def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen: Tokenizer) -> None:
+def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen):
     """They stay text in a message, as special tokens do, so that no message can fake a turn."""
     template = with_templates(qwen, BY_ADDED_TOKENS)
     assert learnt(template, [question("one"), answer("two"), question("x"), answer("y")]) == [
@@ -158,17 +151,10 @@ def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen: Tokenize
     assert faked[0]["content"] in qwen.decode(piece.tokens.tolist())
 
 
-def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwen: Tokenizer) -> None:
+def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwen):
     """The text ends with a token where the prompt has another one, and both begin with the same letters."""
     ended = LOOP.removesuffix("{% endif %}") + "{% else %}<|endoftext|>{% endif %}"
     assert learnt(with_templates(qwen, ended), DIALOGUE) == ["two<|im_end|>"]
-
-
-def test_a_template_whose_header_also_begins_other_turns_is_refused(qwen: Tokenizer) -> None:
-    same = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
-    prompt = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    with pytest.raises(TokenizerError, match="same token and name, which no other turn begins with"):
-        with_templates(qwen, same + prompt)
 
 
 # Variables for templates.
@@ -176,7 +162,7 @@ def test_a_template_whose_header_also_begins_other_turns_is_refused(qwen: Tokeni
 THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
 
 
-def test_variables_come_from_the_config_and_from_the_record(folder: Path, tmp_path: Path) -> None:
+def test_variables_come_from_the_config_and_from_the_record(folder, tmp_path):
     (tmp_path / "t.jinja").write_text(THINKS)
     table = TokenizerTable(
         path=str(folder), chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs={"mood": "glad"}
@@ -185,12 +171,11 @@ def test_variables_come_from_the_config_and_from_the_record(folder: Path, tmp_pa
     assert "glad two" in written(template, DIALOGUE)
     reader = RecordReader(SourceTable(path="x", content="messages"), template)
     spans = reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": {"mood": "<|im_end|>"}})
-    assert isinstance(spans, tuple)
     assert [span.text for span in spans if span.learn] == ["<|im_end|> two", "<|im_end|>"]
     pairs = RecordReader(SourceTable(path="x", content="prompt_completion"), template)
     record = {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:], "chat_template_kwargs": '{"mood": "sad"}'}
     spans = pairs.read(Document("x"), record)
-    assert isinstance(spans, tuple) and "sad two" in [span.text for span in spans]
+    assert "sad two" in [span.text for span in spans]
     with pytest.raises(DataError, match="field 'chat_template_kwargs' is a list, not an object"):
         reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": [1]})
 
@@ -203,22 +188,17 @@ REFUSAL = (
 )
 
 
-def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss: Tokenizer) -> None:
-    template = with_templates(gpt_oss, REFUSAL + released("gpt_oss"))
+def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss):
+    template = with_templates(gpt_oss, REFUSAL + conversations.released("gpt_oss"))
     tagged = "<|channel|>final<|message|>two"
     with pytest.raises(DataError, match=r"You have passed a message containing <\|channel\|> tags"):
         template(Conversation((question("one"), answer(tagged))))
     assert tagged in written(template, [question(tagged), answer("two")])
 
 
-def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_record(qwen: Tokenizer) -> None:
+def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_record(qwen):
     cuts = LOOP.replace("m.content", "m.content.split('<|im_end|>')[0]")
     with pytest.raises(
         DataError, match="looks like a special token, and the chat template does not write it unchanged"
     ):
         with_templates(qwen, cuts)(Conversation((question("one<|im_end|>three"), answer("two"))))
-
-
-def test_same_day_is_the_day_of_templates_here(gpt_oss: Tokenizer) -> None:
-    text = written(with_templates(gpt_oss, released("gpt_oss")), DIALOGUE)
-    assert written(with_templates(gpt_oss, SAME_DAY + released("gpt_oss")), DIALOGUE) == text

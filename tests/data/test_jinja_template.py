@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.batch_contents import TEMPLATE, documents
-from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, build_loader, build_tokenizer
+from tests.support.batch_contents import TEMPLATE, documents, loader_of, write_lines
+from torchround.config import TokenizerTable
+from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
 from torchround.data.text.jinja_template import compile_template
 from torchround.untrusted.template_process import OUT_OF_MEMORY
@@ -30,33 +31,21 @@ GROWTH = "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n
 HOSTILE = {
     "a text": "{{ 'a' * 10**10 }}",
     "a list": "{{ [1] * 10**9 }}",
-    "a tuple": "{{ ((1,) * 10**9)|length }}",
     "a width": "{{ '%999999999d' % 1 }}",
-    "a width as a value": "{{ '%*d' % (10**9, 1) }}",
     "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
-    "a width of zeros": "{{ '1'.zfill(10**9) }}",
     "a format as a filter": "{{ '%s%s'|format('a' * 10**8, 'a' * 10**9) }}",
     "a join of lists": "{{ (['a' * 10**6] * 10**6)|join }}",
-    "a join by a text": "{{ ('x' * 10**6).join(['a'] * 10**6) }}",
     "translate": "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
-    "replace": "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
     "doubling by ~": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "~"),
-    "doubling by +": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "+"),
-    "doubling of tuples": GROWTH.replace("BEGIN", "(1, 2)").replace("OPERATOR", "+"),
     "squares": GROWTH.replace("BEGIN", "9").replace("OPERATOR", "*"),
     "a power": "{{ (10**8) ** (10**8) }}",
     "loops": LOOPS.replace("TEXT", ""),
-    "loops that write": LOOPS.replace("TEXT", "a" * 99),
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "sort": "{{ (range(99999)|list * 10**3)|sort|length }}",
-    "unique": "{{ (range(99999)|list * 10**3)|unique|list|length }}",
     "groups": "{{ ([{'a': 1}] * 10**8)|groupby('a')|length }}",
-    "map": "{{ ([1] * 10**9)|map('string')|join|length }}",
     "a batch": "{{ [1]|batch(10**9, 'x')|list|length }}",
-    "slices": "{{ [1]|slice(10**9)|list|length }}",
     "a sum of lists": "{{ ([[1] * 1000] * 10**5)|sum(start=[])|length }}",
     "an indent": "{{ messages|tojson(indent=10**9) }}",
-    "addresses": "{{ ('http://a.b ' * 10**7)|urlize|length }}",
     "a wide source": "{{ (" + "1," * 10**7 + ") }}",
     "a deep source": "{{ " + "(" * 50_000,
 }
@@ -64,13 +53,16 @@ MESSAGES = [{"a": 1, "b": 2}, {"a": 3}]
 
 
 @pytest.mark.parametrize("source", HARMLESS)
-def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source: str) -> None:
+def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source):
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     assert compile_template(source, "t")({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_needs_too_much_is_one_message(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+QUICK = ["a text", "a nested width", "doubling by ~", "loops", "macros", "groups", "a deep source"]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in HOSTILE])
+def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
@@ -91,7 +83,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 
 
 @pytest.mark.nightly
-def test_no_template_takes_500_mb() -> None:
+def test_no_template_takes_500_mb():
     ended = subprocess.run(
         [sys.executable, "-c", MEASURED],
         input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
@@ -106,7 +98,7 @@ def test_no_template_takes_500_mb() -> None:
     assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
-def test_a_template_is_given_up_after_three_failures_in_a_row() -> None:
+def test_a_template_is_given_up_after_three_failures_in_a_row():
     source = "{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine"
     render = compile_template(source, "t")
     for tries in (jinja_template.MOST_FAILURES - 1, jinja_template.MOST_FAILURES):
@@ -118,38 +110,35 @@ def test_a_template_is_given_up_after_three_failures_in_a_row() -> None:
         render({"messages": []})
 
 
-def test_a_conversation_that_is_too_large_is_an_error_of_its_own() -> None:
+def test_a_conversation_that_is_too_large_is_an_error_of_its_own():
     render = compile_template("{{ messages[0] }}", "t")
     with pytest.raises(DataError, match="legal: up to 8 MiB"):
         render({"messages": ["a" * jinja_template.MOST_BYTES]})
     assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
-def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path: Path) -> None:
+def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% if 'bomb' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}" + TEMPLATE)
     names = ["good"] * 40 + ["bomb"] + ["good"] * 20
     turns = [[{"role": "user", "content": n}, {"role": "assistant", "content": "a"}] for n in names]
-    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    write_lines(tmp_path / "x.jsonl", [{"messages": turn} for turn in turns])
     tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
-    data = DataTable(
-        sources=(SourceTable(path=str(tmp_path / "x.jsonl"), content="messages"),), epochs=1, shuffle=False
-    )
-    loader = build_loader(data, tokenizer, 64, 1, 0)
+    make = partial(loader_of, tmp_path / "x.jsonl", tokenizer, 64, 1, content="messages", epochs=1, shuffle=False)
+    loader = make()
     with pytest.raises(DataError, match="line 41: error in chat template .*template.jinja: .* memory"):
         list(loader)
     assert json.dumps(loader.state_dict())
-    skipping = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 1, 0)
-    assert len(documents(skipping, tokenizer)) == 60
+    assert len(documents(make(on_bad_record="skip"), tokenizer)) == 60
 
 
 # The process.
 
 
-def test_threads_and_forked_processes_get_their_own_replies() -> None:
+def test_threads_and_forked_processes_get_their_own_replies():
     render = compile_template("{{ messages[0] * 1000 }}", "t")
 
-    def is_right(name: str) -> bool:
+    def is_right(name):
         return all(render({"messages": [f"{name}{n}"]}) == f"{name}{n}" * 1000 for n in range(50))
 
     with ThreadPoolExecutor(4) as threads:
@@ -175,7 +164,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run() -> None:
+def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run():
     ended = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, check=False, text=True)
     text, child, *files = ended.stdout.split()
     assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL), ended.stderr
@@ -183,7 +172,7 @@ def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_wi
         time.sleep(0.01)
 
 
-def is_running(child: str) -> bool:
+def is_running(child):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text()
     except FileNotFoundError:

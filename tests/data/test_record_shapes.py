@@ -3,30 +3,24 @@
 import csv
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.batch_contents import TEMPLATE, documents
-from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer
+from tests.support.batch_contents import documents, loader_of
+from torchround.config import SourceTable
+from torchround.data import DataError
 from torchround.data.formats import file_index, json_array
-from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.untrusted import data_limits
 
 
-@pytest.fixture(scope="module")
-def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("template") / "template.jinja"
-    path.write_text(TEMPLATE)
-    return build_tokenizer(TokenizerTable(name="bytes", chat_template=str(path)))
+def opened(path, **keys):
+    return open_source(SourceTable(path=str(path), **keys))
 
 
-def read_all(source: Source) -> tuple[list[Any], list[str]]:
+def read_all(source):
     """Return the content of the readable records, and the messages of the others."""
     read, wrong = [], []
     for document in source.first_documents(10**6):
@@ -39,44 +33,37 @@ def read_all(source: Source) -> tuple[list[Any], list[str]]:
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
-ROWS = st.lists(st.fixed_dictionaries({"text": TEXTS, "b]": TEXTS | st.lists(st.integers())}), max_size=9)
+ROWS = st.lists(st.fixed_dictionaries({"text": TEXTS, "b]": TEXTS | st.lists(st.integers())}), min_size=1, max_size=9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 3]), ascii=st.booleans(), block=st.integers(1, 40))
 def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_scanned(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None, ascii: bool, block: int
-) -> None:
+    tmp_path_factory, rows, indent, ascii, block
+):
     path = tmp_path_factory.mktemp("array") / "x.json"
     mark = b"" if ascii else b"\xef\xbb\xbf"
     path.write_bytes(mark + json.dumps(rows, indent=indent, ensure_ascii=ascii).encode() + b"\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_array, "SCAN_BYTES", block)
-        if not rows:
-            with pytest.raises(DataError, match="none of its 1 files holds a record"):
-                open_source(SourceTable(path=str(path)))
-            return
-        source = open_source(SourceTable(path=str(path)))
+        source = opened(path)
     assert read_all(source) == ([row["text"] for row in rows], [])
     # In another order too: records are read by their places and not one after another.
     last = source.first_documents(len(rows))[-1]
     assert source.read(last, 0)[0] == rows[-1]["text"]
 
 
-def short_lines(patch: pytest.MonkeyPatch, most_bytes: int) -> None:
-    """Bound a line, and so a record, by `most_bytes`."""
+@pytest.fixture
+def short_lines(monkeypatch):
+    """Bound a line, and so a record, by 1000 bytes."""
     for module in (data_limits, file_index, json_array):
-        patch.setattr(module, "MOST_LINE_BYTES", most_bytes)
+        monkeypatch.setattr(module, "MOST_LINE_BYTES", 1000)
 
 
-def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short_lines(monkeypatch, 1000)
+def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_path, short_lines):
     texts = [f"text {number} " * 20 for number in range(50)]
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps([{"text": text} for text in texts]))
-    assert read_all(open_source(SourceTable(path=str(path)))) == (texts, [])
+    (tmp_path / "x.json").write_text(json.dumps([{"text": text} for text in texts]))
+    assert read_all(opened(tmp_path / "x.json")) == (texts, [])
 
 
 @pytest.mark.parametrize(
@@ -84,16 +71,14 @@ def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(
     [
         (b"text," + b"long " * 300, "the line at byte 0 is longer"),
         (b"", "row 1: it is blank"),
-        ("text".encode("utf-16"), "row 1: the header is not valid UTF-8 .byte 0xff.; export the file"),
+        (b"text,text", "row 1: the header has an empty or a repeated name"),
+        ("text".encode("utf-16"), "row 1: the header is not valid UTF-8 .byte 0xff"),
     ],
 )
-def test_a_header_of_csv_that_names_no_columns_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes, message: str
-) -> None:
-    short_lines(monkeypatch, 1000)
+def test_a_header_of_csv_that_names_no_columns_is_refused(tmp_path, short_lines, header, message):
     (tmp_path / "x.csv").write_bytes(header + b"\na\nb\n")
     with pytest.raises(DataError, match=rf"x\.csv.*{message}"):
-        open_source(SourceTable(path=str(tmp_path / "x.csv")))
+        opened(tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
@@ -109,131 +94,107 @@ def test_a_header_of_csv_that_names_no_columns_is_refused(
         ('[{"text": "a"},\n', ["a"], "record 2: not valid JSON"),
     ],
 )
-def test_a_damaged_json_array_gives_its_records_before_the_damage(
-    tmp_path: Path, damaged: str, good: list[str], message: str
-) -> None:
+def test_a_damaged_json_array_gives_its_records_before_the_damage(tmp_path, damaged, good, message):
     (tmp_path / "x.json").write_text(damaged)
-    read, (wrong,) = read_all(open_source(SourceTable(path=str(tmp_path / "x.json"))))
+    read, (wrong,) = read_all(opened(tmp_path / "x.json"))
     assert [text for text in read if text] == good
     assert f"x.json, {message}" in wrong
 
 
-def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('\n{"text": "a"}\n{"text": "b"}\n')
-    assert read_all(open_source(SourceTable(path=str(tmp_path / "x.json"))))[0] == ["", "a", "b"]
-    (tmp_path / "x.json").write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
+def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "x.json"
+    path.write_text('\n{"text": "a"}\n{"text": "b"}\n')
+    assert read_all(opened(path))[0] == ["", "a", "b"]
+    path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
     with pytest.raises(DataError, match=r"neither an array .* jq -c '.FIELD\[\]' .*format = \"text\" reads"):
-        open_source(SourceTable(path=str(tmp_path / "x.json")))
-    as_text = open_source(SourceTable(path=str(tmp_path / "x.json"), format="text"))
-    assert read_all(as_text)[0] == [(tmp_path / "x.json").read_text()]
+        opened(path)
+    assert read_all(opened(path, format="text"))[0] == [path.read_text()]
+    path.write_text(json.dumps({"data": [{"text": "a"}]}))  # one line is a record
+    with pytest.raises(DataError, match=r"""no field 'text'; fields: data .*jq -c '\.\["data"\]\[\]'"""):
+        loader_of(path, tokenizer).check_first_records()
 
 
 CELLS = st.text(st.sampled_from('ab ,;"\n\tü€'), max_size=8)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=9),
     kind=st.sampled_from(["csv", "tsv", "semicolons"]),
     mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     end=st.sampled_from(["\n", "\r\n"]),
 )
-def test_every_row_of_csv_is_a_record_whatever_its_values_hold(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: str, mark: bytes, end: str
-) -> None:
+def test_every_row_of_csv_is_a_record_whatever_its_values_hold(tmp_path_factory, rows, kind, mark, end):
     path = tmp_path_factory.mktemp("table") / ("x.tsv" if kind == "tsv" else "x.csv")
-    out = io.StringIO(newline="")
-    delimiter = {"csv": ",", "tsv": "\t", "semicolons": ";"}[kind]
+    out, delimiter = io.StringIO(newline=""), {"csv": ",", "tsv": "\t", "semicolons": ";"}[kind]
     writer = csv.writer(out, delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL)
     writer.writerows([("text", "more"), *rows])
     path.write_bytes(mark + out.getvalue().encode())
-    source = open_source(SourceTable(path=str(path)))
+    source = opened(path)
     assert read_all(source) == ([text for text, _ in rows], [])
     assert str(source.first_documents(1)[0]) == f"{path}, row 2"
 
 
-def test_bad_rows_of_csv_are_named_and_cost_no_other(tmp_path: Path) -> None:
+def test_bad_rows_of_csv_are_named_and_cost_no_other(tmp_path):
     lines = [b"text,more", b"a,1", b"b", b'"c"x,1', b"\xff,1", b"", b'd,"1', b"e,2"]
     (tmp_path / "x.csv").write_bytes(b"\n".join(lines))
-    read, wrong = read_all(open_source(SourceTable(path=str(tmp_path / "x.csv"))))
+    read, wrong = read_all(opened(tmp_path / "x.csv"))
     assert read == ["a", ""]
-    assert [message.partition("x.csv, ")[2] for message in wrong] == [
-        "row 3: 1 values, and the header has 2 columns",
-        "row 4: not valid CSV: ',' expected after '\"'",
-        "row 5: not valid UTF-8 (byte 0xff: invalid start byte)",
-        "row 7: not valid CSV: unexpected end of data",
-    ]
-    (tmp_path / "x.csv").write_text("text,text\n")
-    with pytest.raises(DataError, match="x.csv, row 1: the header has an empty or a repeated name"):
-        open_source(SourceTable(path=str(tmp_path / "x.csv")))
+    expected = ("row 3: 1 values", "row 4: not valid CSV", "row 5: not valid UTF-8", "row 7: not valid CSV")
+    for message, words in zip(wrong, expected, strict=True):
+        assert f"x.csv, {words}" in message
 
 
-def test_a_long_value_of_csv_is_read_whole(tmp_path: Path) -> None:
+def test_a_long_value_of_csv_is_read_whole(tmp_path):
     (tmp_path / "x.csv").write_text('text\n"' + "long\n" * 60_000 + '"\n')
-    source = open_source(SourceTable(path=str(tmp_path / "x.csv")))
+    source = opened(tmp_path / "x.csv")
     (document,) = source.first_documents(2)
     assert source.read(document, 0)[1] is not None  # in pieces, as all long texts
 
 
-def trained_on(
-    path: Path, records: list[dict[str, Any]], tokenizer: Tokenizer, content: str, **keys: Any
-) -> list[tuple[str, str]]:
+def trained_on(path, records, tokenizer, content="prompt_completion"):
     """Return the text and the learnt text of each record."""
     path.write_text(json.dumps(records))
-    source = SourceTable(path=str(path), content=content, **keys)
-    data = DataTable(sources=(source,), epochs=1, shuffle=False)
-    return sorted(documents(build_loader(data, tokenizer, 128, 4, 0), tokenizer))
+    loader = loader_of(path, tokenizer, 128, 4, content=content, epochs=1, shuffle=False)
+    return sorted(documents(loader, tokenizer))
 
 
-def turn(role: str, text: object) -> dict[str, Any]:
+def turn(role, text):
     return {"role": role, "content": text}
 
 
-def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(tmp_path, tokenizer):
     calls = '[{"name": "add"}]'  # JSON as an answer, as data of function calls has it
     records = [
         {"prompt": "2+2=", "completion": "4"},
         {"prompt": "", "completion": "alone <|eos|>"},
         {"prompt": "call", "completion": calls},
     ]
-    assert trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion") == [
+    assert trained_on(tmp_path / "x.json", records, tokenizer) == [
         ("<|bos|>2+2=4<|eos|>", "4<|eos|>"),
         ("<|bos|>alone <|eos|><|eos|>", "alone <|eos|><|eos|>"),
         (f"<|bos|>call{calls}<|eos|>", f"{calls}<|eos|>"),
     ]
+    for prompt, completion in (("prompt", "response"), ("question", "answer"), ("question", "completion")):
+        record = {"id": 1, prompt: "2+2=", completion: "4"}
+        assert trained_on(tmp_path / "x.json", [record], tokenizer) == [("<|bos|>2+2=4<|eos|>", "4<|eos|>")]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion"), [("prompt", "response"), ("question", "answer"), ("question", "completion")]
-)
-def test_pairs_are_read_by_their_usual_names(
-    tmp_path: Path, tokenizer: Tokenizer, prompt: str, completion: str
-) -> None:
-    records = [{"id": 1, prompt: "2+2=", completion: "4"}]
-    expected = trained_on(tmp_path / "x.json", [{"prompt": "2+2=", "completion": "4"}], tokenizer, "prompt_completion")
-    assert trained_on(tmp_path / "y.json", records, tokenizer, "prompt_completion") == expected
-
-
-def test_messages_as_prompt_and_completion_are_written_with_the_template(
-    tmp_path: Path, chat_tokenizer: Tokenizer
-) -> None:
+def test_messages_as_prompt_and_completion_are_written_with_the_template(tmp_path, chat_tokenizer):
     records = [
         {"prompt": [turn("user", "a")], "completion": [turn("assistant", "b")]},
         {"prompt": [turn("user", "c")], "completion": "d"},
         {"prompt": "e", "completion": [turn("assistant", "f")]},
     ]
-    assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "prompt_completion") == [
+    assert trained_on(tmp_path / "x.json", records, chat_tokenizer) == [
         (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>")
         for asked, said in ("ab", "cd", "ef")
     ]
-
-
-def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Tokenizer) -> None:
+    # Answers in a prompt are not learnt.
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
-    records = [{"prompt": prompt, "completion": [turn("assistant", "d")]}]
-    ((text, learnt),) = trained_on(tmp_path / "x.json", records, chat_tokenizer, "prompt_completion")
+    ((text, learnt),) = trained_on(
+        tmp_path / "x.json", [{"prompt": prompt, "completion": [turn("assistant", "d")]}], chat_tokenizer
+    )
     assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
 
 
@@ -241,34 +202,23 @@ def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Toke
     ("record", "message"),
     [
         ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
-        ({"prompt": "a", "answer": "b", "response": "c"}, "fields 'response' and 'answer' may both be the comp"),
+        ({"prompt": "a", "answer": "b", "response": "c"}, "fields 'response' and 'answer'"),
         ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
-        ({"prompt": "a", "completion": None}, "field 'completion' is null, not a string or a list"),
+        ({"prompt": "a", "completion": None}, "field 'completion' is null"),
         ({"prompt": "a", "completion": [turn("user", "b")]}, "field 'completion' has no message of the assistant"),
     ],
 )
-def test_a_bad_pair_is_named(tmp_path: Path, chat_tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:
+def test_a_bad_pair_is_named(tmp_path, chat_tokenizer, record, message):
     with pytest.raises(DataError, match=f"x.json, record 1: {message}"):
-        trained_on(tmp_path / "x.json", [record], chat_tokenizer, "prompt_completion")
+        trained_on(tmp_path / "x.json", [record], chat_tokenizer)
 
 
-def test_a_file_whose_records_are_in_a_field_says_how_to_take_them_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "x.json").write_text(json.dumps({"data": [{"text": "a"}]}))
-    with pytest.raises(DataError, match=r"""no field 'text'; fields: data .*jq -c '\.\["data"\]\[\]'"""):
-        build_loader(
-            DataTable(sources=(SourceTable(path=f"{tmp_path}/x.json"),)), tokenizer, 9, 1, 0
-        ).check_first_records()
+def test_messages_without_a_template_say_so(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"record 1: .*no chat template.*tokenizer.chat_template"):
+        trained_on(tmp_path / "x.json", [{"prompt": "a", "completion": [turn("assistant", "b")]}], tokenizer)
 
 
-def test_messages_without_a_template_say_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    records = [{"prompt": "a", "completion": [turn("assistant", "b")]}]
-    with pytest.raises(DataError, match=r"record 1: .*no chat template.*give tokenizer.chat_template"):
-        trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion")
-
-
-def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(
-    tmp_path: Path, chat_tokenizer: Tokenizer
-) -> None:
+def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(tmp_path, chat_tokenizer):
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this?"}]
     records = [{"messages": [turn("user", parts), turn("assistant", [{"type": "text", "text": "that"}])]}]
     assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages") == [
@@ -280,15 +230,12 @@ def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(
 
 
 @pytest.mark.parametrize("begins", ["[{", "\n [\r\n\t{"])
-def test_messages_in_a_column_of_csv_are_read_from_their_json(
-    tmp_path: Path, chat_tokenizer: Tokenizer, begins: str
-) -> None:
+def test_messages_in_a_column_of_csv_are_read_from_their_json(tmp_path, chat_tokenizer, begins):
     out = io.StringIO(newline="")
     messages = json.dumps([turn("user", "a, b"), turn("assistant", 'said "c"')]).replace("[{", begins, 1)
     csv.writer(out).writerows([("messages",), (messages,)])
     (tmp_path / "x.csv").write_text(out.getvalue())
-    source = SourceTable(path=str(tmp_path / "x.csv"), content="messages")
-    loader = build_loader(DataTable(sources=(source,), epochs=1), chat_tokenizer, 128, 4, 0)
+    loader = loader_of(tmp_path / "x.csv", chat_tokenizer, 128, 4, content="messages", epochs=1)
     assert documents(loader, chat_tokenizer) == [
         ('<|bos|>user:a, b<|eos|><|bos|>assistant:said "c"<|eos|>', 'said "c"<|eos|>')
     ]

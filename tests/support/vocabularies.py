@@ -4,10 +4,9 @@ Each family's way to split text has one, with the special and added tokens that 
 """
 
 import json
-import random
 import sysconfig
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tokenizers
@@ -90,7 +89,7 @@ FAMILIES = {
 }
 
 
-def real_text() -> list[str]:
+def real_text():
     """Return some modules of the standard library, and scripts and emoji that do not occur in them."""
     root = Path(sysconfig.get_path("stdlib"))
     names = ("argparse.py", "typing.py", "json/decoder.py", "datetime.py", "inspect.py")
@@ -98,14 +97,14 @@ def real_text() -> list[str]:
     return [*((root / name).read_text() for name in names), others * 20]
 
 
-def random_text(generator: random.Random) -> str:
+def random_text(generator):
     """Draw up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
 
-    def any_character() -> str:
+    def any_character():
         code = generator.randrange(0x110000 - 0x800)
         return chr(code if code < 0xD800 else code + 0x800)
 
-    kinds: list[Callable[[], str]] = [
+    kinds = [
         any_character,
         lambda: chr(generator.randrange(0x20, 0x3000)),
         lambda: generator.choice(" \n\r\t\u00a0\u3000\u2028"),
@@ -114,7 +113,8 @@ def random_text(generator: random.Random) -> str:
     return "".join(generator.choice(kinds)() for _ in range(generator.randrange(40)))
 
 
-def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) -> tokenizers.Tokenizer:
+@cache
+def train(name, vocab_size=3000, text=None):
     """Train the family's tokenizer on a vocabulary of its own."""
     family = FAMILIES[name]
     model = models.BPE(ignore_merges=family.ignore_merges, unk_token=family.unknown)
@@ -147,7 +147,7 @@ def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) 
     return tokenizer
 
 
-def write(folder: Path, name: str, tokenizer: tokenizers.Tokenizer | None = None) -> tokenizers.Tokenizer:
+def write(folder, name, tokenizer=None):
     """Write `tokenizer.json` and `tokenizer_config.json` as a released model has them."""
     family = FAMILIES[name]
     tokenizer = tokenizer or train(name)
