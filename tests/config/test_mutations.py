@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from torchround.config.key_types import UNSET
 from torchround.config.toml_writer import toml_value
 from torchround.config.validate import DEFAULT_STEPS
 
-VALID: dict[str, Any] = {
+VALID = {
     "run": {"name": "x", "seed": 1},
     "model": {"family": "llama3", "flavor": "debug"},
     "tokenizer": {"name": "bytes"},
@@ -43,13 +42,13 @@ VALUES = st.recursive(
 )
 
 
-def text_of(tables: dict[str, Any]) -> str:
+def text_of(tables):
     """Write the tables as TOML. Scalars at the top come first, so that they do not fall into a table."""
     ordered = sorted(tables.items(), key=lambda item: isinstance(item[1], dict))
     return "\n".join(f"{name} = {toml_value(value)}" for name, value in ordered)
 
 
-def load_text(text: str) -> Config | ConfigError:
+def load_text(text):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.toml")
         path.write_bytes(text.encode("utf-8", errors="surrogatepass"))
@@ -59,7 +58,7 @@ def load_text(text: str) -> Config | ConfigError:
             return error
 
 
-def holds(config: Any, raw: Any) -> bool:
+def holds(config, raw):
     """Return whether a config holds what was written: same values, lists as tuples, integers perhaps as floats."""
     if isinstance(raw, dict):
         return all(
@@ -73,7 +72,7 @@ def holds(config: Any, raw: Any) -> bool:
     return bool(config == raw) and isinstance(config, bool) == isinstance(raw, bool)
 
 
-def check(raw: dict[str, Any], name: str) -> None:
+def check(raw, name):
     outcome = load_text(text_of(raw))
     if isinstance(outcome, ConfigError):
         assert name in str(outcome)
@@ -81,35 +80,16 @@ def check(raw: dict[str, Any], name: str) -> None:
         assert holds(outcome, raw)
 
 
-def test_the_unmutated_tables_are_legal() -> None:
-    assert isinstance(load_text(text_of(VALID)), Config)
-
-
 @given(st.sampled_from(KEYS), VALUES)
-@settings(max_examples=250, deadline=None)
-def test_a_wrong_value_is_refused_by_key_or_taken_as_written(place: tuple[str, str], value: Any) -> None:
+@settings(max_examples=100, deadline=None)
+def test_a_wrong_value_is_refused_by_key_or_taken_as_written(place, value):
     table, key = place
     check({**VALID, table: {**VALID[table], key: value}}, key)
 
 
-@given(st.sampled_from(KEYS), st.text("abcdefghijklmnopqrstuvwxyz_.- \"'", max_size=8))
-@settings(max_examples=100, deadline=None)
-def test_a_renamed_key_is_refused_by_its_name_or_known(place: tuple[str, str], name: str) -> None:
-    table, key = place
-    renamed = {(name if old == key else old): value for old, value in VALID[table].items()}
-    check({**VALID, table: renamed}, name)
-
-
-@given(st.sampled_from(KEYS))
-@settings(max_examples=len(KEYS), deadline=None)
-def test_a_key_left_out_takes_its_default_or_is_asked_for(place: tuple[str, str]) -> None:
-    table, key = place
-    check({**VALID, table: {name: value for name, value in VALID[table].items() if name != key}}, key)
-
-
 @given(st.sampled_from([*VALID, "engin", "Training", "parallelism"]), VALUES)
 @settings(max_examples=100, deadline=None)
-def test_a_wrong_or_unknown_table_is_refused_by_its_name(table: str, value: Any) -> None:
+def test_a_wrong_or_unknown_table_is_refused_by_its_name(table, value):
     outcome = load_text(text_of({**VALID, table: value}))
     if isinstance(outcome, ConfigError):
         assert table in str(outcome)
@@ -118,8 +98,9 @@ def test_a_wrong_or_unknown_table_is_refused_by_its_name(table: str, value: Any)
 
 
 @given(st.integers(0, 10**6), st.text(max_size=3), st.integers(0, 5))
-@settings(max_examples=250, deadline=None)
-def test_a_damaged_text_gives_a_config_or_a_config_error_and_nothing_else(at: int, put: str, cut: int) -> None:
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_text_gives_a_config_or_a_config_error_and_nothing_else(at, put, cut):
     text = text_of(VALID)
+    assert isinstance(load_text(text), Config)
     at %= len(text)
     assert isinstance(load_text(text[:at] + put + text[at + cut :]), Config | ConfigError)

@@ -1,16 +1,21 @@
-"""Quoted text of untrusted files can neither command a terminal nor fill it, and is otherwise unchanged."""
+"""What is printed: quoted text of untrusted files cannot command a terminal or fill it, and progress is said now and then."""
 
+import contextlib
+import io
 import unicodedata
+from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchround.untrusted.progress import EVERY_S, Progress
 from torchround.untrusted.terminal import MOST_CHARACTERS, escape_unprintable, terminal_safe
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.text())
-def test_control_characters_are_escaped_and_everything_else_is_kept(text: str) -> None:
+def test_control_characters_are_escaped_and_everything_else_is_kept(text):
     """Checked against the Unicode categories of control, format, surrogate and unassigned characters."""
     result = escape_unprintable(text)
     assert all(letter == "\n" or unicodedata.category(letter)[0] != "C" for letter in result)
@@ -19,11 +24,49 @@ def test_control_characters_are_escaped_and_everything_else_is_kept(text: str) -
         assert result == text
 
 
-def test_control_characters_become_python_escapes() -> None:
+def test_control_characters_become_python_escapes():
     assert terminal_safe("a\x1b]0;x\x07\x9b2J\u202e\ud800") == r"a\x1b]0;x\x07\x9b2J\u202e\ud800"
 
 
-def test_each_line_of_a_message_that_is_too_long_loses_its_middle() -> None:
+def test_each_line_of_a_message_that_is_too_long_loses_its_middle():
     message = terminal_safe("first", "a" * 5000 + "z" * 5000, "last")
     half = MOST_CHARACTERS // 2
     assert message == f"first\n  {'a' * half} .. {'z' * half}\n  last"
+
+
+def advanced(progress, now, times, step_s):
+    for _ in range(times):
+        now[0] += step_s
+        progress.advance(2)
+
+
+@pytest.fixture
+def saving():
+    now = [100.0]
+    return partial(advanced, Progress("saving step-5", 40, "{} MiB".format, clock=lambda: now[0]), now)
+
+
+def test_quick_work_prints_nothing(saving, capsys):
+    saving(times=19, step_s=EVERY_S / 20)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_prints_a_line_now_and_then(saving, capsys):
+    saving(times=20, step_s=EVERY_S / 5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"saving step-5: {done} MiB of 40 MiB ({done * 5 // 2} %)" for done in (10, 20, 30, 40)]
+
+
+def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(capsys):
+    now = [0.0]
+    progress = Progress("reading \x1b[2J.jsonl", clock=lambda: now[0])
+    now[0] = EVERY_S
+    progress.advance(12345)
+    assert capsys.readouterr().err == "reading \\x1b[2J.jsonl: 12,345\n"
+
+
+def test_a_closed_console_does_not_end_the_work(saving):
+    closed = io.StringIO()
+    closed.close()
+    with contextlib.redirect_stderr(closed):
+        saving(times=3, step_s=EVERY_S)
