@@ -9,21 +9,11 @@ from tests.support import toy_texts
 from tests.support.toy_texts import STOP, own_model, prompts, text_engine, their_model, their_texts
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import EngineUsageError
-from torchround.generation import Sampling, TextEngine, continuations
-from torchround.generation.decoding_cache import DecodingCache
+from torchround.generation import Sampling, TextEngine
 from torchround.generation.inference import cut_evenly
 
 FAMILIES = list(toy_texts.OWN)
 MAX_TOKENS = 12
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_prompts_continue_as_in_transformers(family):
-    texts = prompts(50)
-    expected = their_texts(their_model(family), texts, MAX_TOKENS, STOP)
-    assert len({tuple(text) for text in expected}) > 40, "a test of one text would say little"
-    with text_engine(family, num_devices=2) as engine:
-        assert engine.generate(texts, max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +22,33 @@ def expected():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("cache_bytes", [None, 0], ids=["cache", "whole text"])
-def test_devices_and_memory_do_not_change_the_text(expected, family, num_devices, cache_bytes):
+@pytest.mark.parametrize(("num_devices", "cache_bytes"), [(1, None), (3, 0)], ids=["cache", "whole text"])
+def test_prompts_continue_as_in_transformers_on_any_devices_and_memory(expected, family, num_devices, cache_bytes):
+    assert len({tuple(text) for text in expected[family]}) > 8, "a test of one text would say little"
     with text_engine(family, num_devices, batch_size=7) as engine:
         engine.cache_bytes = cache_bytes
         found = engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP])
     assert found == expected[family]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_prompts_continue_as_in_transformers(family):
+    texts = prompts(50)
+    with text_engine(family, num_devices=2) as engine:
+        found = engine.generate(texts, max_tokens=MAX_TOKENS, stop_tokens=[STOP])
+    assert found == their_texts(their_model(family), texts, MAX_TOKENS, STOP)
+
+
 def test_drawn_texts_do_not_depend_on_devices_groups_or_order():
-    texts, sampling = [*prompts(9), [5, 6], [5, 6]], Sampling(0.8, top_p=0.9, top_k=30, seed=4)
+    texts, sampling = [*prompts(5), [5, 6], [5, 6]], Sampling(0.8, top_p=0.9, top_k=30, seed=4)
     found = []
-    for num_devices, batch_size in ((1, 1), (2, 4), (3, 11)):
+    for num_devices, batch_size in ((1, 1), (3, 4)):
         with text_engine("llama3", num_devices, batch_size=batch_size) as engine:
-            found.append(engine.generate(texts, max_tokens=8, sampling=sampling))
-            backwards = engine.generate(texts[:9][::-1], max_tokens=8, sampling=sampling)
-            assert backwards[::-1] == found[-1][:9]
-    assert found[0] == found[1] == found[2]
+            found.append(engine.generate(texts, max_tokens=6, sampling=sampling))
+            backwards = engine.generate(texts[:5][::-1], max_tokens=6, sampling=sampling)
+            assert backwards[::-1] == found[-1][:5]
+    assert found[0] == found[1]
     assert found[0][-1] != found[0][-2], "equal prompts draw different texts"
 
 
@@ -63,28 +62,12 @@ def test_a_text_ends_behind_its_stop_token_or_at_the_most_tokens():
         assert engine.generate([], max_tokens=5) == []
 
 
-def test_keys_and_values_are_gone_at_the_end(monkeypatch):
-    made = []
-
-    class Watched(DecodingCache):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(continuations, "DecodingCache", Watched)
-    with text_engine("llama3") as engine:
-        engine.generate(prompts(6), max_tokens=3)
-    assert len(made) > 1
-    assert [cache.nbytes for cache in made] == [0] * len(made)
-
-
 def test_too_little_memory_for_keys_and_values_is_said_once(caplog, expected):
     with text_engine("llama3", batch_size=4) as engine, caplog.at_level(logging.WARNING):
         engine.cache_bytes = 5000
         assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
-    [message] = [record.getMessage() for record in caplog.records]
-    assert "keys and values of one sequence" in message
-    assert "reads the whole text again" in message
+    [record] = caplog.records
+    assert "keys and values of one sequence" in record.getMessage()
 
 
 def test_little_memory_leaves_fewer_sequences_under_way(expected):

@@ -18,7 +18,7 @@ CUTS = [(Partition((), 6, ()), 1), (Partition((2, 2), 2, (4,)), 2), (Partition((
 TEXTS = [[token % 90 for token in text] for text in prompts(5)]
 
 
-def batches(step: int) -> list[MicroBatch]:
+def batches(step):
     draws = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 90, (4, 17), generator=draws)
     positions = torch.arange(16).expand(2, 16).contiguous()
@@ -28,7 +28,7 @@ def batches(step: int) -> list[MicroBatch]:
     ]
 
 
-def run(partition: Partition, num_devices: int, with_samples: bool) -> tuple[list[list[int]], list[float]]:
+def run(partition, num_devices, with_samples):
     llama3 = FAMILIES["llama3"]
     model = llama3.build(llama3.config_from_flavor("debug", num_layers=4, vocab_size=90))
     store = HostStore(model, torch.float32, policy=ASYNC_PREDICT)

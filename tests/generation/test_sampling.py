@@ -9,7 +9,7 @@ from torchround.generation.sampling import Sampling, choose_token, token_shares
 VOCAB = 40
 
 
-def logits(seed: int) -> torch.Tensor:
+def logits(seed):
     return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
@@ -55,7 +55,7 @@ def test_without_a_temperature_it_is_the_likeliest_token():
 
 
 def test_draws_depend_on_seed_prompt_and_occurrence_alone():
-    def first(seed: int, prompt: list[int], occurrence: int) -> float:
+    def first(seed, prompt, occurrence):
         return torch.rand((), generator=Sampling(1.0, seed=seed).draws_for(prompt, occurrence)).item()
 
     assert first(0, [5, 6], 0) == first(0, [5, 6], 0)

@@ -1,7 +1,6 @@
 """The names and joins of files by the tables of `transformers`, compared with the files that it writes and loads."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +25,7 @@ def toys(tmp_path_factory):
     """Map each kind to its folder, the model in it, and a model on `meta`; written once."""
     made = {}
 
-    def get(kind: str) -> SimpleNamespace:
+    def get(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp("toy")
             theirs, meta = write_toy(kind, folder), meta_model(kind)
@@ -37,60 +36,47 @@ def toys(tmp_path_factory):
     return get
 
 
-def shapes(toy) -> dict[str, torch.Size]:
+def shapes(toy):
     return {stored: toy.meta.get_parameter(name).shape for stored, name in toy.own.items()}
 
 
-def read(toy, folder: Path | None = None) -> PretrainedWeights:
+def read(toy, folder=None):
     folder = folder or toy.folder
     found = names_in_folder(toy.meta, toy.own, read_folder(folder))
     return PretrainedWeights(folder, found.names, shapes(toy), found.redundant)
 
 
-def filled(toy, weights: PretrainedWeights) -> dict[str, torch.Tensor]:
+def filled(toy, weights):
     views = {name: torch.full(shape, float("nan")) for name, shape in shapes(toy).items()}
     weights.load({name: nullcontext(view) for name, view in views.items()})
     return views
 
 
-def assert_is_the_model(toy, views: dict[str, torch.Tensor]) -> None:
+def assert_is_the_model(toy, views):
     for stored, name in toy.own.items():
         assert torch.equal(views[stored], toy.theirs.get_parameter(name)), name
 
 
-def rewritten(toy, folder: Path, change) -> Path:
-    """Write the toy's tensors to `folder` under other names, or without some."""
-    tensors = {change(name): tensor for name, tensor in load_file(toy.folder / SINGLE).items()}
+def rewritten(toy, folder, change=lambda name: name, **more):
+    """Write the toy's tensors to `folder` under other names, without some, and with more."""
+    tensors = {change(name): tensor for name, tensor in load_file(toy.folder / SINGLE).items()} | more
     tensors.pop(None, None)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_is_read_from_the_tensors_that_transformers_writes_for_it(kind, toys):
+def test_files_are_read_and_exported_under_the_names_and_joins_of_save_pretrained(kind, toys, tmp_path):
     toy = toys(kind)
-    assert_is_the_model(toy, filled(toy, read(toy)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_names_are_those_of_save_pretrained(kind, toys):
-    toy = toys(kind)
-    names = saved_names(toy.meta, toy.own)
+    views, names = filled(toy, read(toy)), saved_names(toy.meta, toy.own)
+    assert_is_the_model(toy, views)
     assert sorted(name for entry in names.values() for name in names_in(entry)) == sorted(read_folder(toy.folder))
     assert names == names_in_folder(toy.meta, toy.own, read_folder(toy.folder)).names
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_exported_is_the_same_files_and_loads_into_the_same_model(kind, toys, tmp_path):
-    toy = toys(kind)
-    names = saved_names(toy.meta, toy.own)
-    views = filled(toy, read(toy))
     save_file({name: view.contiguous() for name, view in views.items()}, tmp_path / "checkpoint.safetensors")
     stored = read_folder(tmp_path, "checkpoint.safetensors")
     (tmp_path / "export").mkdir()
     write_tensors(tmp_path / "export", unstack(names, stored, lambda name: torch.float32))
-    theirs = load_file(toy.folder / SINGLE)
-    ours = load_file(tmp_path / "export" / SINGLE)
+    theirs, ours = load_file(toy.folder / SINGLE), load_file(tmp_path / "export" / SINGLE)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     toy.theirs.config.save_pretrained(tmp_path / "export")
@@ -122,20 +108,14 @@ def test_files_with_the_modules_own_names_are_read(toys, tmp_path):
     assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
 
 
-def test_rotation_tables_and_a_copied_head_in_old_files_are_redundant(toys, tmp_path):
+def test_tensors_of_old_files_and_those_that_transformers_leaves_out_are_redundant(toys, tmp_path):
     toy = toys("qwen2 tied")
-    tensors = load_file(toy.folder / SINGLE)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
-    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
-    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
-
-
-def test_heads_for_several_tokens_that_transformers_leaves_out_are_redundant(toys, tmp_path):
-    toy = toys("qwen3_next")
-    tensors = load_file(toy.folder / SINGLE)
-    save_file({**tensors, "mtp.norm.weight": torch.ones(24)}, tmp_path / SINGLE, metadata={"format": "pt"})
-    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
+    head = load_file(toy.folder / SINGLE)["model.embed_tokens.weight"].clone()
+    old = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    assert_is_the_model(toy, filled(toy, read(toy, rewritten(toy, tmp_path, **old))))
+    toy = toys("qwen3_next")  # heads for several tokens
+    folder = rewritten(toy, tmp_path, **{"mtp.norm.weight": torch.ones(24)})
+    assert_is_the_model(toy, filled(toy, read(toy, folder)))
 
 
 def test_a_machine_that_holds_a_part_of_the_weights_reads_that_part(toys):
@@ -149,39 +129,22 @@ def test_a_machine_that_holds_a_part_of_the_weights_reads_that_part(toys):
     assert 0 < weights.bytes_of(part) < weights.bytes_of(whole)
 
 
-def test_an_expert_that_is_missing_is_named(toys, tmp_path):
-    toy = toys("qwen3_moe")
-    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
-    folder = rewritten(toy, tmp_path, lambda name: None if name == lost else name)
-    with pytest.raises(HFError, match=f"missing: {lost}$"):
-        read(toy, folder)
+def test_tensors_that_are_missing_misshapen_or_belong_nowhere_are_named(toys, tmp_path):
+    toy, one = toys("qwen3_moe"), "model.layers.1.mlp.experts.2.up_proj.weight"
+    for change, more, message in (
+        (lambda name: None if name == one else name, {}, f"missing: {one}"),
+        (lambda name: name, {one: torch.ones(12, 23)}, rf"of another shape: {one} \[12, 23\] instead of \[12, 24\]"),
+        (lambda name: name, {"vision.weight": torch.ones(1)}, "not part of the model: vision.weight"),
+    ):
+        folder = rewritten(toy, tmp_path, change, **more)
+        with pytest.raises(HFError, match=f"{message}$"):
+            read(toy, folder)
 
 
-def test_an_expert_of_another_shape_is_named(toys, tmp_path):
-    toy = toys("qwen3_moe")
-    tensors = load_file(toy.folder / SINGLE)
-    wrong = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({**tensors, wrong: torch.ones(12, 23)}, tmp_path / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(HFError, match=rf"of another shape: {wrong} \[12, 23\] instead of \[12, 24\]$"):
-        read(toy, tmp_path)
-
-
-def test_a_tensor_that_belongs_nowhere_is_named(toys, tmp_path):
-    toy = toys("qwen2")
-    tensors = load_file(toy.folder / SINGLE)
-    save_file({**tensors, "vision.weight": torch.ones(1)}, tmp_path / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(HFError, match="not part of the model: vision.weight$"):
-        read(toy, tmp_path)
-
-
-def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys):
+def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys, tmp_path):
     toy = toys("olmo_hybrid")
-    with pytest.raises(ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*Concatenate.*save_pretrained"):
+    with pytest.raises(ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*save_pretrained"):
         read(toy)
-
-
-def test_the_way_out_of_a_refused_join_is_read(toys, tmp_path):
-    toy = toys("olmo_hybrid")
     AutoModelForCausalLM.from_pretrained(toy.folder).save_pretrained(tmp_path, save_original_format=False)
     assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
 

@@ -1,6 +1,7 @@
 """An exported folder is complete: `transformers` loads it, generates text and stops, and the card says what it is."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train
+from tests.support.batch_contents import TEMPLATE, write_lines
 from torchround.commands import export_hf
 from torchround.commands.generation_files import byte_tokenizer_files, generation_content
 from torchround.config import TokenizerTable
@@ -22,35 +24,37 @@ data = { sources = [{ path = "text.jsonl" }] }
 training = { steps = 2, seq_len = 16, global_batch_size = 2, dtype = "float32" }
 engine = { devices = "cpu", cpu_threads = 1, measure_steps = 0 }
 """
-TEMPLATE = "{% for m in messages %}<|bos|>{{ m.role }}:{{ m.content }}<|eos|>{% endfor %}{% if add_generation_prompt %}<|bos|>assistant:{% endif %}"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
-    (tmp_path / "text.jsonl").write_text("\n".join(texts))
-    (tmp_path / "own.toml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Make the working folder of all tests, with the export of a run from scratch in it."""
+    folder, threads = tmp_path_factory.mktemp("work"), torch.get_num_threads()
+    write_lines(folder / "text.jsonl", [{"text": f"line {index} of some text"} for index in range(20)])
+    (folder / "own.toml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
+        yield folder
     torch.set_num_threads(threads)
 
 
-def head(card: str) -> dict:
+BASE = Path("outputs/own/export/step-2")
+
+
+def head(card):
     """Read the YAML between the first two lines of dashes."""
     assert card.startswith("---\n")
     return yaml.safe_load(card.split("---\n")[1])
 
 
 def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(folder):
-    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
-    output = Path("outputs/own/export/step-2")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE), AutoTokenizer.from_pretrained(BASE)
     ours = build_tokenizer(TokenizerTable(name="bytes"))
     text = "def f(x):\n    return 'é' + \"\U0001f600\"  # <|eos|>"
     assert tokenizer(text.replace("<|eos|>", "")).input_ids == [256, *ours.encode(text.replace("<|eos|>", ""))]
     assert tokenizer.decode(ours.encode(text)) == text
-    assert build_tokenizer(TokenizerTable(path=str(output))).encode(text) == ours.encode(text)
+    assert build_tokenizer(TokenizerTable(path=str(BASE))).encode(text) == ours.encode(text)
     config = model.generation_config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 257, 258)
     assert (model.config.bos_token_id, model.config.eos_token_id) == (256, 257)
@@ -67,15 +71,12 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
 
 
 def test_the_card_says_base_data_settings_and_losses(folder):
-    assert train.main(["--config", "own.toml", "--run.name=a-run", "--checkpoint.export=weights"]) == 0
-    card = Path("outputs/a-run/export/step-2/README.md").read_text()
+    card = (BASE / "README.md").read_text()
     assert head(card) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["torchround"]}
-    last = json.loads(Path("outputs/a-run/metrics.jsonl").read_text().splitlines()[-1])
-    assert "# a-run\n" in card and "trained from scratch" in card
-    assert f"| training loss | {last['loss']:.4f} nats per token (step 2) |" in card
-    assert f"| labels trained on | {last['tokens']:,} |" in card
-    assert "| steps | 2 |" in card and "| training.seq_len | `16` |" in card and "| optimizer.lr |" in card
-    assert "- `text.jsonl`: text, weight 1\n" in card and str(folder) not in card
+    last = json.loads(Path("outputs/own/metrics.jsonl").read_text().splitlines()[-1])
+    for text in ("# own\n", "trained from scratch", f"{last['loss']:.4f}", f"{last['tokens']:,}", "`text.jsonl`"):
+        assert text in card
+    assert "training.seq_len | `16`" in card and "optimizer.lr" in card and str(folder) not in card
 
 
 RUN = {
@@ -113,9 +114,7 @@ def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, know
 
 
 def test_adapters_alone_have_a_card_too(folder):
-    release = Path("outputs/own/export/step-2")
-    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
-    based = ["--model.shape=none", f"--model.hf_path={release}", "--lora.rank=2", "--checkpoint.export=adapters"]
+    based = ["--model.shape=none", f"--model.hf_path={BASE}", "--lora.rank=2", "--checkpoint.export=adapters"]
     assert train.main(["--config", "own.toml", "--run.name=two", *based]) == 0
     card = Path("outputs/two/export/step-2/README.md").read_text()
     assert head(card)["library_name"] == "peft" and "AutoPeftModelForCausalLM" in card
@@ -124,11 +123,10 @@ def test_adapters_alone_have_a_card_too(folder):
 
 def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-    Path("chats.jsonl").write_text("\n".join([json.dumps(chat)] * 20))
+    write_lines(Path("chats.jsonl"), [chat] * 20)
     Path("template.jinja").write_text(TEMPLATE)
     # A base whose own settings stop at another token, as a pre-trained base does.
-    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
-    base = Path("outputs/own/export/step-2")
+    base = Path(shutil.copytree(BASE, "base"))
     settings = json.loads((base / "tokenizer_config.json").read_text()) | {"eos_token": "<|pad|>"}
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 258, "temperature": 0.6}))
@@ -166,8 +164,8 @@ def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
     files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
     for name, content in files.items():
         (folder / "tok" / name).write_text(json.dumps(content))
-    assert train.main(["--config", "own.toml", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
+    assert train.main(["--config", "own.toml", "--run.name=gone", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
     (folder / "tok" / "tokenizer.json").unlink()
-    assert export_hf.main(["outputs/own/checkpoints/step-2", "exported", "--config=outputs/own/config.toml"]) == 0
+    assert export_hf.main(["outputs/gone/checkpoints/step-2", "exported", "--config=outputs/gone/config.toml"]) == 0
     assert "the export has no generation_config.json of its own" in caplog.text
     assert Path("exported/model.safetensors").is_file()

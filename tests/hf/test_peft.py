@@ -5,11 +5,14 @@ so their gradients are its gradients' parts.
 """
 
 import copy
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from tests.support.released_run import saved_config
@@ -19,7 +22,7 @@ from torchround.commands import export_hf
 from torchround.commands.released_folder import open_weights
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import read_adapters
+from torchround.hf import HFError, read_adapters
 from torchround.models import LoraShape, adapter_names, add_adapters
 
 RANK, ALPHA = 3, 12.0
@@ -28,14 +31,22 @@ STACKED = ("gate_up_proj", "down_proj")
 CASES = [
     ("llama3", ATTENTION + MLP),
     ("llama3 tied", ("k_proj",)),
-    ("qwen3", ATTENTION + MLP),
+    pytest.param("qwen3", ATTENTION + MLP, marks=pytest.mark.nightly),
     ("qwen3 moe", ATTENTION + MLP),
     ("gpt_oss", ATTENTION + STACKED),
-    ("gpt_oss", STACKED[1:]),
-    ("borrowed qwen2", ATTENTION + MLP),
+    pytest.param("gpt_oss", STACKED[1:], marks=pytest.mark.nightly),
+    pytest.param("borrowed qwen2", ATTENTION + MLP, marks=pytest.mark.nightly),
     ("borrowed gemma2", ("v_proj", "up_proj")),
     ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
 ]
+EACH_CASE = pytest.mark.parametrize(("kind", "targets"), CASES)
+
+
+def opened(releases, kind):
+    """Return a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
+    release = releases(kind)
+    theirs = type(release.theirs).from_pretrained(release.folder, dtype=torch.float32).eval()
+    return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind})
 
 
 def adapted(release, targets, read=None):
@@ -89,20 +100,14 @@ def assert_same_logits(actual, expected):
     assert_close_in_sums(actual, expected, 1000)
 
 
-@pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
-def case(request, releases):
-    """Make a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
-    kind, targets = request.param
-    release = releases(kind)
-    theirs = type(release.theirs).from_pretrained(release.folder, dtype=torch.float32).eval()
-    return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind}), targets
-
-
-def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path, tools):
-    release, targets = case
+@EACH_CASE
+def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
+    releases, kind, targets, tmp_path, tools
+):
+    release = opened(releases, kind)
     ours = adapted(release, targets)
     model, batch = filled(ours, tools), tools.micro_batch([[21]], 61)
-    _, folder = exported(ours, release, targets, tmp_path)
+    checkpoint, folder = exported(ours, release, targets, tmp_path)
     theirs = PeftModel.from_pretrained(release.theirs, folder, is_trainable=True).eval()
     logits = theirs(batch.tokens).logits
     assert_same_logits(tools.all_logits(model, batch), logits)
@@ -117,6 +122,13 @@ def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path
         assert error < 1e-4, f"{name}: relative error {error}"
         compared.add(theirs_name)
     assert compared == expected.keys()
+    merged = tmp_path / "merged"
+    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
+    expected = theirs.merge_and_unload().state_dict()
+    loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close_in_sums(loaded[name], tensor, 16, name)  # a sum over the rank, and one addition
 
 
 def peft_gradient(name, tensors, gradients):
@@ -136,8 +148,9 @@ def peft_gradient(name, tensors, gradients):
     return key, stacked.chunk(2, dim=1)[part == "up"].chunk(2, dim=2)[part == "up"]
 
 
-def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
-    release, targets = case
+@EACH_CASE
+def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, tmp_path, tools):
+    release = opened(releases, kind)
     if release.kind == "qwen3 moe":
         targets = ATTENTION  # peft writes adapters on experts fused, see below
     stacked = [f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED]
@@ -160,13 +173,39 @@ def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
         assert_same_logits(tools.all_logits(filled(ours, tools), batch), expected)
 
 
-def test_merged_export_has_pefts_merged_weights(case, tmp_path):
-    release, targets = case
-    checkpoint, folder = exported(adapted(release, targets), release, targets, tmp_path)
-    merged = tmp_path / "merged"
-    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
-    expected = PeftModel.from_pretrained(release.theirs, folder).merge_and_unload().state_dict()
-    loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_close_in_sums(loaded[name], tensor, 16, name)  # a sum over the rank, and one addition
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+NAMES = {"a": f"{PREFIX}A.weight", "b": f"{PREFIX}B.weight"}
+SHAPES = {"a": (2, 24), "b": (24, 2)}
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False}
+
+
+def read(folder, **setting):
+    """Write adapters with a setting, and read them."""
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | setting))
+    save_file({NAMES[key]: torch.randn(SHAPES[key]) for key in NAMES}, folder / "adapter_model.safetensors")
+    return read_adapters(LoraTable(path=str(folder), rank=2, alpha=4.0), NAMES, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': such adapters belong to a base that was"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": {"loftq": 4}}, "init_lora_weights is"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_rslora": True}, "use_rslora is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
+    ],
+)
+def test_adapters_that_compute_something_else_are_never_taken_as_plain_ones(setting, message, tmp_path):
+    with pytest.raises(HFError, match=message):
+        read(tmp_path, **setting)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_adapters_that_began_in_a_way_that_leaves_the_base_alone_are_read(start, tmp_path):
+    weights, views = read(tmp_path, init_lora_weights=start), {key: torch.zeros(SHAPES[key]) for key in NAMES}
+    weights.load({name: nullcontext(view) for name, view in views.items()})
+    assert all(view.any() for view in views.values())

@@ -1,59 +1,74 @@
 """Hugging Face folders into the host store: every number in its place, and every fault named before reading."""
 
+import contextlib
 import json
-from pathlib import Path
+import os
+import pty
+import re
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.rounding import ties_up
 from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.mxfp4 import dequantise
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
 SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def read(release, folder=None):
+    model, names = release.family.build(release.config), release.family.hf_names(release.config)
+    redundant = release.family.hf_redundant(release.config)
+    return PretrainedWeights(folder or release.folder, names, model.stored_shapes(), redundant)
+
+
+def initialised(release, pretrained=None, **options):
     model = release.family.build(release.config)
-    return PretrainedWeights(
-        folder or release.folder,
-        release.family.hf_names(release.config),
-        model.stored_shapes(),
-        release.family.hf_redundant(release.config),
-    )
+    store = HostStore(model, torch.bfloat16, **options)
+    store.initialize(model, 0, (pretrained or read(release)).load)
+    return store
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def all_tensors(folder):
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def initialised(release, pretrained, dtype=torch.bfloat16, **options):
-    model = release.family.build(release.config)
-    store = HostStore(model, dtype, **options)
-    store.initialize(model, 0, pretrained.load)
-    return store
+@pytest.fixture
+def rewritten(hf, tmp_path):
+    """Write a release whose tensors `change` has changed in place."""
+
+    def write(kind, change):
+        release = hf.release(kind, tmp_path)
+        tensors = load_file(tmp_path / SINGLE)
+        change(tensors)
+        save_file(tensors, tmp_path / SINGLE)
+        return release
+
+    return write
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_is_the_tensor_that_its_name_stands_for(kind, releases):
     release = releases(kind)
     assert len(list(release.folder.glob("*.safetensors"))) > 1
-    stored = all_tensors(release.folder)
-    store = initialised(release, read(release))
+    stored, weights = all_tensors(release.folder), initialised(release).weights()
     names = release.family.hf_names(release.config)
-    assert store.weights().keys() == names.keys()
-    for name, weight in store.weights().items():
+    assert weights.keys() == names.keys()
+    for name, weight in weights.items():
         tensors = names[name]
         expected = stored[tensors] if isinstance(tensors, str) else torch.stack([stored[t] for t in tensors])
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.float()), name
 
 
 def test_device_weights_of_every_version_follow_the_weights(releases):
-    release = releases("llama3")
-    store = initialised(release, read(release), policy=ASYNC)
+    store = initialised(releases("llama3"), policy=ASYNC)
     for bundle in store.bundles:
         assert len(bundle.device_weights) == 2
         for device_weight in bundle.device_weights:
@@ -64,56 +79,50 @@ def test_device_weights_of_every_version_follow_the_weights(releases):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_file_of_another_type_is_read_too(dtype, hf, tmp_path):
     release = hf.release("llama3", tmp_path, dtype)
-    assert (tmp_path / SINGLE).is_file()
-    weights = initialised(release, read(release)).weights()
     expected = load_file(tmp_path / SINGLE)["model.norm.weight"].float()
-    assert torch.equal(weights["head.norm.weight"], expected)
+    assert torch.equal(initialised(release).weights()["head.norm.weight"], expected)
 
 
-def test_mxfp4_experts_become_what_transformers_makes_of_them(hf, tmp_path):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+def test_mxfp4_experts_become_what_transformers_makes_of_them(rewritten):
+    expected, generator = {}, torch.Generator().manual_seed(0)
 
-    release = hf.release("gpt_oss", tmp_path)
-    tensors, expected = load_file(tmp_path / SINGLE), {}
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
-        scales = torch.randint(110, 130, (experts, outputs, inputs // 32), generator=generator)
-        quantised = blocks.to(torch.uint8), scales.to(torch.uint8)
-        tensors |= dict(zip((f"{name}_blocks", f"{name}_scales"), quantised, strict=True))
-        expected[name] = convert_moe_packed_tensors(*quantised, dtype=torch.float32)
-    save_file(tensors, tmp_path / SINGLE)
-    weights = initialised(release, read(release)).weights()
-    names = release.family.hf_names(release.config)
+    def quantise(tensors):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+            scales = torch.randint(110, 130, (experts, outputs, inputs // 32), generator=generator)
+            quantised = blocks.to(torch.uint8), scales.to(torch.uint8)
+            tensors |= dict(zip((f"{name}_blocks", f"{name}_scales"), quantised, strict=True))
+            expected[name] = convert_moe_packed_tensors(*quantised, dtype=torch.float32)
+
+    release = rewritten("gpt_oss", quantise)
+    weights, names = initialised(release).weights(), release.family.hf_names(release.config)
     assert len(expected) == 4
     for ours, theirs in names.items():
         if theirs in expected:
             assert torch.equal(weights[ours], expected[theirs]), ours
 
 
-def test_a_copy_of_the_tied_head_and_rotation_tables_are_left_alone(hf, tmp_path):
-    release = hf.release("llama3 tied", tmp_path)
-    tensors = load_file(tmp_path / SINGLE)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
-    save_file(tensors, tmp_path / SINGLE)
-    assert "embedding.weight" in initialised(release, read(release)).weights()
+def test_a_copy_of_the_tied_head_and_rotation_tables_are_left_alone(rewritten):
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
+
+    assert "embedding.weight" in initialised(rewritten("llama3 tied", add)).weights()
 
 
-def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_once(hf, tmp_path):
-    release = hf.release("qwen3 moe", tmp_path)
-    tensors = load_file(tmp_path / SINGLE)
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    tensors["model.layers.7.strange"] = torch.ones(2)
-    tensors["model.norm.weight"] = torch.ones(33)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, tmp_path / SINGLE)
+def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_once(rewritten, tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+        tensors["model.layers.7.strange"] = torch.ones(2)
+        tensors["model.norm.weight"] = torch.ones(33)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+
     with pytest.raises(HFError) as error:
-        read(release)
-    lines = str(error.value).split("\n  ")
-    assert lines[0].startswith(str(tmp_path))
-    assert set(lines[1:]) == {
+        read(rewritten("qwen3 moe", change))
+    first, *lines = str(error.value).split("\n  ")
+    assert first.startswith(str(tmp_path))
+    assert set(lines) == {
         "missing: model.layers.1.mlp.experts.3.up_proj.weight",
         "not part of the model: model.layers.7.strange",
         "of another shape: model.norm.weight [33] instead of [96]",
@@ -129,66 +138,58 @@ def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_on
         ({"weight": torch.uint8, "weight.quant_state.bitsandbytes__nf4": torch.uint8}, "a bitsandbytes"),
     ],
 )
-def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind, hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    tensors = load_file(tmp_path / SINGLE)
-    for linear in [name for name in tensors if name.endswith("_proj.weight")]:
-        del tensors[linear]
-        stem = linear.removesuffix("weight")
-        tensors |= {f"{stem}{name}": torch.zeros(2).to(dtype) for name, dtype in names.items()}
-    save_file(tensors, tmp_path / SINGLE)
-    with pytest.raises(HFError) as error:
-        read(release)
-    assert f"this is {kind} release" in str(error.value) and len(str(error.value)) < 400
+def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind, rewritten):
+    def quantise(tensors):
+        for linear in [name for name in tensors if name.endswith("_proj.weight")]:
+            del tensors[linear]
+            stem = linear.removesuffix("weight")
+            tensors |= {f"{stem}{name}": torch.zeros(2).to(dtype) for name, dtype in names.items()}
+
+    with pytest.raises(HFError, match=f"this is {kind} release") as error:
+        read(rewritten("llama3", quantise))
+    assert len(str(error.value)) < 400
 
 
 def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf, tmp_path, caplog):
     release = hf.release("llama3", tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file() and not (tmp_path / SINGLE).is_file()
-    tensors = {
-        name: tensor.clone() for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
-    }
+    assert (tmp_path / INDEX).is_file() and not (tmp_path / SINGLE).is_file()
+    tensors = {name: tensor.clone() for name, tensor in all_tensors(tmp_path).items()}
     tensors["model.norm.weight"] += 1.0
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     theirs = type(release.theirs).from_pretrained(tmp_path).state_dict()["model.norm.weight"]
-    assert torch.equal(initialised(release, read(release)).weights()["head.norm.weight"], theirs)
+    assert torch.equal(initialised(release).weights()["head.norm.weight"], theirs)
     assert torch.equal(theirs, tensors["model.norm.weight"])
-    assert caplog.text.count(f"the weights are read from {SINGLE}, as transformers does") == 1
+    assert caplog.text.count(f"the weights are read from {SINGLE}") == 1
 
 
-def test_blocks_of_another_shape_are_named(hf, tmp_path):
-    release = hf.release("gpt_oss", tmp_path)
-    tensors, name = load_file(tmp_path / SINGLE), "model.layers.0.mlp.experts.down_proj"
-    del tensors[name]
-    tensors[f"{name}_blocks"] = torch.zeros(5, 96, 1, 16, dtype=torch.uint8)
-    tensors[f"{name}_scales"] = torch.zeros(5, 96, 2, dtype=torch.uint8)
-    save_file(tensors, tmp_path / SINGLE)
+def test_blocks_of_another_shape_are_named(rewritten):
+    def change(tensors):
+        name = "model.layers.0.mlp.experts.down_proj"
+        del tensors[name]
+        tensors[f"{name}_blocks"] = torch.zeros(5, 96, 1, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(5, 96, 2, dtype=torch.uint8)
+
     with pytest.raises(HFError, match=r"down_proj_blocks \[5, 96, 1, 16\] instead of \[5, 96, 2, 16\]"):
-        read(release)
+        read(rewritten("gpt_oss", change))
 
 
-@pytest.mark.parametrize("kept_bytes", [4, 100, -1])
-def test_a_truncated_file_is_named(kept_bytes, hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    path = tmp_path / SINGLE
-    whole = path.read_bytes()
-    path.write_bytes(whole[:kept_bytes] if kept_bytes > 0 else whole[:-1])
-    with pytest.raises(HFError, match=f"{SINGLE}: truncated"):
-        read(release)
-
-
-def test_a_file_cut_after_the_check_is_named_when_it_is_read(hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    pretrained = read(release)
-    (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:-1])
+def test_a_file_that_is_truncated_or_no_file_of_tensors_is_named(hf, tmp_path):
+    release, path = hf.release("llama3", tmp_path), tmp_path / SINGLE
+    whole, opened = path.read_bytes(), read(release)
+    for content, message in (
+        (whole[:4], f"{SINGLE}: truncated"),
+        (whole[:100], f"{SINGLE}: truncated"),
+        (whole[:-1], f"{SINGLE}: truncated"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(HFError, match=message):
+            read(release)
+    path.write_bytes(whole[:-1])  # after the check
     with pytest.raises(HFError, match=f"{SINGLE}: truncated: it ends inside"):
-        initialised(release, pretrained)
-
-
-def test_a_git_lfs_pointer_is_called_by_its_name(hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(HFError, match="git lfs pull"):
+        initialised(release, opened)
+    save_file({}, path)
+    with pytest.raises(HFError, match="missing: model.embed_tokens.weight"):
         read(release)
 
 
@@ -200,30 +201,64 @@ def test_a_missing_shard_and_a_folder_without_weights_are_named(hf, tmp_path):
         read(release)
     with pytest.raises(HFError, match="no such folder"):
         read(release, tmp_path / "nowhere")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(HFError, match=r"neither model.safetensors nor .* \(found: config.json"):
-        read(release)
-
-
-def test_an_index_cannot_point_outside_its_folder(hf, tmp_path):
-    release = hf.release("llama3", tmp_path / "release")
-    (tmp_path / "release" / SINGLE).rename(tmp_path / SINGLE)
-    index = {"weight_map": {"model.norm.weight": f"../{SINGLE}"}}
-    (tmp_path / "release" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": f"../{SINGLE}"}}))
     with pytest.raises(HFError, match="is not the name of a safetensors file beside it"):
         read(release)
-
-
-def test_a_file_without_tensors_lacks_them_all(hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    save_file({}, tmp_path / SINGLE)
-    with pytest.raises(HFError, match="missing: model.embed_tokens.weight"):
+    for path in (tmp_path / INDEX, *sorted(tmp_path.glob("model-*"))[1:]):
+        path.unlink()
+    (tmp_path / "training_args.bin").touch()  # a trainer's own file is not taken for weights
+    with pytest.raises(
+        HFError, match=r"neither model.safetensors nor .* \(found: config.json.*model-.*training_args.bin\)"
+    ):
         read(release)
 
 
-def test_a_trainers_own_files_are_not_taken_for_weights(hf, tmp_path):
-    release = hf.release("llama3", tmp_path)
-    (tmp_path / SINGLE).rename(tmp_path / "model-00001-of-00002.safetensors")
-    (tmp_path / "training_args.bin").touch()
-    with pytest.raises(HFError, match=r"found: .*model-00001-of-00002.safetensors.*training_args.bin\)"):
-        read(release)
+def test_every_byte_and_scale_in_use_equals_transformers_bit_by_bit():
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
+    blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(dequantise(blocks, scales).transpose(1, 2), expected)
+
+
+def test_halves_of_a_byte_are_low_then_high_times_the_shared_power_of_two():
+    blocks = torch.zeros(1, 16, dtype=torch.uint8)
+    blocks[0, :3] = torch.tensor([0x21, 0xF7, 0x90])  # 0.5, 1; 6, -6; 0, -0.5
+    numbers = dequantise(blocks, torch.tensor([130], dtype=torch.uint8))
+    assert numbers[:6].tolist() == [4.0, 8.0, 48.0, -48.0, 0.0, -4.0]
+    assert not numbers[6:].any()
+
+
+def test_the_smallest_scale_is_kept_and_the_reserved_one_is_not_a_number():
+    blocks = torch.full((2, 16), 0x22, dtype=torch.uint8)
+    smallest, reserved = dequantise(blocks, torch.tensor([0, 255], dtype=torch.uint8)).unflatten(0, (2, 32))
+    assert (smallest == 2.0**-127).all() and reserved.isnan().all()
+
+
+@pytest.mark.parametrize("files", [pty.openpty, os.pipe], ids=["terminal", "log file"])
+def test_a_terminal_shows_how_much_is_read_up_to_all_of_it_and_a_log_file_nothing(releases, monkeypatch, files):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    release, received = releases("qwen3 moe"), []
+    model, names = release.family.build(release.config), release.family.hf_names(release.config)
+    weights = PretrainedWeights(release.folder, names, model.stored_shapes())
+    ours, theirs = files()
+
+    def receive():
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while piece := os.read(ours, 4096):
+                received.append(piece)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    with open(theirs, "w") as stderr, contextlib.redirect_stderr(stderr):
+        HostStore(model).initialize(model, 0, weights.load)
+    reader.join()
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", b"".join(received).decode())
+    size = f"{weights.bytes_of(weights.names) / 1024:.1f}"
+    if files is os.pipe:
+        assert shown == ""
+    else:
+        assert f"reading {release.folder}" in shown and f"{size}/{size} KiB" in shown

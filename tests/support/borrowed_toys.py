@@ -1,11 +1,8 @@
 """Small models of families that only `transformers` defines, and their folders."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 61,
     "hidden_size": 24,
     "intermediate_size": 20,
@@ -21,7 +18,7 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 # By name: the `model_type`, and the settings that are not in `SIZES`.
-TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+TOYS = {
     "qwen2": ("qwen2", {}),  # biases of queries, keys and values
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),  # tied
@@ -45,7 +42,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def toy_config(kind: str, **settings: Any) -> Any:
+def toy_config(kind, **settings):
     """Return the config of `transformers` for a toy."""
     from transformers import AutoConfig
 
@@ -53,7 +50,7 @@ def toy_config(kind: str, **settings: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**SIZES, **own, **settings})
 
 
-def toy_model(kind: str, **settings: Any) -> Any:
+def toy_model(kind, **settings):
     """Return a random model of `transformers` with weights that are large enough to matter."""
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +63,7 @@ def toy_model(kind: str, **settings: Any) -> Any:
     return model
 
 
-def meta_model(kind: str, **settings: Any) -> Any:
+def meta_model(kind, **settings):
     """Return the same model on `meta`."""
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +71,7 @@ def meta_model(kind: str, **settings: Any) -> Any:
         return AutoModelForCausalLM.from_config(toy_config(kind, **settings))
 
 
-def write_toy(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def write_toy(kind, folder, dtype=torch.float32, **settings):
     """Write a toy's folder as `transformers` does, and return the model."""
     model = toy_model(kind, **settings).to(dtype)
     model.save_pretrained(folder)

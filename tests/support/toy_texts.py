@@ -5,65 +5,42 @@ Shapes: V vocabulary.
 
 import tempfile
 from functools import cache
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
-from torchround.engine.device import CpuDevice, Device
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.device import CpuDevice
 from torchround.generation import TextEngine, inference_store
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 
 VOCAB = 97
 STOP = 11
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    # Ten times the usual weights: attention is far from uniform, and logits are far apart.
-    "initializer_range": 0.2,
-}
+# Ten times the usual weights: attention is far from uniform, and logits are far apart.
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+SHAPE |= {"max_position_embeddings": 512, "initializer_range": 0.2}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OWN = {
     "llama3": (transformers.LlamaConfig, {}),
-    "qwen3": (
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    ),
+    "qwen3": (transformers.Qwen3MoeConfig, EXPERTS),
     # Its window of 12 tokens is shorter than most prompts.
     "gpt_oss": (
         transformers.GptOssConfig,
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 12,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        },
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "rope_parameters": YARN},
     ),
 }
 
 
 @cache
-def their_model(family: str) -> Any:
+def their_model(family):
     """Return the model of `transformers`."""
     config_class, settings = OWN[family]
     return filled(config_class(**SHAPE | settings))
 
 
-def filled(config: Any) -> Any:
+def filled(config):
     """Return a model of `transformers` with random weights, and with biases and norms that matter."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -74,7 +51,7 @@ def filled(config: Any) -> Any:
     return model
 
 
-def own_model(family: str, devices: list[Device] | None = None) -> tuple[LayeredModel, HostStore]:
+def own_model(family, devices=None):
     """Return our model with the weights of `their_model`, frozen, in a store of device weights."""
     theirs, ours = their_model(family), FAMILIES[family]
     config = ours.config_from_hf(theirs.config.to_dict())
@@ -85,25 +62,25 @@ def own_model(family: str, devices: list[Device] | None = None) -> tuple[Layered
     return model, store
 
 
-def text_engine(family: str, num_devices: int = 1, **options: Any) -> TextEngine:
+def text_engine(family, num_devices=1, **options):
     """Return an engine for our model of a family on virtual devices."""
-    devices: list[Device] = [CpuDevice(index) for index in range(num_devices)]
+    devices = [CpuDevice(index) for index in range(num_devices)]
     return TextEngine(*own_model(family, devices), devices, **{"batch_size": 16, "tokens": 128} | options)
 
 
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
+def prompts(count, seed=0):
     """Return prompts of 1 to 40 random tokens, a few of each length."""
     draws = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([1, 3, 8, 13, 24, 40]).repeat(-(-count // 6))[:count]
     return [torch.randint(0, VOCAB, (int(n),), generator=draws).tolist() for n in lengths]
 
 
-def their_texts(model: Any, texts: list[list[int]], max_tokens: int, stop: int | None = None) -> list[list[int]]:
+def their_texts(model, texts, max_tokens, stop=None):
     """Return what `generate` of `transformers` continues each text with, the likeliest token at each place.
 
     Texts of a length run together, so that no padding is needed.
     """
-    found: dict[int, list[int]] = {}
+    found = {}
     for length in {len(text) for text in texts}:
         rows = [row for row, text in enumerate(texts) if len(text) == length]
         tokens = torch.tensor([texts[row] for row in rows])
@@ -121,14 +98,14 @@ def their_texts(model: Any, texts: list[list[int]], max_tokens: int, stop: int |
     return [found[row] for row in range(len(texts))]
 
 
-def released_tensors(model: nn.Module) -> dict[str, Tensor]:
+def released_tensors(model):
     """Return the tensors that `transformers` writes for a model."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(f"{folder}/model.safetensors")
 
 
-def _gathered(names: Any, tensors: dict[str, Tensor]) -> Tensor:
+def _gathered(names, tensors):
     if isinstance(names, str):
         return tensors[names]
     return torch.stack([tensors[name] for name in names])
