@@ -22,7 +22,7 @@ from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
 VOCABULARIES = {"llama3": "llama3", "gpt_oss": "gpt_oss"} | dict.fromkeys(
-    ("qwen3", "qwen3_thinking", "qwen3_5"), "qwen3"
+    ("qwen3", "qwen3_thinking", "qwen3_5", "qwen3_8"), "qwen3"
 )
 
 

@@ -1,4 +1,4 @@
-"""The whole pipeline on real files: order, position, end of data, errors, threads."""
+"""The whole pipeline on real files: order, position, end of data, errors, threads, fingerprints."""
 
 import gc
 import json

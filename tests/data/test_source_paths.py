@@ -1,4 +1,4 @@
-"""Paths of sources as users write them: brackets, links, saved datasets, archives, records under another ending."""
+"""Paths of sources as users write them: brackets, links, saved datasets, archives; the survey of what they hold."""
 
 import gzip
 import json

@@ -16,38 +16,19 @@ from torchround.models import FAMILIES
 
 VOCAB = 97
 STOP = 11
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    # Ten times the usual weights: attention is far from uniform, and logits are far apart.
-    "initializer_range": 0.2,
-}
+# Ten times the usual weights: attention is far from uniform, and logits are far apart.
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+SHAPE |= {"max_position_embeddings": 512, "initializer_range": 0.2}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OWN = {
     "llama3": (transformers.LlamaConfig, {}),
-    "qwen3": (
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    ),
+    "qwen3": (transformers.Qwen3MoeConfig, EXPERTS),
     # Its window of 12 tokens is shorter than most prompts.
     "gpt_oss": (
         transformers.GptOssConfig,
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 12,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        },
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "rope_parameters": YARN},
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Quoted text of untrusted files can neither command a terminal nor fill it, and is otherwise unchanged."""
+"""What is printed: quoted text of untrusted files cannot command a terminal or fill it, and progress is said now and then."""
 
 import contextlib
 import io
