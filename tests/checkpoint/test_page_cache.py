@@ -4,8 +4,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,16 +15,15 @@ FILE_BYTES = 5 * PIECE_BYTES
 PAGES = FILE_BYTES // mmap.PAGESIZE
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     """Make `FILE_BYTES` of tensors, three of them, that end in the middle of pages."""
     half = FILE_BYTES // 8
     return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
 
 
-def cached_pages(path: Path) -> int:
+def cached_pages(path):
     """Count the file's pages that are in the page cache, without bringing any in."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    nbytes = path.stat().st_size
+    libc, nbytes = ctypes.CDLL(None, use_errno=True), path.stat().st_size
     residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
@@ -36,50 +33,36 @@ def cached_pages(path: Path) -> int:
     return sum(page & 1 for page in residency)
 
 
-def tensor_file_in(checkpoint: Path) -> Path:
-    (path,) = checkpoint.glob("*.safetensors")
-    return path
-
-
-def write_plainly(path: Path, nbytes: int) -> Path:
-    """Write a file as any program does, and sync it, so that the kernel could drop all of its pages."""
-    with open(path, "xb") as file:
-        file.write(bytes(nbytes))
-        file.flush()
-        os.fsync(file.fileno())
-    return path
-
-
-def load(checkpoint: Path) -> None:
+def load(checkpoint):
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     loaded = Checkpointer(checkpoint.parent).load_latest(target)
-    assert loaded is not None and all(torch.equal(target[name], tensors()[name]) for name in target)
+    assert loaded is not None and all(torch.equal(target[name], tensor) for name, tensor in tensors().items())
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-@pytest.mark.parametrize("use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"])
-def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object], direct: bool
-) -> None:
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, direct):
     """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
-    plain = write_plainly(tmp_path / "plain", FILE_BYTES)
-    written = cached_pages(plain)
-    with open(plain, "rb") as file:
+    plain = tmp_path / "plain"
+    with open(plain, "xb") as file:
+        file.write(bytes(FILE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        assert cached_pages(plain) > PAGES // 2, "a plain file is cached: else nothing is shown below"
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert written > PAGES // 2, "a plain file is cached: else nothing is shown below"
     path = Checkpointer(tmp_path / "checkpoints").save(1, tensors(), {})
-    use(path)
-    assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + PAGES // 50
+    (tensor_file,) = path.glob("*.safetensors")
+    for use in (lambda path: None, load, verify_checkpoint):
+        use(path)
+        assert cached_pages(tensor_file) <= cached_pages(plain) + PAGES // 50
 
 
-def test_pages_are_given_back_while_a_file_is_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch):
     """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
-    told: list[tuple[int, int]] = []
-    advise = os.posix_fadvise
+    told, advise = [], os.posix_fadvise
 
-    def recorded(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+    def recorded(descriptor, offset, nbytes, advice):
         assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
         told.append((nbytes, os.fstat(descriptor).st_size))
         advise(descriptor, offset, nbytes, advice)
@@ -88,19 +71,17 @@ def test_pages_are_given_back_while_a_file_is_still_written(tmp_path: Path, monk
     monkeypatch.setattr(os, "posix_fadvise", recorded)
     path = Checkpointer(tmp_path).save(1, tensors(), {})
     *pieces, (last, length) = told
-    assert last == 0 and length == tensor_file_in(path).stat().st_size
+    assert last == 0 and [length] == [file.stat().st_size for file in path.glob("*.safetensors")]
     assert len(pieces) >= 4 and all(nbytes <= written for nbytes, written in pieces)
     before = [0, *(nbytes for nbytes, _ in pieces)]
     assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_checkpoints_work_on_a_system_that_refuses_the_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch, there):
     """Python may have the call although the kernel does not."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)

@@ -1,14 +1,13 @@
 """The tensor files: readable by the safetensors library, and written and read without a second copy."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import resource
 
 import pytest
 import safetensors.torch
 import torch
 
+from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
     Unwatched,
@@ -18,19 +17,17 @@ from torchround.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from torchround.checkpoint.uncached_io import DirectFile
-from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def one_of_each_dtype() -> dict[str, torch.Tensor]:
+def one_of_each_dtype():
     tensors = {str(dtype): (torch.arange(15).view(3, 5) % 2).to(dtype).view(5, 3).contiguous() for dtype in DTYPE_NAMES}
     return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3).bool()}
 
 
-def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_what_is_written(tmp_path):
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
     write_tensor_file(tmp_path / file.name, file, Unwatched())
@@ -41,7 +38,7 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
         assert torch.equal(theirs[name].float(), tensor.float())
 
 
-def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+def test_what_the_safetensors_library_writes_is_read(tmp_path):
     tensors = one_of_each_dtype()
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"by": "the library"})
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -51,7 +48,7 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
     assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 
-def test_tensors_are_spread_over_files_in_order() -> None:
+def test_tensors_are_spread_over_files_in_order():
     tensors = {f"t{index}": torch.zeros(size) for index, size in enumerate([10, 10, 30, 1, 1, 50, 1])}
     files = plan_files(tensors, file_bytes=80)
     assert [list(file.tensors) for file in files] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
@@ -59,31 +56,31 @@ def test_tensors_are_spread_over_files_in_order() -> None:
     assert plan_files({}) == []
 
 
-def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path: Path) -> None:
+def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path):
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
     written = write_tensor_file(tmp_path / file.name, file, Unwatched())
     assert read_tensor_file(tmp_path / file.name, {}) == written
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
-def test_each_bundle_is_released_once_its_share_of_the_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flavor: str, policy: UpdatePolicy
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "flavor", "policy"),
+    [("llama3", "debug", SYNC), ("qwen3", "debug_moe", ASYNC), ("gpt_oss", "debug", SYNC)],
+)
+def test_each_bundle_is_released_once_its_share_of_the_file_is_written(tmp_path, monkeypatch, family, flavor, policy):
     """Biases and norms, which are last in the file because of their size, delay no update until the whole file is written."""
 
     class Watch(Unwatched):
         """Records how many bytes are written when a bundle has been read."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.given_bytes = 0
-            self.read_at: dict[int, int] = {}
+            self.read_at = {}
 
-        def finished_reading(self, name: str) -> None:
+        def finished_reading(self, name):
             self.read_at[bundle_of[name]] = self.given_bytes
 
-    def counted(file: DirectFile, memory: memoryview) -> None:
+    def counted(file, memory):
         watch.given_bytes += len(memory)
         write(file, memory)
 
@@ -100,7 +97,7 @@ def test_each_bundle_is_released_once_its_share_of_the_file_is_written(
         assert watch.read_at[index] <= so_far
 
 
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_an_error(tmp_path):
     (file,) = plan_files({"w": torch.zeros(100)})
     write_tensor_file(tmp_path / "file", file, Unwatched())
     os.truncate(tmp_path / "file", file.size_bytes - 3)
@@ -108,32 +105,26 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
         read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)})
 
 
-def test_saving_and_loading_take_no_second_copy_of_the_state(tmp_path: Path) -> None:
-    program = """
-import resource, sys, torch
-from torchround.checkpoint import Checkpointer
+def save_and_load(folder):
+    """Be a process of its own, and print how much memory a save and a load take on top of the state, and the state."""
 
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak_bytes():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-flat = torch.full((40 * 2**20,), 3.0)  # 160 MiB; one tensor takes most of it
-state = dict(zip(("large", "a", "b"), flat.split([30 * 2**20, 5 * 2**20, 5 * 2**20])))
-checkpointer = Checkpointer(sys.argv[1])
-checkpointer.save(1, {"small": torch.zeros(2)}, {})  # what is loaded on first use is not the state's
-before = peak_bytes()
-checkpointer.save(2, state, {})
-flat.zero_()
-checkpointer.load_latest(state)
-assert flat[::4096].eq(3.0).all()
-print(peak_bytes() - before, flat.nbytes)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    extra_bytes, state_bytes = map(int, result.stdout.split())
+    flat = torch.full((40 * 2**20,), 3.0)  # 160 MiB; one tensor takes most of it
+    state = dict(zip(("large", "a", "b"), flat.split([30 * 2**20, 5 * 2**20, 5 * 2**20]), strict=True))
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, {"small": torch.zeros(2)}, {})  # what is loaded on first use is not the state's
+    before = peak_bytes()
+    checkpointer.save(2, state, {})
+    flat.zero_()
+    checkpointer.load_latest(state)
+    assert flat[::4096].eq(3.0).all()
+    print(peak_bytes() - before, flat.nbytes)
+
+
+def test_saving_and_loading_take_no_second_copy_of_the_state(processes, tmp_path):
+    child = processes.run("tests.checkpoint.test_tensor_file:save_and_load", str(tmp_path), folder=tmp_path)
+    assert child.wait() == 0, child.text()
+    extra_bytes, state_bytes = map(int, child.text().split())
     assert extra_bytes < 0.05 * state_bytes

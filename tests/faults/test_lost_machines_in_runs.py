@@ -10,17 +10,15 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.support.small_machines import ALL_ROUNDS, SmallMachines, small_machines, starter
+from tests.support.small_machines import ALL_ROUNDS, small_machines, starter
 
 __all__ = ["small_machines", "starter"]
 
 ENDLESS = ["--training.steps=100000", "--lr_schedule.decay=none", "--checkpoint.interval_steps=1"]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bits(
-    small_machines: SmallMachines, lost: int
-) -> None:
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bits(small_machines, lost):
     machines = small_machines.start("run", 2, *ENDLESS)
     machines[0].wait_until_printed("step      3/")
     machines[lost].send(signal.SIGKILL)
@@ -36,7 +34,8 @@ def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bit
     small_machines.assert_same("run", "whole", step=last)
 
 
-def test_a_machine_that_is_stopped_is_named_after_its_time_out(small_machines: SmallMachines) -> None:
+@pytest.mark.nightly
+def test_a_machine_that_is_stopped_is_named_after_its_time_out(small_machines):
     machines = small_machines.start("run", 2, *ENDLESS, "--machines.timeout_s=5")
     machines[0].wait_until_printed("step      3/")
     machines[1].send(signal.SIGSTOP)
@@ -47,7 +46,8 @@ def test_a_machine_that_is_stopped_is_named_after_its_time_out(small_machines: S
     assert machines[1].wait() == 1, machines[1].text()
 
 
-def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message(small_machines: SmallMachines) -> None:
+@pytest.mark.nightly
+def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message(small_machines):
     folder = small_machines.path("run")
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("no folder")
@@ -58,9 +58,7 @@ def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_machines", [2, 3])
-def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
-    small_machines: SmallMachines, num_machines: int
-) -> None:
+def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(small_machines, num_machines):
     """15 kills on each number of machines. Every step is saved, so most kills meet an exchange or a save."""
     generator = random.Random(num_machines)
     for _ in range(15):
@@ -81,7 +79,7 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
     small_machines.assert_same("run", "whole", step=last)
 
 
-def wait_until_listening(port: int) -> None:
+def wait_until_listening(port):
     """Wait until a process listens at a port of the loopback."""
     while True:
         with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
@@ -90,7 +88,7 @@ def wait_until_listening(port: int) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun_continues_with_the_machines_that_are_left(small_machines: SmallMachines) -> None:
+def test_torchrun_continues_with_the_machines_that_are_left(small_machines):
     """Two agents of torchrun on the loopback: one is killed with its process, and the other one trains on alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,40 +4,44 @@ import random
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.fork_server import ForkServer
 from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
 from torchround.run.early_end import SAME_REQUEST_S, STOP_SIGNALS
 
-SIGNALS = 12  # for each way to train
 STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
+TRAINS = "tests.support.scenarios:trains"
+nightly = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("mode", "signals"),
+    [
+        pytest.param([ASYNC], 2, id="a few"),
+        pytest.param([], 12, id="sync", marks=nightly),
+        pytest.param([ASYNC], 12, id="async", marks=nightly),
+    ],
+)
 def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_uninterrupted_one(
-    fork_server: ForkServer, tmp_path: Path, mode: list[str]
-) -> None:
+    processes, tmp_path, mode, signals
+):
     runs, moment, sent, number = SmallRuns(tmp_path), random.Random(2), 0, 0
-    whole = fork_server.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
+    whole = processes.run(TRAINS, ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
-    while sent < SIGNALS:
+    while sent < signals:
         number += 1
-        sent += stop_until_complete(fork_server, runs, f"run-{number}", mode, moment, SIGNALS - sent)
+        sent += stop_until_complete(processes, runs, f"run-{number}", mode, moment, signals - sent)
         runs.assert_same(f"run-{number}", "whole", step=STEPS)
 
 
-def stop_until_complete(
-    fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
-) -> int:
+def stop_until_complete(processes, runs, name, mode, moment, at_most):
     """Stop a run and start it again until it is complete. Returns the number of stops."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
     while True:
-        child = fork_server.start("trains", arguments, folder=runs.folder)
+        child = processes.start(TRAINS, arguments, folder=runs.folder)
         number = moment.choice(STOP_SIGNALS)
         if stops < at_most:
             child.wait_until(lambda text: "  step " in text)
@@ -53,35 +57,34 @@ def stop_until_complete(
         last_step, stops = int(saved), stops + 1
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
-    fork_server: ForkServer, tmp_path: Path, number: signal.Signals
-) -> None:
+@pytest.mark.parametrize(
+    "number", [STOP_SIGNALS[0], *(pytest.param(number, marks=nightly) for number in STOP_SIGNALS[1:])]
+)
+def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(processes, tmp_path, number):
     SmallRuns(tmp_path)
-    run = fork_server.run("is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path)
+    run = processes.run(
+        "tests.support.scenarios:is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path
+    )
     assert run.wait() == 0, run.text()
     assert run.text().endswith("saved after step 5 of 5; the run is complete\n")
     assert f"{number.name}: finishing" in run.text() and "interrupted" not in run.text()
 
 
-@pytest.mark.parametrize("while_saving", [False, True], ids=["in a step", "in a save"])
-def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
-    fork_server: ForkServer, tmp_path: Path, while_saving: bool
-) -> None:
+@pytest.mark.parametrize("where", ["save", pytest.param("step", marks=nightly)])
+def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(processes, tmp_path, where):
     """Step 3, or the save after it, never ends."""
-    runs, number = SmallRuns(tmp_path), signal.SIGTERM
-    arguments = ["--run.name=run", *OFTEN]
-    child = fork_server.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
+    runs, number, last = SmallRuns(tmp_path), signal.SIGTERM, 5
+    often = [f"--training.steps={last}", "--checkpoint.interval_steps=1"]
+    child = processes.start("tests.support.scenarios:hangs", where, 3, ["--run.name=run", *often], folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
     child.wait_until(lambda text: "another signal stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     child.send(number)
     assert child.wait() == -number, child.text()
-    whole = fork_server.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
-    resumed = fork_server.run("trains", arguments, folder=tmp_path)
+    whole = processes.run(TRAINS, ["--run.name=whole", *often], folder=tmp_path)
+    resumed = processes.run(TRAINS, ["--run.name=run", *often], folder=tmp_path)
     assert (whole.wait(), resumed.wait()) == (0, 0), resumed.text()
     # A checkpoint appears only once its step is reported, which happens while the next step is under way.
-    saved_before = 2 if while_saving else 1
-    assert f"resuming after step {saved_before} " in resumed.text()
-    runs.assert_same("run", "whole", step=STEPS)
+    assert f"resuming after step {2 if where == 'save' else 1} " in resumed.text()
+    runs.assert_same("run", "whole", step=last)

@@ -4,27 +4,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.machines import changed_weights, links
-from torchround.machines.changed_weights import EncodedWeights, decode, encode, receive_encoded, send_encoded
+from torchround.machines.changed_weights import decode, encode, receive_encoded, send_encoded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> object:
+def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(changed_weights, "PIECE_NUMEL", 24)
         patch.setattr(links, "CHUNK_BYTES", 64)
         yield
 
 
-def bits(weights: Tensor) -> Tensor:
+def bits(weights):
     return weights.view(torch.int16 if weights.element_size() == 2 else torch.int32)
 
 
-def pair(numel: int, dtype: torch.dtype, share: float, seed: int) -> tuple[Tensor, Tensor]:
+def pair(numel, dtype, share, seed):
     """Return old and new weights, random in all bits, so NaNs and infinities occur; new ones differ in this share."""
     generator = torch.Generator().manual_seed(seed)
     integer = bits(torch.empty(0, dtype=dtype)).dtype
@@ -34,35 +33,26 @@ def pair(numel: int, dtype: torch.dtype, share: float, seed: int) -> tuple[Tenso
     return old.view(dtype), new.view(dtype)
 
 
-def encoded(old: Tensor, new: Tensor) -> EncodedWeights:
+def encoded(old, new):
     return encode(old, new, torch.empty(new.nbytes, dtype=torch.uint8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), st.integers(0, 999))
-def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_they_have(
-    numel: int, dtype: torch.dtype, share: float, seed: int
-) -> None:
+def test_the_receiver_gets_the_new_weights_bit_for_bit_in_no_more_bytes_than_they_have(numel, dtype, share, seed):
     old, new = pair(numel, dtype, share, seed)
     coded = encoded(old, new)
     assert coded.payload.nbytes <= new.nbytes
     into = old.clone()
     decode(coded, into)
     assert torch.equal(bits(into), bits(new))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 200), st.sampled_from(DTYPES), st.sampled_from([0.02, 0.5, 1.0]), st.integers(0, 999))
-def test_weights_may_be_encoded_over_the_old_ones(numel: int, dtype: torch.dtype, share: float, seed: int) -> None:
-    old, new = pair(numel, dtype, share, seed)
-    apart = encoded(old, new)
-    memory = old.clone()
+    memory = old.clone()  # they may also be encoded over the old ones
     over = encode(memory, new, memory.view(torch.uint8))
-    assert torch.equal(over.payload, apart.payload) and torch.equal(over.lengths, apart.lengths)
+    assert torch.equal(over.payload, coded.payload) and torch.equal(over.lengths, coded.lengths)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_changed_sign_of_zero_counts_and_an_unchanged_nan_does_not(dtype: torch.dtype) -> None:
+def test_a_changed_sign_of_zero_counts_and_an_unchanged_nan_does_not(dtype):
     old = torch.tensor([0.0, float("nan"), 1.0, -0.0] * 6, dtype=dtype)
     new = old.clone()
     new[0] = -0.0
@@ -73,7 +63,7 @@ def test_a_changed_sign_of_zero_counts_and_an_unchanged_nan_does_not(dtype: torc
     assert torch.equal(bits(into), bits(new))
 
 
-def test_pieces_without_a_change_send_no_byte_and_changed_ones_their_bitmap_or_all() -> None:
+def test_pieces_without_a_change_send_no_byte_and_changed_ones_their_bitmap_or_all():
     old = torch.zeros(72, dtype=torch.bfloat16)
     new = old.clone()
     new[24:26] = 1.0
@@ -84,16 +74,16 @@ def test_pieces_without_a_change_send_no_byte_and_changed_ones_their_bitmap_or_a
 class Pipe:
     """Stands in for both ends of a link: messages in order, read in chunks whose memory is used again."""
 
-    def __init__(self) -> None:
-        self.messages: list[Tensor] = []
+    def __init__(self):
+        self.messages = []
 
-    def send(self, data: Tensor, what: str) -> None:
+    def send(self, data, what):
         self.messages.append(data.clone())
 
-    def receive(self, into: Tensor, what: str) -> None:
+    def receive(self, into, what):
         into.copy_(self.messages.pop(0))
 
-    def chunks(self, numel: int, dtype: torch.dtype, what: str) -> object:
+    def chunks(self, numel, dtype, what):
         message = self.messages.pop(0)
         assert (message.numel(), message.dtype) == (numel, dtype)
         staging = torch.empty(links.CHUNK_BYTES, dtype=dtype)
@@ -104,11 +94,9 @@ class Pipe:
             staging.fill_(99)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 400), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.05, 0.4, 1.0]), st.integers(0, 999))
-def test_pieces_that_cross_the_chunks_of_a_link_arrive_whole(
-    numel: int, dtype: torch.dtype, share: float, seed: int
-) -> None:
+def test_pieces_that_cross_the_chunks_of_a_link_arrive_whole(numel, dtype, share, seed):
     old, new = pair(numel, dtype, share, seed)
     coded = encoded(old, new)
     pipe = Pipe()

@@ -5,7 +5,7 @@ from torch.distributed import HashStore
 from torchround.machines.liveness import BeatStore, MachineFault, SilenceClock
 
 
-def test_a_machine_is_silent_for_as_long_as_its_number_stays() -> None:
+def test_a_machine_is_silent_for_as_long_as_its_number_stays():
     clock = SilenceClock(2, beat_s=1.0, now_s=100.0)
     for second in range(6):
         clock.observe([second, min(second, 2)], 100.0 + second)
@@ -14,21 +14,21 @@ def test_a_machine_is_silent_for_as_long_as_its_number_stays() -> None:
     assert clock.silent_s == [0.0, 0.0]
 
 
-def test_time_that_this_machine_slept_through_says_nothing_about_the_others() -> None:
+def test_time_that_this_machine_slept_through_says_nothing_about_the_others():
     clock = SilenceClock(1, beat_s=1.0, now_s=100.0)
     clock.observe([5], 101.0)
     clock.observe([5], 5000.0)  # this process was stopped, or its computer was
     assert clock.silent_s == [2.0]
 
 
-def test_numbers_that_start_over_are_signs_of_life() -> None:
+def test_numbers_that_start_over_are_signs_of_life():
     clock = SilenceClock(1, beat_s=1.0, now_s=0.0)
     for now_s, beat in enumerate([7, 7, 0]):
         clock.observe([beat], float(now_s))
     assert clock.silent_s == [0.0]
 
 
-def test_beats_count_up_and_the_first_fault_wins() -> None:
+def test_beats_count_up_and_the_first_fault_wins():
     store = HashStore()
     first, second = (BeatStore(store, rank, 2) for rank in range(2))
     assert first.exchange() == ([1, 0], None)

@@ -1,15 +1,14 @@
 """Two machines in network namespaces of their own, over a link of a limited rate that is cut."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-import train
-from tests.support.machines import MachineStarter
+from tests.support.machines import start_machines
 from tests.support.namespaces import ADDRESSES, enter, networks_of
+from tests.support.scenarios import prepare
+from tests.support.small_machines import SHARED, small_main
 from torchround.config import Config
 from torchround.machines.errors import MachineError
 from torchround.machines.launch import join
@@ -20,14 +19,7 @@ MBIT_PER_S = 200
 TIMEOUT_S = 3.0
 
 
-@pytest.fixture
-def starter(tmp_path: Path) -> Iterator[MachineStarter]:
-    starter = MachineStarter(tmp_path)
-    yield starter
-    starter.close()
-
-
-def exchange_for_ever(networks: list[str]) -> int:
+def exchange_for_ever(networks):
     """Join, print the link's rate, then send tensors to the other machine until an error ends it."""
     rank = int(os.environ["RANK"])
     enter(networks[rank])
@@ -65,65 +57,17 @@ def exchange_for_ever(networks: list[str]) -> int:
     return 0
 
 
-CONFIG = """
-[model]
-family = "llama3"
-flavor = "debug"
-
-[tokenizer]
-name = "bytes"
-
-[data]
-sources = [{ path = "python-stdlib" }]
-
-[training]
-steps = 100000
-seq_len = 32
-global_batch_size = 2
-
-[engine]
-devices = "cpu"
-num_devices = 1
-measure_steps = 0
-
-[checkpoint]
-interval_steps = 5
-
-[machines]
-share_host = true
-timeout_s = 3
-"""
-
-
-def train_in(networks: list[str]) -> int:
-    """Train `run.toml` as a machine in its own namespace."""
+def train_in(networks, arguments):
+    """Train a small run as a machine in its own namespace."""
     enter(networks[int(os.environ["RANK"])])
     os.environ["MASTER_ADDR"] = ADDRESSES[0]
-    return train.main(["--config", "run.toml"])
+    return small_main(arguments)
 
 
-def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(starter: MachineStarter, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG)
-    with networks_of(MBIT_PER_S) as networks:
-        function = "tests.machines.test_network_namespaces:train_in"
-        machines = starter.start(2, function, networks.names, first_holds_store=True, folder=tmp_path)
-        machines[0].wait_until_printed("saved outputs/run/checkpoints/step-5 ")
-        networks.cut()
-        codes = [machine.wait() for machine in machines]
-    first, second = (machine.text() for machine in machines)
-    assert codes == [1, 1], first + second
-    assert "no sign of life for 3 s" in first and " waited for " in first
-    assert "cannot be reached, and keeps the store" in second and " waited for " in second
-    checkpoints = sorted((tmp_path / "outputs" / "run" / "checkpoints").iterdir())
-    assert any((checkpoint / "manifest.json").exists() for checkpoint in checkpoints), checkpoints
-
-
-def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(
-    starter: MachineStarter, tmp_path: Path
-) -> None:
+def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
     with networks_of(MBIT_PER_S) as networks:
         function = "tests.machines.test_network_namespaces:exchange_for_ever"
-        machines = starter.start(2, function, networks.names, first_holds_store=True, folder=tmp_path)
+        machines = start_machines(processes, 2, function, networks.names, first_holds_store=True, folder=tmp_path)
         for machine in machines:
             machine.wait_until_printed("at work")
         networks.cut()
@@ -136,3 +80,24 @@ def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_othe
     # Both machines know one rate, which the link limits.
     rates = {float(line.removeprefix("rate ")) for line in (first + second).splitlines() if line.startswith("rate ")}
     assert len(rates) == 1 and rates.pop() * 8 < 1.1 * MBIT_PER_S * 1e6
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(processes, tmp_path):
+    prepare(tmp_path)
+    arguments = ["--config", "small.toml", "--run.name=run", *SHARED, "--engine.rounds=6", "--training.steps=100000"]
+    arguments += ["--checkpoint.interval_steps=5", "--machines.timeout_s=3"]
+    with networks_of(MBIT_PER_S) as networks:
+        function = "tests.machines.test_network_namespaces:train_in"
+        machines = start_machines(
+            processes, 2, function, networks.names, arguments, first_holds_store=True, folder=tmp_path
+        )
+        machines[0].wait_until_printed("saved outputs/run/checkpoints/step-5 ")
+        networks.cut()
+        codes = [machine.wait() for machine in machines]
+    first, second = (machine.text() for machine in machines)
+    assert codes == [1, 1], first + second
+    assert "no sign of life for 3 s" in first and " waited for " in first
+    assert "cannot be reached, and keeps the store" in second and " waited for " in second
+    checkpoints = sorted((tmp_path / "outputs" / "run" / "checkpoints").iterdir())
+    assert any((checkpoint / "manifest.json").exists() for checkpoint in checkpoints), checkpoints

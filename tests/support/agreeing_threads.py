@@ -9,13 +9,13 @@ from typing import Any
 Gather = Callable[[Any], list[Any]]
 
 
-def run_agreeing(num_machines: int, function: Callable[[int, Gather], Any]) -> list[Any]:
+def run_agreeing(num_machines, function):
     """Return what `function(machine, gather)` returns on each of several threads. Raises the first machine's error."""
     barrier = threading.Barrier(num_machines)
-    values: list[Any] = [None] * num_machines
+    values = [None] * num_machines
 
-    def gather_on(machine: int) -> Gather:
-        def gather(value: Any) -> list[Any]:
+    def gather_on(machine):
+        def gather(value):
             values[machine] = json.dumps(value)
             barrier.wait()
             found = [json.loads(each) for each in values]
@@ -24,7 +24,7 @@ def run_agreeing(num_machines: int, function: Callable[[int, Gather], Any]) -> l
 
         return gather
 
-    def work(machine: int) -> Any:
+    def work(machine):
         try:
             return function(machine, gather_on(machine))
         except BaseException:

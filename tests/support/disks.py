@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,33 +24,29 @@ _MNT_DETACH = 2
 class Disk:
     """The disk under `folder`, whose troubles affect only this process. `readable` is where checkpoints can be read."""
 
-    def __init__(self, folder: Path, checkpoints: Path) -> None:
+    def __init__(self, folder, checkpoints):
         self.folder = folder
         self.checkpoints = self.readable = checkpoints
         folder.mkdir()
         self._mounts = _may_mount() and _mount("tmpfs", folder, "tmpfs", 0, f"size={DISK_BYTES}")
         self.kind = "a tmpfs" if self._mounts else "limited by the kernel"
-        self.troubles: dict[str, Callable[[], None]] = {
-            "full": self.fill,
-            "filling": self.fill_during_the_next_save,
-            "read-only": self.make_read_only,
-        }
-        self._endings: list[Callable[[], None]] = []
+        self.troubles = {"full": self.fill, "filling": self.fill_during_the_next_save, "read-only": self.make_read_only}
+        self._endings = []
         self._armed = False
 
-    def fill(self) -> None:
+    def fill(self):
         """Fill the disk to the last byte."""
         if self._mounts:
             self._fill_to(0)
         else:
             self._limit()
 
-    def fill_during_the_next_save(self) -> None:
+    def fill_during_the_next_save(self):
         """Fill the disk between the moment a save checks for room and the moment it writes."""
         self._armed = True
         sys.addaudithook(self._when_opened)
 
-    def make_read_only(self) -> None:
+    def make_read_only(self):
         """Make the checkpoints' folder and its content read-only."""
         if self._mounts:
             _mount(self.checkpoints, self.checkpoints, None, _MS_BIND, None)
@@ -65,12 +60,12 @@ class Disk:
             self.checkpoints.touch()
             self._endings += [partial(os.rename, self.readable, self.checkpoints), self.checkpoints.unlink]
 
-    def end_trouble(self) -> None:
+    def end_trouble(self):
         self._armed = False
         while self._endings:
             self._endings.pop()()
 
-    def _when_opened(self, event: str, details: tuple[object, ...]) -> None:
+    def _when_opened(self, event, details):
         if self._armed and event == "open" and ".tmp/tensors" in str(details[0]):
             self._armed = False
             if self._mounts:
@@ -78,21 +73,21 @@ class Disk:
             else:
                 self._limit()
 
-    def _fill_to(self, left_bytes: int) -> None:
+    def _fill_to(self, left_bytes):
         ballast = self.folder / "ballast"
         free = os.statvfs(self.folder)
         with open(ballast, "wb") as file:
             file.write(bytes(free.f_bavail * free.f_frsize - left_bytes))
         self._endings.append(ballast.unlink)
 
-    def _limit(self) -> None:
+    def _limit(self):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LEFT_BYTES, hard))
         self._endings.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
 
-def _may_mount() -> bool:
+def _may_mount():
     """Enter a mount namespace of this process alone, if necessary in a user namespace in which it is root."""
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
     if libc.unshare(_CLONE_NEWNS) != 0:
@@ -106,18 +101,18 @@ def _may_mount() -> bool:
     return _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE, None)
 
 
-def _mount(source: object, target: Path, kind: str | None, flags: int, options: str | None) -> bool:
+def _mount(source, target, kind, flags, options):
     arguments = [None if part is None else str(part).encode() for part in (source, target, kind, options)]
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3]) == 0
 
 
-def _umount(target: Path) -> None:
+def _umount(target):
     assert ctypes.CDLL(None, use_errno=True).umount2(str(target).encode(), _MNT_DETACH) == 0, "umount failed"
 
 
 @contextlib.contextmanager
-def files_limited_to(limit_bytes: int) -> Iterator[None]:
+def files_limited_to(limit_bytes):
     """Limit the files this process writes to `limit_bytes`; longer writes raise `OSError`, as a quota does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))

@@ -1,38 +1,31 @@
 """The toy model with frozen layers whose weights stay in a file, and a ring of readers that is small for it."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-
-import pytest
 from safetensors.torch import save_file
-from torch import Tensor
 
 from tests.support.toy import toy_model, toy_store
 from torchround.engine import buffer_reservation
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker import file_reader
 from torchround.hf.tensor_folder import map_file, read_header, view_of
-from torchround.layer import LayeredModel
 
 FROZEN = (0, 1, 2, 4)
 
 
-def shrink_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def shrink_ring(monkeypatch):
     """Let each upload go through the ring several times, in buffers that end inside parameters."""
     for module in (file_reader, buffer_reservation):
         monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
         monkeypatch.setattr(module, "READER_BUFFERS", 3)
 
 
-def frozen_model() -> LayeredModel:
+def frozen_model():
     model = toy_model()
     for layer in FROZEN:
         model.layers[layer].requires_grad_(False)
     return model
 
 
-def write_base(path: Path) -> Path:
+def write_base(path):
     """Write the frozen weights to a file, and return its path."""
     store = toy_store(frozen_model())
     trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
@@ -40,7 +33,7 @@ def write_base(path: Path) -> Path:
     return path
 
 
-def mapped_store(model: LayeredModel, base: Path | None, **options) -> HostStore:
+def mapped_store(model, base, **options):
     """Make a store of the weights of `toy_store`, with the frozen ones in the file `base`, or in memory without one."""
     mapped = {}
     if base is not None:
@@ -48,7 +41,7 @@ def mapped_store(model: LayeredModel, base: Path | None, **options) -> HostStore
         mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
     store, source = HostStore(model, mapped=mapped, **options), toy_store(frozen_model()).weights()
 
-    def read(views: Mapping[str, AbstractContextManager[Tensor]]) -> None:
+    def read(views):
         for name, filling in views.items():
             with filling as view:
                 view.copy_(source[name])

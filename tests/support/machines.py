@@ -3,36 +3,34 @@
 import os
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
-from tests.support.processes import Child, Processes
+from tests.support.processes import Processes
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 
 LOOPBACK = "127.0.0.1"
 JOIN_S = 120.0  # far beyond what any test of threads takes
-Result = TypeVar("Result")
 
 
-def run_machines(num_machines: int, function: Callable[[MachineGroup], Result], **group_settings: Any) -> list[Result]:
+def run_machines(num_machines, function, **group_settings):
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
-    Machine r is called `node<r>`. The groups are closed once the function has returned on all. If it raises on one
+    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has returned on all. If it raises on one
     machine, that machine fails as a run does, which wakes the others. The error of the first cause is raised here:
     one that is no `MachineError`, if there is one.
     """
     master = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
+    results = {}
+    errors = []
 
-    def run(rank: int) -> None:
+    def run(rank):
         group = None
         try:
             store = TCPStore(LOOPBACK, master.port, is_master=False)
-            settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **group_settings}
+            own = {key: value(rank) if callable(value) else value for key, value in group_settings.items()}
+            settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **own}
             group = MachineGroup(store, rank, num_machines, **settings)
             results[rank] = function(group)
             group.close()
@@ -85,35 +83,23 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
     return machines
 
 
-_STORES: list[TCPStore] = []  # open until this process ends
-
-
-class MachineStarter(Processes):
-    """The former way to start machines."""
-
-    def start(self, *arguments, environment=None, **settings):
-        if environment is None:
-            return start_machines(self, *arguments, **settings)
-        return super().start(*arguments, environment=environment, **settings)
-
-
-MachineProcess = Child
+_STORES = []  # open until this process ends
 
 
 def run_processes(num_machines, function, *arguments, folder):
     """Run `function` ("module:name") on processes of their own, to the end of all."""
-    starter = MachineStarter(folder)
+    processes = Processes(folder)
     try:
-        machines = starter.start(num_machines, function, *arguments, folder=folder)
+        machines = start_machines(processes, num_machines, function, *arguments, folder=folder)
         for machine in machines:
             machine.wait()
     finally:
-        starter.close()
+        processes.close()
     return machines
 
 
-def group_of_environment(**group_settings: Any) -> MachineGroup:
-    """Join the group that the environment of `MachineStarter` names. Machine r is called `node<r>`."""
+def group_of_environment(**group_settings):
+    """Join the group that the environment of `start_machines` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])

@@ -7,7 +7,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -18,7 +17,7 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")
 class Networks:
     """Two namespaces, `names[0]` and `names[1]`, with one address of `ADDRESSES` each."""
 
-    def __init__(self, mbit_per_s: int) -> None:
+    def __init__(self, mbit_per_s):
         self.names = tuple(f"torchround-{os.getpid()}-{side}" for side in "ab")
         ends = [f"tr{os.getpid()}{side}" for side in "ab"]  # at most 15 characters
         self._ends = ends
@@ -32,22 +31,22 @@ class Networks:
             limit = ("rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "200ms")
             run("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit)
 
-    def cut(self) -> None:
+    def cut(self):
         """Cut the link. Addresses stay, and no connection is told: packets are lost, as behind a broken switch."""
         run("ip", "-n", self.names[0], "link", "set", self._ends[0], "down")
 
-    def remove(self) -> None:
+    def remove(self):
         for name in self.names:
             with suppress(subprocess.CalledProcessError):
                 run("ip", "netns", "del", name)
 
 
-def run(*command: str) -> None:
+def run(*command):
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 @contextmanager
-def networks_of(mbit_per_s: int) -> Iterator[Networks]:
+def networks_of(mbit_per_s):
     """Make the namespaces; skip the test if this computer does not allow them."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root, and the programs ip and tc")
@@ -61,7 +60,7 @@ def networks_of(mbit_per_s: int) -> Iterator[Networks]:
         networks.remove()
 
 
-def enter(name: str) -> None:
+def enter(name):
     """Move this thread, and threads that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:

@@ -1,8 +1,6 @@
-"""What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
+"""What forked children do (`processes.py`): train as `train.py` does, with something planted that goes wrong."""
 
-import io
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -10,8 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +15,6 @@ import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.hostile_cases import HANG_S, be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
@@ -32,9 +27,11 @@ CHECKPOINT_EVENTS = {
 }
 
 
-def warm_up() -> None:
-    """Train one run, so that no child has to import or compile anything."""
-    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
+def warm_up():
+    """Train one run, once, so that no child has to import or compile anything."""
+    if "small" in configured_model.FAMILIES:
+        return
+    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
     export_hf.FAMILIES = configured_model.FAMILIES
     run_page.draw_run = lambda folder: None  # it takes longer than five steps
     before = os.getcwd()
@@ -46,22 +43,22 @@ def warm_up() -> None:
         os.chdir(before)
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder):
     """Write `small.toml` and its text, for runs in `folder`."""
     write_text(folder / "text.jsonl", lines=200)
     (folder / "small.toml").write_text(SMALL)
 
 
-def trains(arguments: list[str]) -> int:
+def trains(arguments):
     """Train a run. Returns its exit code."""
     return train.main(["--config", "small.toml", *arguments])
 
 
-def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
+def is_killed_at(event, delay_s, arguments):
     """Train a run that is killed `delay_s` after it touches a checkpoint's files for the `event`-th time."""
     seen = 0
 
-    def hook(name: str, details: tuple[object, ...]) -> None:
+    def hook(name, details):
         nonlocal seen
         if name in CHECKPOINT_EVENTS and (name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])):
             seen += 1
@@ -72,10 +69,10 @@ def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
     return trains(arguments)
 
 
-def kill_after(delay_s: float) -> None:
+def kill_after(delay_s):
     """Kill this process: at once, or after a delay from another thread while this one continues."""
 
-    def kill() -> None:
+    def kill():
         time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -84,7 +81,7 @@ def kill_after(delay_s: float) -> None:
     threading.Thread(target=kill, daemon=True).start()
 
 
-def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
+def trains_while_the_disk_is(trouble, from_step, to_step, arguments):
     """Train while the disk is `full`, `filling` (full once a save has begun) or `read-only` during some steps.
 
     The run saves after every second step. The disk changes only when earlier saves have ended. Prints the means that the
@@ -102,7 +99,7 @@ def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, argumen
     return code
 
 
-def restore(disk: "Disk") -> None:
+def restore(disk):
     """Check what was saved before, while nothing can be written, and only then end the trouble."""
     newest = Checkpointer(disk.readable).latest_step()
     verified = verify_checkpoint(disk.readable / f"step-{newest}")
@@ -110,15 +107,15 @@ def restore(disk: "Disk") -> None:
     disk.end_trouble()
 
 
-def hangs(where: str, step: int, arguments: list[str]) -> int:
+def hangs(where, step, arguments):
     """Train a run that saves after every step; its step number `step`, or the save after it, never ends."""
 
-    def hang() -> None:
+    def hang():
         print("hanging", flush=True)
         while True:
             time.sleep(0.01)
 
-    def hook(name: str, details: tuple[object, ...]) -> None:
+    def hook(name, details):
         if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
             hang()
 
@@ -131,11 +128,11 @@ def hangs(where: str, step: int, arguments: list[str]) -> int:
         return trains(arguments)
 
 
-def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
+def is_signalled_on_its_way_out(number, arguments):
     """Train a run that gets a signal once all is trained and saved, while it closes its metrics."""
     close = MetricsLogger.close
 
-    def interrupted(self: MetricsLogger) -> None:
+    def interrupted(self):
         signal.raise_signal(number)
         close(self)
 
@@ -144,37 +141,7 @@ def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
         return trains(arguments)
 
 
-def meets_harm(arguments: list[str]) -> int:
-    """Run on hostile input, with limits, and print every change outside `outputs/`."""
-    be_limited()
-    be_watched(Path("outputs"))
-    return trains(arguments)
-
-
-def exports_harm(names: list[str]) -> int:
-    """Export the checkpoint `theirs` of each folder, with limits. Prints the exit code and the words of each as JSON."""
-    be_limited()
-    be_watched(Path("exports"))
-    for name in names:
-        signal.alarm(HANG_S)
-        words = io.StringIO()
-        with redirect_stdout(words), redirect_stderr(words):
-            try:
-                code = export_hf.main([f"{name}/checkpoints/theirs", f"exports/{name}"])
-            except BaseException:  # noqa: BLE001  (the test shows it)
-                traceback.print_exc()
-                code = 1
-        print(json.dumps([name, code, words.getvalue()]), flush=True)
-    return 0
-
-
-def trains_under_mask(mask: int, arguments: list[str]) -> int:
-    """Run with the file mode creation mask of another user."""
-    os.umask(mask)
-    return trains(arguments)
-
-
-def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
+def has_a_bad_device(device, trouble, operation, arguments):
     """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
     run, seen = CpuDevice.run, itertools.count(1)
 

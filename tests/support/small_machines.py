@@ -1,13 +1,10 @@
 """Small runs on several machines: the real command on a tiny model, each machine a process that joins the others."""
 
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
 
 import matplotlib.figure  # once for all machines that are forked: a run draws its loss at its end
 import pytest
@@ -15,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from tests.support.machines import JOIN_S, MachineProcess, MachineStarter
-from tests.support.processes import ROOT
+from tests.support.machines import JOIN_S, start_machines
+from tests.support.processes import start_program
 from tests.support.small_run import SMALL, small_family, write_text
 from torchround.commands import configured_model, export_hf
 
@@ -29,7 +26,7 @@ SHARED = [
 ALL_ROUNDS = 12
 
 
-def small_main(arguments: list[str]) -> int:
+def small_main(arguments):
     """Be `train.py` with the model family `small`."""
     families = {**configured_model.FAMILIES, "small": small_family()}
     configured_model.FAMILIES = export_hf.FAMILIES = families
@@ -41,71 +38,65 @@ def small_main(arguments: list[str]) -> int:
 class SmallMachines:
     """A folder in which runs on any number of machines are made by name. All machines share the runs' folders."""
 
-    def __init__(self, starter: MachineStarter, folder: Path) -> None:
+    def __init__(self, starter, folder):
         self.starter, self.folder = starter, folder
         write_text(folder / "text.jsonl", lines=400)
         (folder / "small.toml").write_text(SMALL)
 
-    def start(self, name: str, num_machines: int, *overrides: str) -> list[MachineProcess]:
+    def start(self, name, num_machines, *overrides):
         """Start a run of `ALL_ROUNDS` rounds together. One machine needs no others."""
         rounds = ALL_ROUNDS // num_machines
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED, f"--engine.rounds={rounds}"]
         function = "tests.support.small_machines:small_main"
         return self.starter.start(num_machines, function, [*arguments, *overrides], folder=self.folder)
 
-    def start_agent(self, name: str, port: int, num_machines: str, *overrides: str) -> "subprocess.Popen[str]":
+    def start_agent(self, name, port, num_machines, *overrides):
         """Start an agent of torchrun with one process of a run of two machines."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={num_machines}"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={name}"]
         launcher += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", sys.executable, "-c"]
         program = "import sys; from tests.support.small_machines import small_main; sys.exit(small_main(sys.argv[1:]))"
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED]
-        return subprocess.Popen(
-            [sys.executable, *launcher, program, *arguments, f"--engine.rounds={ALL_ROUNDS // 2}", *overrides],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        arguments += [f"--engine.rounds={ALL_ROUNDS // 2}", *overrides]
+        return start_program(*launcher, program, *arguments, folder=self.folder)
 
-    def wait_until_saved(self, name: str, step: int) -> None:
+    def wait_until_saved(self, name, step):
         """Wait until a run has a checkpoint of `step` or of a later one. Fails after `JOIN_S`."""
         end_s = time.monotonic() + JOIN_S
         while max(self.saved(name), default=0) < step:
             assert time.monotonic() < end_s, f"{name} never saved step {step}"
             time.sleep(0.05)
 
-    def __call__(self, name: str, num_machines: int, *overrides: str, code: int = 0) -> list[str]:
+    def __call__(self, name, num_machines, *overrides, code=0):
         """Run to the end; every machine ends with `code`. Returns what each has printed."""
         return ended(self.start(name, num_machines, *overrides), code)
 
-    def path(self, name: str) -> Path:
+    def path(self, name):
         return self.folder / "outputs" / name
 
-    def steps(self, name: str) -> list[dict[str, Any]]:
+    def steps(self, name):
         """Read the objects of `metrics.jsonl`."""
         return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
 
-    def losses(self, name: str) -> list[tuple[Any, ...]]:
+    def losses(self, name):
         """Return what a run's metrics say that does not depend on machines and times."""
         keys = ("step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "validation_loss")
         return [tuple(line.get(key) for key in keys) for line in self.steps(name)]
 
-    def saved(self, name: str) -> list[int]:
+    def saved(self, name):
         """Return the steps of the checkpoints, rising."""
         found = (self.path(name) / "checkpoints").glob("step-*")
         numbers = (path.name.removeprefix("step-") for path in found)
         return sorted(int(number) for number in numbers if number.isdecimal())
 
-    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+    def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {}
         for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
             tensors.update(load_file(path))
         return tensors
 
-    def assert_same(self, name: str, reference: str, step: int = STEPS) -> None:
+    def assert_same(self, name, reference, step=STEPS):
         """Require bitwise equal runs: every line of the metrics, and the state saved after `step`."""
         assert self.losses(name) == self.losses(reference)
         ours, theirs = self.state(name, step), self.state(reference, step)
@@ -114,7 +105,7 @@ class SmallMachines:
         assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
 
 
-def ended(machines: list[MachineProcess], code: int) -> list[str]:
+def ended(machines, code):
     """Wait for the end of all machines, each with this exit code. Returns what each has printed."""
     codes = [machine.wait() for machine in machines]
     texts = [machine.text() for machine in machines]
@@ -122,15 +113,13 @@ def ended(machines: list[MachineProcess], code: int) -> list[str]:
     return texts
 
 
-@pytest.fixture(scope="session")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineStarter]:
-    """Yield the process that forks the machines of all tests."""
-    starter = MachineStarter(tmp_path_factory.mktemp("printed"))
-    yield starter
-    starter.close()
+@pytest.fixture
+def starter(processes):
+    """Return what starts machines with `start`."""
+    return SimpleNamespace(start=partial(start_machines, processes))
 
 
 @pytest.fixture
-def small_machines(starter: MachineStarter, tmp_path: Path) -> SmallMachines:
+def small_machines(starter, tmp_path):
     """Return runs in `tmp_path`."""
     return SmallMachines(starter, tmp_path)

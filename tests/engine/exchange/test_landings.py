@@ -25,7 +25,7 @@ def test_a_part_waits_for_exactly_the_parts_that_had_its_memory():
         window = landing_window_bytes(sizes) + generator.randrange(3)
         starts = ring_places(sizes, window)
         overlapped = overlapped_places(sizes, starts)
-        last_on: dict[int, tuple[int, int]] = {}
+        last_on = {}
         for round_index in range(3):
             for position, (start, size) in enumerate(zip(starts, sizes, strict=True)):
                 assert start >= 0 and start + size <= window
@@ -36,13 +36,13 @@ def test_a_part_waits_for_exactly_the_parts_that_had_its_memory():
 
 
 class Square(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
 
 
-@pytest.mark.parametrize("num_machines", [2, 3, 4])
-def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines: int) -> None:
+@pytest.mark.parametrize("num_machines", [2, 3])
+def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines):
     """In bytes per parameter: 2 of weights, 12 / N of state, 4 / N of sums, and the landing window."""
     model = LayeredModel(tuple(f"block.{index}" for index in range(64)), tuple(Square() for _ in range(64)))
     for machine in range(num_machines):
@@ -56,7 +56,7 @@ def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines:
         store.close()
 
 
-def test_parts_of_shared_bundles_land_outside_the_window() -> None:
+def test_parts_of_shared_bundles_land_outside_the_window():
     store = HostStore(toy_model(tied=True), ownership=Ownership(0, 2))
     landings = RingLandings(store, HostPool(False, Observer()), Ordering(Board(), 1))
     [tied] = [bundle for bundle in store.bundles if len(bundle.layers) > 1]
