@@ -47,7 +47,7 @@ THOROUGH_PLACES = (
     *("tests/machines/test_lost_machines.py", "tests/machines/test_network_namespaces.py"),
     *("tests/models/borrowed/test_equal_transformers.py", "tests/models/borrowed/test_adapters_beside_peft.py"),
     *("tests/models/borrowed/test_beside_our_own.py",),
-    *("tests/test_how_tests_run.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
+    *("tests/test_how_tests_run.py", "tests/test_typical_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server", "processes"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")

@@ -101,28 +101,17 @@ def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch, variable)
     assert asked == (["expandable_segments:True"] if variable is None else [])
 
 
-def test_the_least_of_several_cards_decides(monkeypatch):
-    """Every worker must choose alike, so that results do not depend on which card computes."""
-    cards = [(9, 0), (7, 5)]
-    monkeypatch.setattr(CudaKind, "count", lambda kind: len(cards))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert not CudaKind().has_offset_attention(BF16, 64)
-    cards.pop()
-    assert CudaKind().has_offset_attention(BF16, 64)
-
-
-def test_layers_that_ask_again_cost_no_question_to_the_driver(monkeypatch):
-    """Layers ask in every micro-batch, in the threads that launch kernels."""
-    asked = []
-    monkeypatch.setattr(CudaKind, "count", lambda kind: asked.append("count") or 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+def test_the_least_of_several_cards_decides_and_layers_that_ask_again_cost_no_question_to_the_driver(monkeypatch):
+    """Every worker must choose alike. Layers ask in every micro-batch, in the threads that launch kernels."""
+    asked, cards = [], [(9, 0), (7, 5)]
+    monkeypatch.setattr(CudaKind, "count", lambda kind: asked.append("count") or len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or cards[index])
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     kind = CudaKind()
-    for _ in range(10):
-        assert kind.has_offset_attention(BF16, 64) and kind.has_grouped_products(BF16)
-        assert kind.has_triton() is (kind.missing_compiler() is None)
+    assert not any(kind.has_offset_attention(BF16, 64) or kind.has_grouped_products(BF16) for _ in range(9))
     assert asked == ["count", 0, 1]
+    cards.pop()
+    assert CudaKind().has_offset_attention(BF16, 64)
 
 
 def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkeypatch):

@@ -1,17 +1,15 @@
 """README and docs hold: commands and code run, TOML loads, and keys, paths and links exist."""
 
-import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT, run_program
 from torchround.config import Config, load_config
 from torchround.config.key_types import KeyType
 from torchround.config.validate import all_keys
@@ -21,7 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Names that stand for a user's own file, or for what a run leaves (a test of the trainer looks for that one).
@@ -37,11 +34,11 @@ class Block:
     language: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
 
 
-def blocks(language: str) -> list[Block]:
+def blocks(language):
     found = []
     for page in PAGES:
         for match in re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
@@ -50,7 +47,7 @@ def blocks(language: str) -> list[Block]:
     return found
 
 
-def inline_code() -> Iterator[tuple[str, str]]:
+def inline_code():
     for page in PAGES:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         yield from ((page.name, code) for code in re.findall(r"`([^`\n]+)`", prose))
@@ -65,7 +62,7 @@ COMMANDS = [
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path):
     """Make a folder that looks like the repository, so that commands write nothing into the tree."""
     for entry in ROOT.iterdir():
         if entry.name not in ("outputs", "wandb", ".git", ".venv"):
@@ -73,13 +70,11 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(arguments: list[str], folder: Path) -> None:
-    environment = {**os.environ, "PET_MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+def run(arguments, folder):
+    run_program(*arguments, folder=folder, PET_MASTER_PORT=str(_free_port()))
 
 
-def _free_port() -> int:
+def _free_port():
     """Find a port for torchrun, which would otherwise use the same one in every run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -88,7 +83,7 @@ def _free_port() -> int:
 
 @pytest.mark.documented
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_runs(line: str, clone: Path) -> None:
+def test_a_command_runs(line, clone):
     for command in line.split("&&"):
         words = shlex.split(command.strip())
         program, arguments = Path(words[0]).name, words[1:]
@@ -99,12 +94,12 @@ def test_a_command_runs(line: str, clone: Path) -> None:
         elif program in ("torchrun", "python", "python3"):
             run_python(program, arguments, clone)
         elif program == "torchround":
-            run([sys.executable, "-c", "from torchround.commands import main; main()", *arguments], clone)
+            run(["-c", "from torchround.commands import main; main()", *arguments], clone)
         else:
             pytest.fail(f"no rule how to try {command}")
 
 
-def assert_installs(arguments: list[str]) -> None:
+def assert_installs(arguments):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert arguments[:-1] == ["install", "-q", "-c", "constraints.txt", "-e"]
     extras = re.fullmatch(r"\.(?:\[([a-z,]+)\])?", arguments[-1])
@@ -112,35 +107,22 @@ def assert_installs(arguments: list[str]) -> None:
     assert set((extras[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
 
 
-def run_python(program: str, arguments: list[str], folder: Path) -> None:
+def run_python(program, arguments, folder):
     if arguments[:2] == ["-m", "pytest"]:
         return  # these very tests
     launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
     trains = arguments[0] == "train.py" and not {"--help", "--dry-run", "--print-config"} & set(arguments)
-    run([sys.executable, *launcher, *arguments, *(SHORT_RUN if trains else [])], folder)
-
-
-def test_readme_starts_with_the_two_commands_that_continuous_integration_runs() -> None:
-    first, second = [block.text.splitlines() for block in blocks("sh") if block.page == "README.md"][:2]
-    assert len(first) == len(second) == 1
-    in_readme = [
-        line for line in PAGES[0].read_text(encoding="utf-8").splitlines() if line.startswith("python3 -m venv ")
-    ]
-    assert in_readme == [first[0], second[0]]
-    assert "train.py --config debug.toml" in first[0] and "pytest" in second[0]
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert all(f"readme_command '{word}'" in script for word in (r"train\.py", "pytest"))
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    run([*launcher, *arguments, *(SHORT_RUN if trains else [])], folder)
 
 
 @pytest.mark.documented
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_an_example_in_python_runs(block: Block, clone: Path) -> None:
-    run([sys.executable, "-c", block.text], clone)
+def test_an_example_in_python_runs(block, clone):
+    run(["-c", block.text], clone)
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_an_example_in_toml_loads(block: Block, tmp_path: Path) -> None:
+def test_an_example_in_toml_loads(block, tmp_path):
     (tmp_path / "debug.toml").write_bytes((ROOT / "configs" / "debug.toml").read_bytes())
     is_whole = re.search(r"^(base|hf_path) =", block.text, re.MULTILINE)
     based = block.text if is_whole else f'base = "debug.toml"\n{block.text}'
@@ -149,7 +131,7 @@ def test_an_example_in_toml_loads(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda path: path.name)
-def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_from_the_defaults(path: Path) -> None:
+def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_from_the_defaults(path):
     load_config(path)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")
@@ -159,7 +141,7 @@ def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_fr
             assert value != default, f"{name}.{key} = {value} is the default"
 
 
-def test_every_key_and_table_that_is_named_exists() -> None:
+def test_every_key_and_table_that_is_named_exists():
     keys = all_keys()
     checked = 0
     for page, code in inline_code():
@@ -175,16 +157,13 @@ def test_every_key_and_table_that_is_named_exists() -> None:
     assert checked > 20
 
 
-def test_every_dependency_is_pinned_and_explained() -> None:
+def test_every_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-    def names(requirements: list[str]) -> list[str]:
+    def names(requirements):
         return [re.split(r"[^\w-]", line)[0].lower() for line in requirements]
 
     named = names(project["dependencies"])
     extras = [package for extra in project["optional-dependencies"].values() for package in names(extra)]
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {*named, *extras} <= pinned
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert all(f"\n| {package} |" in page for package in named)
-    assert all(package in page for package in extras)

@@ -1,14 +1,9 @@
-"""How tests run: a test that hangs fails with all stacks and hangs no other, and property tests draw what is asked for."""
-
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
+"""How tests run: a test that hangs fails with all stacks and hangs no other."""
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import ROOT, run_program
+
 HANGING = """
 import threading
 
@@ -22,58 +17,14 @@ def test_hangs():
 def test_after_it():
     pass
 """
-DRAWING = """
-from hypothesis import given, strategies as st
-
-@given(st.integers(0, 10**9))
-def test_drawing(number):
-    print("drawn", number)
-
-def test_without_drawing():
-    pass
-"""
 
 
-def run_tests(folder: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tests of this text with the project's settings and nothing of the caller's, such as its report's file."""
-    file = folder / "test_it.py"
-    file.write_text(text)
-    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    caller = {"PYTEST_ADDOPTS", "CI"}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *settings, *options, str(file)],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in caller},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
-@pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_hanging_test_ends_with_all_stacks_and_hangs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
-) -> None:
-    report = tmp_path / "of_the_caller.xml"
-    monkeypatch.setenv("PYTEST_ADDOPTS", f"--junitxml={report}")
-    done = run_tests(tmp_path, HANGING, "-n", processes, "-o", "faulthandler_timeout=2")
-    assert done.returncode != 0 and not report.exists()
+@pytest.mark.nightly
+def test_a_hanging_test_ends_with_all_stacks_and_hangs_nothing(tmp_path):
+    (tmp_path / "test_it.py").write_text(HANGING)
+    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-n", "1"]
+    limit = ["-o", "faulthandler_timeout=2"]
+    done = run_program("-m", "pytest", *settings, *limit, "test_it.py", folder=tmp_path, code=1, PYTEST_ADDOPTS="")
     # The stacks of both threads: the main one in the test, the other one in the function that it was started with.
-    assert "Timeout" in done.stderr and "most recent call first" in done.stderr
     assert done.stderr.count("in wait_for_ever") == 2 and "in test_hangs" in done.stderr
-    # Without further processes nothing can run the next test; with one, a new process takes it.
-    if processes == "1":
-        assert "test_hangs" in done.stdout and "1 failed, 1 passed" in done.stdout
-
-
-def test_property_tests_draw_the_same_examples_unless_random_ones_are_asked_for(tmp_path: Path) -> None:
-    def drawn(*options: str) -> list[str]:
-        loaded = ("-p", "tests.conftest", "-p", "no:xdist", "-s", "-m", "hypothesis")
-        done = run_tests(tmp_path, DRAWING, "-o", f"pythonpath={ROOT}", *loaded, *options)
-        assert done.returncode == 0 and "1 passed, 1 deselected" in done.stdout, done.stdout
-        return re.findall(r"drawn (\d+)", done.stdout)
-
-    usual, random = drawn(), ("--hypothesis-profile=random", "--hypothesis-seed=1")
-    assert len(usual) == 100 and drawn() == usual
-    assert len(set(drawn(*random)) & set(usual)) < 50
+    assert "1 failed, 1 passed" in done.stdout  # a new process took the next test

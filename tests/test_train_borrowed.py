@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from pathlib import Path
+import sys
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import train
 from tests.support.borrowed_toys import write_toy
 from tests.support.released_run import saved
-from tests.support.small_run import fp32_weights
+from tests.support.small_run import draw_no_pictures, fp32_weights
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import runs_fused
@@ -43,12 +43,17 @@ SINGLE = "model.safetensors"
 pytestmark = pytest.mark.thorough
 
 
+def mark(case):
+    by_default = ("qwen3_moe", "compact, predicted", "muon, compact", "muon, adapters")
+    return pytest.param(case, marks=[] if case in by_default else pytest.mark.nightly)
+
+
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory):
     """Map each kind to a released folder; written once."""
-    made: dict[str, Path] = {}
+    made = {}
 
-    def get(kind: str) -> Path:
+    def get(kind):
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("release")
             write_toy(kind, made[kind], vocab_size=264)
@@ -64,18 +69,19 @@ def folder(tmp_path, monkeypatch, releases):
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(30)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
     (tmp_path / "release").symlink_to(releases("qwen2"))
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
 
 
-def take(folder: Path, release: Path) -> None:
+def take(folder, release):
     (folder / "release").unlink()
     (folder / "release").symlink_to(release)
 
 
-def change_config(folder: Path, **changes) -> None:
+def change_config(folder, **changes):
     """Put a copy of the release with another `config.json` into the folder."""
     release = (folder / "release").resolve()
     (folder / "release").unlink()
@@ -85,11 +91,11 @@ def change_config(folder: Path, **changes) -> None:
     (folder / "release" / "config.json").write_text(json.dumps(content))
 
 
-def run(name: str, *overrides: str) -> int:
+def run(name, *overrides):
     return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
 
 
-def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
+def exported(name, folder, *options, step=3):
     checkpoint = folder / "outputs" / name / "checkpoints" / f"step-{step}"
     target = folder / f"{name} {step} {' '.join(options)}"
     own = ("--config", str(checkpoint.parents[1] / "config.toml"))
@@ -97,7 +103,7 @@ def exported(name: str, folder: Path, *options: str, step: int = 3) -> Path:
     return target
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", [mark(case) for case in RUNS])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(case, folder, releases):
     kind, *settings = RUNS[case]
     take(folder, releases(kind))
@@ -112,15 +118,13 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(case, fol
 
 
 def test_losses_and_weights_do_not_depend_on_the_number_of_devices(folder):
-    for devices in (1, 2, 3):
+    for devices in (1, 3):
         assert run(f"on-{devices}", f"--engine.num_devices={devices}", "--engine.plan=none") == 0
-    first = saved(folder, "on-1")
-    for devices in (2, 3):
-        other = saved(folder, f"on-{devices}")
-        assert all(torch.equal(first[key], other[key]) for key in first)
+    first, other = saved(folder, "on-1"), saved(folder, "on-3")
+    assert all(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("case", [case for case in RUNS if case != "muon, adapters"])
+@pytest.mark.parametrize("case", [mark(case) for case in RUNS if case != "muon, adapters"])
 def test_an_export_is_what_transformers_loads_with_the_weights_of_the_checkpoint(case, folder, releases):
     kind, *settings = RUNS[case]
     take(folder, releases(kind))
@@ -146,7 +150,7 @@ def test_the_files_of_generation_and_the_special_tokens_are_exported(folder):
     assert (target / "generation_config.json").is_file() and (target / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.nightly)])
 def test_adapters_merged_into_the_weights_are_the_adapters_on_their_base(kind, folder, releases):
     from peft import PeftModel
 
@@ -182,10 +186,6 @@ def test_adapters_of_another_run_are_loaded(folder):
     assert weights and all(torch.equal(first[key], second[key]) for key in weights)
 
 
-def test_bf16_and_async_runs_end(folder):
-    assert run("small", "--training.dtype=bfloat16", "--engine.update=async") == 0
-
-
 def test_a_dry_run_and_a_plan_count_the_model_and_make_nothing(folder, capsys):
     assert run("small", "--dry-run") == 0
     assert "a checkpoint takes" in capsys.readouterr().out
@@ -194,35 +194,19 @@ def test_a_dry_run_and_a_plan_count_the_model_and_make_nothing(folder, capsys):
     assert not (folder / "outputs").exists()
 
 
+NO_FOLDER = "--model.hf_path=none"
 MISTAKES = {
-    "a flavor": (
-        ("--model.hf_path=none", "--model.flavor=7B"),
-        {},
-        'model.flavor: given "7B", but model.family = "transformers" has no sizes of its own; legal: model.hf_path',
-    ),
-    "a shape": (
-        ("--model.hf_path=none", "--model.shape={ num_layers = 2 }"),
-        {},
-        "model.shape: given a table, but model.family",
-    ),
-    "no model": (("--model.hf_path=none",), {}, "legal: one of them"),
-    "a type that transformers does not know": ((), {"model_type": "qwen99"}, "'qwen99' is unknown to transformers"),
-    "no type": ((), {"model_type": None}, "release/config.json: config.json: model_type = None"),
+    "a flavor": ((NO_FOLDER, "--model.flavor=7B"), {}, 'model.flavor: given "7B"'),
+    "a shape": ((NO_FOLDER, "--model.shape={ num_layers = 2 }"), {}, "model.shape: given a table"),
+    "no model": ((NO_FOLDER,), {}, "legal: one of them"),
+    "a type that transformers does not know": ((), {"model_type": "qwen99"}, "'qwen99' is unknown"),
+    "no type": ((), {"model_type": None}, "config.json: model_type = None"),
     "a quantised release": ((), {"quantization_config": {"quant_method": "fp8"}}, "an FP8 release"),
-    "dropout": ((), {"attention_dropout": 0.1}, "release: model_type 'qwen2' of transformers does not fit"),
-    "a model of images too": ((), {"model_type": "gemma3"}, "release/config.json: "),
+    "dropout": ((), {"attention_dropout": 0.1}, "model_type 'qwen2' of transformers does not fit"),
     "an encoder": ((), {"model_type": "t5"}, "release/config.json: "),
     "another width": ((), {"intermediate_size": 28}, "of another shape: model.layers.0.mlp.gate_proj.weight"),
-    "a layer too many": (
-        (),
-        {"num_hidden_layers": 1, "layer_types": None},
-        "not part of the model: model.layers.1.input_layernorm",
-    ),
-    "a layer too few": (
-        (),
-        {"num_hidden_layers": 3, "layer_types": None},
-        "missing: model.layers.2.self_attn.q_proj.weight",
-    ),
+    "a layer too many": ((), {"num_hidden_layers": 1, "layer_types": None}, "not part of the model: model.layers.1"),
+    "a layer too few": ((), {"num_hidden_layers": 3, "layer_types": None}, "missing: model.layers.2"),
     "a tokenizer that is larger": ((), {"vocab_size": 200}, "tokenizer: it has 259 tokens"),
     "no such target": (("--lora.rank=2", "--lora.targets=['query']"), {}, "lora.targets: this model has no 'query'"),
 }
@@ -242,9 +226,9 @@ def test_a_mistake_is_one_message_and_nothing_is_made(mistake, folder, capsys):
 
 
 def test_a_missing_package_is_one_message_that_says_what_to_install(folder, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("small") == 2
-    assert "pip install 'transformers>=5.20'" in capsys.readouterr().err
+    assert "pip install 'transformers" in capsys.readouterr().err
 
 
 def test_a_family_of_our_own_that_reads_the_folder_is_named_once(folder, releases, caplog):

@@ -3,15 +3,13 @@
 import os
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 from torchround.run.early_end import SAME_REQUEST_S
 
 __all__ = ["small_runs"]
@@ -21,31 +19,29 @@ DEBUG = ["--model.family=llama3", "--model.flavor=debug", "--engine.plan=none"]
 ENDLESS = ["--training.steps=100000", "--lr_schedule.decay=none"]
 
 
-def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def wait_until(condition, process):
     while not condition():
         assert process.poll() is None, f"exit code {process.returncode}\n{process.stderr.read()}"
         time.sleep(0.02)
 
 
-def has_logged(runs: SmallRuns, name: str, step: int) -> Callable[[], bool]:
+def has_logged(runs, name, step):
     metrics = runs.path(name) / "metrics.jsonl"
     return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
-def catches(process: "subprocess.Popen[str]", number: int) -> bool:
+def catches(process, number):
     """Return whether a process has a handler for a signal."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def cpu_s(process: "subprocess.Popen[str]") -> float:
+def cpu_s(process):
     return psutil.Process(process.pid).cpu_times().user
 
 
-def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupted_one(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupted_one(small_runs, capsys):
     process = small_runs.start("run", *ENDLESS)
     wait_until(has_logged(small_runs, "run", 2), process)
     assert small_runs("run") == 2  # while the process is at it
@@ -68,7 +64,7 @@ def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupte
     small_runs.assert_same("run", "whole", step=int(total.split("=")[1]))
 
 
-def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
+def test_a_second_signal_stops_at_once(small_runs):
     minutes = ["--training.global_batch_size=20000", "--training.micro_batch_size=1000"]
     process = small_runs.start("run", *minutes)
     wait_until(lambda: catches(process, signal.SIGINT) and catches(process, signal.SIGTERM), process)
@@ -86,9 +82,7 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninterrupted_one(
-    small_runs: SmallRuns,
-) -> None:
+def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninterrupted_one(small_runs):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=2", "--monitor-interval=0.1")
     often = ["--training.steps=40", "--checkpoint.interval_steps=1", "--lr_schedule.decay=none"]
     process = small_runs.start("run", *often, launcher=launcher)
@@ -104,9 +98,7 @@ def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninte
 
 
 @pytest.mark.nightly
-def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(small_runs, monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(small_runs.folder))

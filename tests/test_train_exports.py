@@ -26,16 +26,11 @@ def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
     assert "nothing to do" in capsys.readouterr().out  # nor is it written again
 
 
-def test_the_command_that_a_run_ends_with_exports_it(folder, capsys):
+def test_a_complete_run_is_exported_by_the_command_that_it_ends_with_or_when_the_key_is_set_later(folder, capsys):
     assert train.main(["--config", "small.toml"]) == 0
     [command] = re.findall(r"torchround export_hf (.*)", capsys.readouterr().out)
     assert export_hf.main(shlex.split(command.replace("NEW_FOLDER", "new"))) == 0
-    assert (folder / "new" / "config.json").is_file()
-
-
-def test_a_complete_run_is_exported_when_the_key_is_set_later(folder):
-    assert train.main(["--config", "small.toml"]) == 0
-    assert not exported(folder).exists()
+    assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     assert (exported(folder) / "config.json").is_file()
 

@@ -1,8 +1,6 @@
 """`[lora]` through train.py: only adapters are trained, and a resumed run has the same bits."""
 
-import pytest
-
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]  # the fixture
 
@@ -43,7 +41,7 @@ def test_an_unknown_lora_target_is_refused(small_runs, capsys):
     assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
 
 
-def test_adapters_on_random_weights_are_a_warning(small_runs: SmallRuns, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_on_random_weights_are_a_warning(small_runs, caplog):
     assert small_runs("full") == 0 and "random" not in caplog.text
     assert small_runs("adapters", *LORA) == 0
     (warning,) = [text for text in caplog.messages if "random" in text]

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
+from tests.support.small_run import draw_no_pictures
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 from torchround.commands.configured_model import model_config
@@ -31,22 +32,23 @@ SHAPES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
 
 
-def write(folder: Path, family: str, shape: str, more: str = "") -> list[str]:
+def write(folder, family, shape, more=""):
     """Write the config of a run, and return the arguments that name it."""
     (folder / "own.toml").write_text(f'{CONFIG}family = "{family}"\n{more}\nshape = {{{shape}}}\n')
     return ["--config", "own.toml"]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", [*SHAPES])
 def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, folder, capsys):
     arguments = write(folder, kind.split()[0], SHAPES[kind])
     assert plan_script.main([*arguments, "--device=rtx4090"]) == 0
@@ -82,18 +84,6 @@ def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, f
     assert model(torch.arange(9)[None]).logits.shape == (1, 9, content.vocab_size)
 
 
-def test_a_plan_counts_the_shape(folder, capsys):
-    sizes = {}
-    for layers in (2, 4):
-        write(folder, "llama3", SIZES.replace("num_layers = 2", f"num_layers = {layers}"))
-        assert train.main(["--config", "own.toml", "--run.name", f"of-{layers}"]) == 0
-        printed = capsys.readouterr().out
-        sizes[layers] = int(printed.partition("own shape: ")[2].partition(" parameters")[0].replace(",", ""))
-    attention = 24 * 10 * (4 + 2 + 2 + 4)
-    assert sizes[4] - sizes[2] == 2 * (attention + 3 * 24 * 40 + 2 * 24)
-    assert sizes[2] == 2 * (attention + 3 * 24 * 40 + 2 * 24) + 2 * 259 * 24 + 24
-
-
 def test_a_shape_beside_a_flavor_replaces_only_what_it_names(folder, capsys):
     arguments = write(folder, "qwen3", "num_layers = 3, num_experts = 4", more='flavor = "debug_moe"')
     assert train.main([*arguments, "--training.steps=1"]) == 0
@@ -114,52 +104,26 @@ def test_a_run_is_not_resumed_with_another_shape_even_if_its_tensors_are_alike(f
 
 
 MISTAKES = {
-    "a size too few": (
-        ("llama3", "num_layers = 2, hidden_size = 24"),
-        "own.toml: model.shape: missing: num_heads, ffn_size; or give model.flavor",
+    "a size too few": ("llama3", "num_layers = 2, hidden_size = 24", "missing: num_heads, ffn_size"),
+    "heads that do not divide": ("llama3", SIZES.replace("kv_heads = 2", "kv_heads = 3"), "num_kv_heads = 3"),
+    "no width of a head": (
+        "qwen3",
+        "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8",
+        "head_dim is missing",
     ),
-    "heads that do not divide": (
-        ("llama3", SIZES.replace("num_kv_heads = 2", "num_kv_heads = 3")),
-        "model.shape: num_heads = 4 is not a multiple of num_kv_heads = 3",
-    ),
-    "a width that is no multiple of the heads": (
-        ("qwen3", "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8"),
-        "model.shape: head_dim is missing, and hidden_size = 25 is not a multiple of num_heads = 4",
-    ),
-    "experts in a family without": (
-        ("llama3", f"{SIZES}, {EXPERTS}"),
-        "model.shape: llama3 has no num_experts, num_chosen; legal: num_layers, hidden_size",
-    ),
-    "no experts in a family that has them": (
-        ("gpt_oss", SIZES),
-        "model.shape: missing: num_experts, num_chosen: the model has experts",
-    ),
-    "more experts chosen than there are": (
-        ("qwen3", f"{SIZES}, num_experts = 2, num_chosen = 3"),
-        "model.shape: num_chosen = 3, must be 1 to num_experts = 2",
-    ),
-    "a vocabulary too small": (
-        ("llama3", f"{SIZES}, vocab_size = 200"),
-        "model.shape: vocab_size = 200, but the tokenizer has 259 tokens",
-    ),
-    "a size of zero": (
-        ("llama3", SIZES.replace("num_layers = 2", "num_layers = 0")),
-        "own.toml: model.shape.num_layers: given 0; legal: an integer of at least 1 and at most 10000",
-    ),
-    "a size as text": (
-        ("llama3", SIZES.replace("ffn_size = 40", 'ffn_size = "40"')),
-        'own.toml: model.shape.ffn_size: given "40"; legal: an integer',
-    ),
-    "an unknown size": (
-        ("llama3", f"{SIZES}, num_hidden_layers = 2"),
-        "own.toml: model.shape.num_hidden_layers: unknown key, given 2; legal in model.shape: num_layers,",
-    ),
+    "experts in a family without": ("llama3", f"{SIZES}, {EXPERTS}", "no num_experts, num_chosen"),
+    "no experts in a family that has them": ("gpt_oss", SIZES, "missing: num_experts, num_chosen"),
+    "too many experts chosen": ("qwen3", f"{SIZES}, num_experts = 2, num_chosen = 3", "num_chosen = 3, must be 1 to"),
+    "a vocabulary too small": ("llama3", f"{SIZES}, vocab_size = 200", "tokenizer has 259 tokens"),
+    "a size of zero": ("llama3", SIZES.replace("num_layers = 2", "num_layers = 0"), "num_layers: given 0; legal: "),
+    "a size as text": ("llama3", SIZES.replace("ffn_size = 40", 'ffn_size = "40"'), 'ffn_size: given "40"'),
+    "an unknown size": ("llama3", f"{SIZES}, num_hidden_layers = 2", "num_hidden_layers: unknown key"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_a_shape_is_one_message_and_nothing_is_written(name, folder, capsys):
-    (family, shape), expected = MISTAKES[name]
+    family, shape, expected = MISTAKES[name]
     assert train.main(write(folder, family, shape)) == 2
     assert expected in capsys.readouterr().err
     assert not (folder / "outputs").exists()
@@ -167,7 +131,7 @@ def test_a_mistake_in_a_shape_is_one_message_and_nothing_is_written(name, folder
 
 def test_a_shape_and_a_folder_are_one_too_many(folder, capsys):
     assert train.main(write(folder, "llama3", SIZES, more='hf_path = "release"')) == 2
-    assert 'model.shape, model.hf_path: given a table and "release"; legal: one of them' in capsys.readouterr().err
+    assert "model.shape, model.hf_path" in capsys.readouterr().err
 
 
 def test_a_shape_is_planned_without_its_tokenizer_if_it_says_its_vocabulary(folder, capsys):

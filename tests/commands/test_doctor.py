@@ -10,29 +10,24 @@ import pytest
 
 from torchround.commands import doctor
 from torchround.config import EngineTable
-from torchround.engine.device import CpuDevice
-from torchround.pipeline.memory import GIB
 from torchround.run import hardware, machine
-from torchround.run.hardware import Hardware
 from torchround.run.missing_cards import Absence
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(machine, "DISK_BYTES", 2**24)
     monkeypatch.setenv("COLUMNS", "1000")  # one line for each fact
 
 
-def facts(printed: str) -> dict[str, str]:
+def facts(printed):
     lines = [line for line in printed.splitlines() if line and not line.startswith((" ", "configs"))]
     return {line[: doctor.NAME_WIDTH].strip(): line[doctor.NAME_WIDTH :] for line in lines}
 
 
-def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(tmp_path, capsys):
     assert doctor.main(["--folder", str(tmp_path)]) == 0
     found = facts(capsys.readouterr().out)
     for name in ("system", "software", "processors", "host memory", "memlock", "driver", "devices", "link", "disk"):
@@ -44,12 +39,7 @@ def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(hardware, "present_kind", lambda: None)
     monkeypatch.setattr(hardware, "why_no_accelerator", lambda: Absence("the driver is not loaded", has_card=True))
     config = tmp_path / "auto.toml"
@@ -62,10 +52,8 @@ def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(
     assert len(caplog.messages) == 1
 
 
-def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(table: EngineTable) -> Hardware:
+def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(tmp_path, monkeypatch, capsys):
+    def broken(table):
         raise RuntimeError("no memory can be taken on the card\nmore lines of PyTorch")
 
     monkeypatch.setattr(doctor, "find_hardware", broken)
@@ -75,24 +63,7 @@ def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(
     assert found["disk"] and found["debug.toml"] == "cannot be planned: no memory can be taken on the card"
 
 
-def test_a_config_is_planned_for_the_devices_here_as_a_run_would_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine with too little device memory for the debug run, and one with enough."""
-    for device_bytes, word in ((2**20, "does not fit"), (GIB, "fits")):
-        here = Hardware("cpu", 2, device_bytes, GIB)
-        monkeypatch.setattr(doctor, "find_hardware", lambda table, here=here: here)
-        (_, text), (_, header) = doctor.config_facts(ROOT / "configs" / "debug.toml")
-        assert text.startswith(word + ": ")
-        assert (
-            header
-            == "written for: Any machine: two virtual devices on two CPU cores, no GPU, no downloads; well under two minutes."
-        )
-
-
-def test_a_config_that_cannot_be_planned_says_why_and_the_others_follow(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_cannot_be_planned_says_why_and_the_others_follow(tmp_path, capsys):
     broken = tmp_path / "broken.toml"
     broken.write_text('base = "debug.toml"\n[model]\nfamily = "lama3"\n')
     assert doctor.main(["--folder", str(tmp_path), "--config", str(broken), "--config", "debug.toml"]) == 0
@@ -109,13 +80,7 @@ def test_a_config_that_cannot_be_planned_says_why_and_the_others_follow(
         (["--config", "nothing.toml"], "nothing.toml"),
     ],
 )
-def test_a_mistake_is_one_message_before_anything_is_measured(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_a_mistake_is_one_message_before_anything_is_measured(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "machine", lambda folder: pytest.fail("measured"))
     assert doctor.main(arguments) == 2
@@ -123,12 +88,12 @@ def test_a_mistake_is_one_message_before_anything_is_measured(
     assert captured.err.startswith("doctor: ") and message in captured.err and captured.out == ""
 
 
-def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_was_not_measured_has_no_rate(tmp_path, monkeypatch):
     assert re.fullmatch(
         r"\d+\.\d\d GB/s written, \d+\.\d\d GB/s read, past .*|.*reads not measured: .*", machine.disk_text(tmp_path)
     )
 
-    def full(path: Path, content: object) -> float:
+    def full(path, content):
         path.touch()
         raise OSError(28, "No space left on device")
 
@@ -136,7 +101,7 @@ def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: p
     assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: No space left on device"
     assert list(tmp_path.iterdir()) == []
 
-    def read_only(*_: object, **__: object) -> float:
+    def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(machine, "_write", read_only)
@@ -144,22 +109,7 @@ def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: p
     assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: Read-only file system"
 
 
-def test_a_file_system_without_direct_reads_gets_no_rate_of_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_read", lambda path, content: None)
-    text = machine.disk_text(tmp_path)
-    assert "through the page cache" in text and "reads not measured" in text and " read," not in text
-
-
-def test_a_virtual_device_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.link_text(CpuDevice(0, GIB)).startswith("none:")
-    assert "GB/s" not in machine.link_text(CpuDevice(0, GIB))
-
-
-def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_system(tmp_path, monkeypatch):
     driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
     driver.parent.mkdir(parents=True)
     driver.write_text("NVRM version: 580.65.06\nGCC version: 12\n")
@@ -171,15 +121,3 @@ def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_syst
     assert found["memlock"] == "no limit (ulimit -l)"
     assert sys.version.split()[0] in found["software"]
     assert dict(machine.system_facts(tmp_path / "empty"))["driver"].startswith("none is shown in /proc/driver")
-
-
-def test_long_facts_are_wrapped_beside_their_names(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    doctor.show(("name", "word " * 40))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 2 and max(map(len, lines)) <= 80
-    assert lines[0].startswith("name" + " " * (doctor.NAME_WIDTH - 4)) and all(
-        line.startswith(" " * doctor.NAME_WIDTH + "word") for line in lines[1:]
-    )

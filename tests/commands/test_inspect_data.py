@@ -2,23 +2,12 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from contextlib import redirect_stdout
-from itertools import count
-from pathlib import Path
 
-import pytest
-import tiktoken
-
-from torchround.commands.inspect_data import main, text_of
-from torchround.data import Tokenizer
-
-REPOSITORY = Path(__file__).parents[2]
+from torchround.commands.inspect_data import main
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder):
     """Write three documents of 12, 7 and 32 tokens with BOS and EOS, and a config of 16 tokens per sequence."""
     (folder / "a.txt").write_text("0123456789")
     (folder / "b.jsonl").write_text(f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n")
@@ -39,7 +28,7 @@ def prepare(folder: Path) -> None:
     )
 
 
-def inspect(folder: Path, *arguments: str) -> list[str]:
+def inspect(folder, *arguments):
     """Run the command. Returns the lines that it prints."""
     prepare(folder)
     with redirect_stdout(io.StringIO()) as printed:
@@ -47,17 +36,8 @@ def inspect(folder: Path, *arguments: str) -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    script = str(REPOSITORY / "scripts" / "inspect_data.py")
-    process = subprocess.run(
-        [sys.executable, script, "--config", str(tmp_path / "x.toml")],
-        check=True,
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-    )
-    lines = process.stdout.splitlines()
+def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_path):
+    lines = inspect(tmp_path)
     assert lines[:6] == [
         "--- batch 0, sequence 0",
         "   0      12 tokens  «<|bos|>»0123456789<|eos|>",
@@ -69,7 +49,7 @@ def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_pa
     assert lines[6] == "--- 32 positions: 100.00% tokens, 93.75% with a label"
 
 
-def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Path) -> None:
+def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path):
     assert inspect(tmp_path)[8:] == [
         f"--- {tmp_path}/a.txt: 1 documents, 12 tokens (23.5%)",
         f"          12 tokens  {tmp_path}/a.txt",
@@ -80,7 +60,7 @@ def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Pa
     ]
 
 
-def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(tmp_path: Path) -> None:
+def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(tmp_path):
     """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens. The last record is broken."""
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
@@ -116,24 +96,7 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--data.sources=[{path='nowhere.txt'}]", "source 'nowhere.txt' does not exist"),
-        ("--training.seq_len=0", "training.seq_len"),
-    ],
-)
-def test_a_users_mistake_ends_with_code_2_and_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    prepare(tmp_path)
-    assert main(["--config", str(tmp_path / "x.toml"), override]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(tmp_path, capsys):
     """A conversation of two answers, whose inner question lies where a shortened line has its gap."""
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
@@ -157,32 +120,7 @@ def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_ins
     assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("streams", [1, 2])
-def test_the_rate_counts_the_sequences_that_wait_in_a_window(
-    streams: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look at the clock here is a second after the one before, so a batch takes a second."""
-    prepare(tmp_path)
-    (tmp_path / "a.jsonl").write_text(40 * f"{json.dumps({'text': 14 * 'a'})}\n")  # each is a sequence
-    monkeypatch.setattr("torchround.commands.inspect_data.time.perf_counter", count().__next__)
-    sources = f"--data.sources=[{{path='{tmp_path}/a.jsonl'}}]"
-    arguments = ["--config", f"{tmp_path}/x.toml", sources, "--data.epochs=1", "--batches=1"]
-    arguments.append(f"--data.streams={streams}")
-    for window, rate in ((0, 32), (20, 20 * 16)):
-        assert main([*arguments, f"--data.shuffle_sequences={window}"]) == 0
-        assert f"read at {rate} tokens/s" in capsys.readouterr().out
-
-
-def test_an_id_in_a_gap_of_the_vocabulary_is_shown_as_a_number() -> None:
-    encoding = tiktoken.Encoding(
-        "with a gap", pat_str=".", mergeable_ranks={b"a": 0, b"b": 1}, special_tokens={"<|end|>": 9}
-    )
-    assert text_of([0, 5, 1, 12], Tokenizer(encoding, None, 9, 9)) == "a<id 5>b<id 12>"
-
-
-def test_token_ids_of_the_model_that_the_tokenizer_does_not_know_are_shown_as_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_ids_of_the_model_that_the_tokenizer_does_not_know_are_shown_as_numbers(tmp_path, capsys):
     """The model here has 300 tokens, the tokenizer 259; an id of neither is a mistake."""
     (tmp_path / "model").mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 from torchround.commands import plan_run
 
 __all__ = ["small_runs"]
@@ -15,14 +15,12 @@ SMALL_HOST = ["--host-memory-gib", "0.0296"]
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+def printed(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     return capsys
 
 
-def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(
-    printed: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(printed):
     machines = ["--machines.planned", "4", "--machines.gbit_per_s", "0.9"]
     assert plan_run.main([*DEBUG, *machines]) == 0
     out = printed.readouterr().out
@@ -36,30 +34,19 @@ def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(
     assert table["1"][-1] == "(1.00)" and table["8"] == ["without", "work"]
 
 
-def test_the_table_says_which_machines_are_too_few(printed: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_which_machines_are_too_few(printed):
     assert plan_run.main([*DEBUG, *SMALL_HOST, "--machines.planned", "2"]) == 0
     out = printed.readouterr().out
     assert re.search(r"^ +1 +does not fit *$", out, re.MULTILINE)
     assert re.search(r"host +10 Gb/s +25 Gb/s +100 Gb/s +no exchange", out)
 
 
-def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed):
     assert plan_run.main([*DEBUG, *SMALL_HOST]) == 1
     assert "  on 2 such machines: fits\n" in printed.readouterr().out
 
 
-def test_bounded_updates_on_several_machines_are_one_message(printed: pytest.CaptureFixture[str]) -> None:
-    bounded = ["--engine.update", "bounded", "--training.clip", "layer", "--machines.planned", "2"]
-    assert plan_run.main([*DEBUG, *bounded]) == 2
-    assert printed.readouterr().err == (
-        'plan: engine.update = "bounded" trains on one machine, given 2; legal on several: "sync", "async". '
-        'training.clip = "layer" works with both\n'
-    )
-
-
-def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(small_runs, capsys):
     machines = ["--machines.planned=2", "--engine.plan=none", "--engine.measure_steps=0"]
     assert small_runs("run", *machines, "--dry-run") == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -38,14 +38,14 @@ def trained(folders, tmp_path):
     """Return a function that trains two steps from the released Llama, and returns the run's folder."""
     (tmp_path / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
 
-    def run(name: str, *overrides: str) -> Path:
+    def run(name, *overrides):
         assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
         return Path("outputs") / name
 
     return run
 
 
-def nats(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
+def nats(capsys, *arguments):
     capsys.readouterr()
     (found,) = results(capsys, *map(str, arguments), "--perplexity", "texts.jsonl", "--seq-len=24")
     return float(found["nats_per_token"])
@@ -58,7 +58,7 @@ def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, 
     assert len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
 
 
-@pytest.mark.parametrize("maps", ["false", "true"], ids=["copied", "mapped"])
+@pytest.mark.parametrize("maps", [pytest.param("false", marks=pytest.mark.nightly), "true"])
 def test_adapters_of_a_run_are_tried_with_their_base(trained, capsys, maps):
     run = trained("lora", *ADAPTED, f"--lora.map_base={maps}")
     alone = trained("alone", *ADAPTED, f"--lora.map_base={maps}", "--checkpoint.export=adapters")
@@ -112,44 +112,32 @@ def test_a_file_of_prompts_has_one_in_each_line(folders, capsys, tmp_path):
 # Mistakes.
 
 
-def broken(folder: Path, **changes: object) -> None:
+def broken(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def remove_tokenizer(folder: Path) -> None:
+def remove_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
-ASKED = ("--prompt", "a")
+ASKED, TOY = ("--prompt", "a"), ("--model", "toy")
 MISTAKES = {
-    "a run that is not there": (("--run", "outputs/x", *ASKED), ("--run: there is no outputs/x/config.toml; legal: ",)),
-    "a hub name": (("--model", "Qwen/Qwen3", *ASKED), ("--model: there is no folder Qwen/Qwen3", "not downloaded")),
-    "a folder of something else": (("--model", ".", *ASKED), ("config.json cannot be read",)),
-    "an empty prompt": (("--model", "toy", "--prompt", ""), ("--prompt: an empty prompt",)),
-    "a file without prompts": (("--model", "toy", "--prompts", "empty.txt"), ("--prompts: empty.txt holds no prompt",)),
-    "a missing file of prompts": (("--model", "toy", "--prompts", "none.txt"), ("--prompts: none.txt cannot be read",)),
-    "a line that is no prompt": (
-        ("--model", "toy", "--prompts", "odd.jsonl"),
-        ("odd.jsonl, line 2: no prompt; legal: ",),
-    ),
-    "an empty file to score": (("--model", "toy", "--perplexity", "empty.txt"), ("empty.txt", "empty")),
-    "a missing file to score": (("--model", "toy", "--perplexity", "none.txt"), ("none.txt",)),
-    "content of another kind": (
-        ("--model", "toy", "--perplexity", "texts.jsonl", "--content=prose"),
-        ("--content: given",),
-    ),
-    "no chat template": (("--model", "toy", "--chat", *ASKED), ("no chat template",)),
-    "no tokenizer": (("--model", "untold", *ASKED), ("no tokenizer.json", "untold")),
-    "devices that are not here": (("--model", "toy", "--engine.devices=gpu", *ASKED), ("no such kind is known",)),
-    "a key that is not there": (
-        ("--model", "toy", "--engine.device=cpu", *ASKED),
-        ("unknown key", "nearest: engine.devices"),
-    ),
-    "a device that is too small": (
-        ("--model", "toy", "--engine.device_memory_gib=0.00001", *ASKED),
-        ("on a device, which has",),
-    ),
+    "no run": (("--run", "outputs/x", *ASKED), "there is no outputs/x/config.toml"),
+    "a hub name": (("--model", "Qwen/Qwen3", *ASKED), "not downloaded"),
+    "a folder of something else": (("--model", ".", *ASKED), "config.json cannot be read"),
+    "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
+    "a file without prompts": ((*TOY, "--prompts", "empty.txt"), "empty.txt holds no prompt"),
+    "a missing file of prompts": ((*TOY, "--prompts", "none.txt"), "none.txt cannot be read"),
+    "a line that is no prompt": ((*TOY, "--prompts", "odd.jsonl"), "odd.jsonl, line 2"),
+    "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
+    "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
+    "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "--content: given"),
+    "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
+    "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
+    "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
+    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: engine.devices"),
+    "a device that is too small": ((*TOY, "--engine.device_memory_gib=0.00001", *ASKED), "on a device, which has"),
 }
 
 
@@ -164,28 +152,8 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, 
     # Keys given twice: the last one counts.
     assert main([*ON_TWO_DEVICES, *arguments]) == 2
     printed = capsys.readouterr().err
-    assert all(part in printed for part in message), printed
+    assert message in printed, printed
     assert "Traceback" not in printed and sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--prompt", "a"),
-        ("--model", "toy"),
-        ("--model", "toy", "--run", "x", *ASKED),
-        ("--model", "toy", "--step", "1", *ASKED),
-        ("--model", "toy", *ASKED, "--max-tokens", "0"),
-        ("--model", "toy", *ASKED, "--temperature", "-1"),
-        ("--model", "toy", *ASKED, "--top-p", "0"),
-        ("--model", "toy", *ASKED, "--dtype", "int8"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_end_with_a_usage_line(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 2 and "usage: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch):
@@ -209,11 +177,6 @@ def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch)
     shutil.rmtree(checkpoints)
     assert main(["--run", str(run), *ASKED]) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
-
-
-def test_sequences_longer_than_the_model_knows_are_one_warning(folders, capsys, caplog):
-    results(capsys, "--model", str(folders["llama3"]), "--prompt", "a" * 120, "--max-tokens=10")
-    assert caplog.text.count("the model knows only 128 positions") == 1
 
 
 def test_a_model_without_finite_logits_is_a_fault_and_no_traceback(folders, capsys, tmp_path):

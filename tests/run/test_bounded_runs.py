@@ -2,11 +2,10 @@
 
 import json
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import STEPS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import STEPS, small_runs, stop_after
 from torchround.commands import configured_model, export_hf
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 
@@ -17,18 +16,12 @@ STALE = "--engine.stale_layers=2"
 PLANNED = "--engine.plan=none"
 
 
-def plan_of(small_runs: SmallRuns, name: str) -> dict[str, object]:
-    plan: dict[str, object] = json.loads((small_runs.path(name) / "plan.json").read_text())
+def plan_of(small_runs, name):
+    plan = json.loads((small_runs.path(name) / "plan.json").read_text())
     return plan
 
 
-def stop_before(step: int, small_runs: SmallRuns, *overrides: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        before_step(patch, step, interrupt)
-        assert small_runs("run", *overrides) == 143
-
-
-def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs: SmallRuns) -> None:
+def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs):
     runs = {
         "one": (STALE, "--engine.num_devices=1"),
         "three": (STALE, "--engine.num_devices=3", PLANNED, "--engine.measure_steps=2"),
@@ -45,28 +38,22 @@ def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs
     assert max(drift) == 1 and len(drift) == STEPS
 
 
-def test_a_run_that_was_stopped_continues_with_the_same_bits(small_runs: SmallRuns) -> None:
+def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_others(small_runs, capsys):
     """Also on other devices, and with a plan of its own: the checkpoint decides the stale layers."""
     assert small_runs("whole", *BOUNDED, STALE) == 0
-    stop_before(3, small_runs, *BOUNDED, STALE)
+    stop_after(3, small_runs, "run", *BOUNDED, STALE)
+    before = plan_of(small_runs, "run")
+    capsys.readouterr()
+    assert small_runs("run", *BOUNDED, "--engine.stale_layers=1") == 2
+    error = capsys.readouterr().err
+    assert "engine.stale_layers: given 1" in error and error.count("\n") == 1
+    assert plan_of(small_runs, "run") == before
     assert small_runs("run", *BOUNDED, PLANNED, "--engine.num_devices=3") == 0
     small_runs.assert_same("run", "whole")
     assert plan_of(small_runs, "run")["stale_layers"] == 2
 
 
-def test_another_number_of_stale_layers_is_refused_on_resume(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stop_before(3, small_runs, *BOUNDED, STALE)
-    before = plan_of(small_runs, "run")
-    capsys.readouterr()
-    assert small_runs("run", *BOUNDED, "--engine.stale_layers=1") == 2
-    error = capsys.readouterr().err
-    assert "engine.stale_layers: given 1" in error and "made with 2" in error and error.count("\n") == 1
-    assert plan_of(small_runs, "run") == before
-
-
-def test_the_plan_of_measured_times_keeps_the_stale_layers(small_runs: SmallRuns) -> None:
+def test_the_plan_of_measured_times_keeps_the_stale_layers(small_runs):
     longer = (f"--training.steps={STEPS + 1}", "--engine.num_devices=3", PLANNED)
     for name, steps in (("counted", 0), ("measured", 2)):
         assert small_runs(name, *BOUNDED, *longer, f"--engine.measure_steps={steps}") == 0
@@ -74,7 +61,7 @@ def test_the_plan_of_measured_times_keeps_the_stale_layers(small_runs: SmallRuns
     assert small_runs.losses("measured") == small_runs.losses("counted")
 
 
-def test_a_plans_file_brings_its_stale_layers(small_runs: SmallRuns) -> None:
+def test_a_plans_file_brings_its_stale_layers(small_runs):
     assert small_runs("first", *BOUNDED, STALE) == 0
     given = small_runs.path("first") / "plan.json"
     assert small_runs("second", *BOUNDED, f"--engine.plan={given}") == 0
@@ -82,7 +69,7 @@ def test_a_plans_file_brings_its_stale_layers(small_runs: SmallRuns) -> None:
     assert plan_of(small_runs, "second")["stale_layers"] == 2
 
 
-def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs: SmallRuns) -> None:
+def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
     """A validation writes the newest weights of stale layers, and the older ones again. So a complete run can be extended."""
     validated = (*BOUNDED, STALE, "--lr_schedule.decay=none", "--data.validation_fraction=0.2")
     validated = (*validated, "--validation.interval_steps=2")
@@ -99,10 +86,8 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs: Sm
     small_runs.assert_same("shorter", "longer", step=4)
 
 
-def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
-    stop_before(3, small_runs, "--training.clip=layer", "--training.max_norm=0.5")
+def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(small_runs, caplog):
+    stop_after(3, small_runs, "run", "--training.clip=layer", "--training.max_norm=0.5")
     assert small_runs("run", *BOUNDED, STALE) == 0
     assert "from now on engine.update 'sync' -> 'bounded'" in caplog.text
     assert small_runs("whole", "--training.clip=layer", "--training.max_norm=0.5") == 0
@@ -110,7 +95,7 @@ def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(
     assert changed[4][0] == whole[4][0] and changed[5][0] != whole[5][0]
 
 
-def test_too_many_stale_layers_are_one_message(small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_stale_layers_are_one_message(small_runs, capsys):
     for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [2], fused = 3, backward = [2] }")):
         assert small_runs("run", *BOUNDED, f"--engine.stale_layers={number}", plan) == 2
         error = capsys.readouterr().err
@@ -118,7 +103,7 @@ def test_too_many_stale_layers_are_one_message(small_runs: SmallRuns, capsys: py
         assert not small_runs.path("run").exists()
 
 
-def test_an_export_holds_the_newest_weights(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_holds_the_newest_weights(small_runs, monkeypatch):
     monkeypatch.setattr(export_hf, "FAMILIES", configured_model.FAMILIES)
     assert small_runs("run", *BOUNDED, STALE, "--checkpoint.export=weights") == 0
     [file] = (small_runs.path("run") / "export" / f"step-{STEPS}").glob("*.safetensors")

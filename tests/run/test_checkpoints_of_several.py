@@ -2,36 +2,22 @@
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.support.machines import run_machines
-from tests.support.small_run import (
-    ASYNC,
-    COMPACT,
-    STEPS,
-    SmallRuns,
-    before_step,
-    files_of,
-    fp32_weights,
-    interrupt,
-    small_family,
-    small_runs,
-)
+from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_family, small_runs, stop_after
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model
 from torchround.commands.manage_checkpoints import main as manage
-from torchround.config import Options, parse_command_line
+from torchround.config import parse_command_line
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.machines.group import MachineGroup
 from torchround.run.checkpoints import RunCheckpoints
 from torchround.run.run_folder import RunError, RunFolder
 
@@ -41,18 +27,18 @@ BYTES_VOCABULARY = 259
 OWN_DISKS = "put the files of all parts into this folder"
 
 
-def saved_again_by_three(path: Path) -> None:
+def saved_again_by_three(path):
     """Put in the place of a checkpoint what three machines would have saved, each the tensors of some layers."""
     parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
     tensors = {name: tensor for part in parts for name, tensor in part.items()}
     state, step = json.loads((path / "state.json").read_text()), int(path.name.removeprefix("step-"))
 
-    def layer_of(name: str) -> str:
+    def layer_of(name):
         return name.split("/")[1].removeprefix("block.").split(".")[0]
 
     layers = sorted({layer_of(name) for name in tensors})
 
-    def save(group: MachineGroup) -> None:
+    def save(group):
         own = {name: t for name, t in tensors.items() if layers.index(layer_of(name)) % 3 == group.rank}
         Checkpointer(path.parent, team=MachineTeam.of(group)).save(step, own, state)
 
@@ -60,22 +46,15 @@ def saved_again_by_three(path: Path) -> None:
     assert len(list(path.glob("*.safetensors"))) == 3
 
 
-def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same_bits(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same_bits(small_runs):
     assert small_runs("whole", ASYNC) == 0
-    with monkeypatch.context() as patch:
-        before_step(patch, 3, interrupt)
-        assert small_runs("run", ASYNC) > 128
-    (step,) = small_runs.saved("run")
-    saved_again_by_three(small_runs.path("run") / "checkpoints" / f"step-{step}")
+    stop_after(3, small_runs, "run", ASYNC)
+    saved_again_by_three(small_runs.path("run") / "checkpoints" / "step-3")
     assert small_runs("run", ASYNC) == 0
     small_runs.assert_same("run", "whole", STEPS)
 
 
-def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(small_runs, capsys, monkeypatch):
     monkeypatch.setattr(export_hf, "FAMILIES", {"small": small_family()})
     assert small_runs("run") == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
@@ -93,41 +72,41 @@ def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(
     assert "tensors-100000.safetensors is missing; machine 1 of the run saved it" in said and OWN_DISKS in said
 
 
-def options_of(*overrides: str) -> Options:
+def options_of(*overrides):
     return parse_command_line(["--config", "small.toml", *overrides])
 
 
-def machine_store(options: Options, group: MachineGroup) -> HostStore:
+def machine_store(options, group):
     model = build_model(options, BYTES_VOCABULARY)
     policy = POLICIES[options.config.engine.update]
     return HostStore(model, torch.float32, policy=policy, ownership=Ownership(group.rank, group.size))
 
 
-def checkpoints_of(options: Options, group: MachineGroup) -> RunCheckpoints:
+def checkpoints_of(options, group):
     return RunCheckpoints(options.config, RunFolder(options.config.run, team=MachineTeam.of(group)))
 
 
-def a_loader(positions: list[Any]) -> Any:
+def a_loader(positions):
     return SimpleNamespace(load_state_dict=positions.append, state_dict=dict)
 
 
-@pytest.mark.parametrize("source", ["its own", "checkpoint.load_path"])
-def test_two_machines_continue_from_a_checkpoint_of_one(small_runs: SmallRuns, source: str) -> None:
+@pytest.mark.parametrize("source", [pytest.param("its own", marks=pytest.mark.nightly), "checkpoint.load_path"])
+def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
     assert small_runs("run", ASYNC) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     overrides = [ASYNC, "--engine.delay_correction=none", "--training.steps=9", "--run.name=run"]
     if source != "its own":
         overrides += ["--run.name=other", f"--checkpoint.load_path={path}"]
 
-    def restore(group: MachineGroup) -> HostStore:
-        options, positions = options_of(*overrides), list[Any]()
+    def restore(group):
+        options, positions = options_of(*overrides), list()
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         assert checkpoints.restore(store, a_loader(positions))
         assert checkpoints.position.step == store.step == STEPS
         assert positions == [small_runs.saved_state("run")["data"]]
         return store
 
-    expected, found = small_runs.state("run"), dict[str, torch.Tensor]()
+    expected, found = small_runs.state("run"), dict()
     for store in run_machines(2, restore):
         assert store.owned and not found.keys() & store.named_views().keys()
         found |= store.named_views()
@@ -135,13 +114,12 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs: SmallRuns, s
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("form", [(), ("--training.dtype=bfloat16", COMPACT)], ids=["fp32", "split, compact"])
-def test_two_machines_begin_with_the_weights_of_another_run(small_runs: SmallRuns, form: tuple[str, ...]) -> None:
-    assert small_runs("run", *form) == 0
+def test_two_machines_begin_with_the_weights_of_another_run(small_runs):
+    assert small_runs("run", "--training.dtype=bfloat16", COMPACT) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     overrides = ["--run.name=other", "--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
 
-    def begin(group: MachineGroup) -> HostStore:
+    def begin(group):
         options = options_of(*overrides)
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         assert not checkpoints.restore(store, a_loader([]))
@@ -156,10 +134,10 @@ def test_two_machines_begin_with_the_weights_of_another_run(small_runs: SmallRun
         assert weights and all(torch.equal(weights[name], expected[f"weights/{name}"]) for name in weights)
 
 
-def test_two_machines_refuse_what_one_refuses_with_one_message(small_runs: SmallRuns) -> None:
+def test_two_machines_refuse_what_one_refuses_with_one_message(small_runs):
     assert small_runs("run") == 0
 
-    def refused(group: MachineGroup) -> list[str]:
+    def refused(group):
         messages = []
         for options in (options_of("--run.name=run", "--training.steps=9", "--model.flavor=tied"),):
             checkpoints = checkpoints_of(options, group)
@@ -178,14 +156,14 @@ def test_two_machines_refuse_what_one_refuses_with_one_message(small_runs: Small
     assert "the run is complete" in first[1] and "optimizer.lr 0.01 -> 0.005" in first[1]
 
 
-def test_two_machines_find_a_damaged_last_checkpoint_before_they_call_the_run_complete(small_runs: SmallRuns) -> None:
+def test_two_machines_find_a_damaged_last_checkpoint_before_they_call_the_run_complete(small_runs):
     assert small_runs("run") == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
     saved_again_by_three(path)
     damaged = path / "tensors-200000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
 
-    def complete(group: MachineGroup) -> int | None:
+    def complete(group):
         return checkpoints_of(options_of("--run.name=run"), group).complete_step(a_loader([]))
 
     assert run_machines(2, complete) == [None, None]

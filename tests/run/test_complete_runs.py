@@ -1,13 +1,12 @@
 """A complete run that is asked for again: it says so only if it is the run that the config asks for."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.small_run import ASYNC, SmallRuns, small_runs, write_text
+import train
+from tests.support.small_run import ASYNC, small_runs, write_text
 from torchround.checkpoint import Checkpointer, Loaded
 from torchround.config import load_config
 from torchround.run import resume
@@ -35,9 +34,7 @@ OTHER_RUNS = {
 SAME_RUN = ["--engine.num_devices=3", "--checkpoint.keep_latest_k=1", "--validation.max_batches=3"]
 
 
-def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(small_runs, capsys):
     write_text(small_runs.folder / "other.jsonl", lines=150, seed=7)
     assert small_runs("run") == 0
     lock = small_runs.path("run") / ".lock"
@@ -55,37 +52,35 @@ def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(
         assert COMPLETE in capsys.readouterr().out
 
 
-def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(small_runs):
     """The adapters that a run began with, and the sums of its products, are part of what it trained."""
     assert small_runs("run") == 0
     folder = small_runs.path("run") / "checkpoints" / "step-5"
-    before = load_config("small.toml")
-    before = before.model_copy(update={"lora": before.lora.model_copy(update={"path": "first"})})
 
-    state = {**Checkpointer(folder.parent).read_state(5), "config": before.model_dump(mode="json")}
-    loaded = Loaded(5, state, folder, frozenset())
-
-    def require(**changes: object) -> None:
-        config = before.model_copy(update=changes)
-        resume.require_complete_as_asked(loaded, config, SimpleNamespace(load_state_dict=lambda state: None))
-
-    require()
-    require(lora=before.lora.model_copy(update={"path": None}))
-    with pytest.raises(RunError, match="lora.path 'first' -> 'second'"):
-        require(lora=before.lora.model_copy(update={"path": "second"}))
-    with pytest.raises(RunError, match="training.fp16_accumulation False -> True"):
-        require(training=before.training.model_copy(update={"fp16_accumulation": True}))
-    with pytest.raises(RunError, match="raise training.steps or data.epochs to continue"):
-        require(
-            optimizer=before.optimizer.model_copy(update={"lr": 1.0}), data=before.data.model_copy(update={"epochs": 2})
+    def changed(config, **tables):
+        return config.model_copy(
+            update={name: getattr(config, name).model_copy(update=keys) for name, keys in tables.items()}
         )
 
+    before = changed(load_config("small.toml"), lora={"path": "first"})
+    state = {**Checkpointer(folder.parent).read_state(5), "config": before.model_dump(mode="json")}
 
-def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+    def require(**tables):
+        loader = SimpleNamespace(load_state_dict=lambda state: None)
+        resume.require_complete_as_asked(Loaded(5, state, folder, frozenset()), changed(before, **tables), loader)
+
+    require()
+    require(lora={"path": None})
+    for tables, said in (
+        ({"lora": {"path": "second"}}, "lora.path 'first' -> 'second'"),
+        ({"training": {"fp16_accumulation": True}}, "training.fp16_accumulation False -> True"),
+        ({"optimizer": {"lr": 1.0}, "data": {"epochs": 2}}, "raise training.steps or data.epochs"),
+    ):
+        with pytest.raises(RunError, match=said):
+            require(**tables)
+
+
+def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(small_runs, capsys, caplog):
     assert small_runs("run") == 0
     assert small_runs("run", "--training.steps=3") == 0
     assert COMPLETE in capsys.readouterr().out and "training.steps 5 -> 3" in caplog.text
@@ -97,9 +92,7 @@ def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(
     assert f"rate jumps from {first:.2e} to {second:.2e}" in caplog.text
 
 
-def test_a_checkpoint_to_start_from_that_is_not_used_is_named(
-    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_to_start_from_that_is_not_used_is_named(small_runs, caplog):
     assert small_runs("first") == 0 and small_runs("second") == 0
     other = "--checkpoint.load_path=outputs/first/checkpoints/step-5"
     assert small_runs("second", "--training.steps=6", other) == 0
@@ -112,93 +105,74 @@ def test_a_checkpoint_to_start_from_that_is_not_used_is_named(
 # Which config file a run belongs to.
 
 
-class ConfigFiles:
-    """Config files in folders of their own, which all run in the same working directory."""
+@pytest.fixture
+def write(small_runs):
+    """Write config files in folders of their own, which all run in the same working directory."""
+    text = (small_runs.folder / "small.toml").read_text()
 
-    def __init__(self, runs: SmallRuns) -> None:
-        self.runs = runs
-        self.text = (runs.folder / "small.toml").read_text()
-
-    def write(self, path: str, lr: str = "1e-2") -> str:
-        file = self.runs.folder / path
+    def write(path, lr="1e-2", head=""):
+        file = small_runs.folder / path
         file.parent.mkdir(exist_ok=True)
-        file.write_text(self.text.replace("lr = 1e-2", f"lr = {lr}"))
+        file.write_text(head + text.replace("lr = 1e-2", f"lr = {lr}"))
         return path
 
-    def train(self, path: str, *overrides: str) -> int:
-        from train import main
-
-        return main(["--config", path, *overrides])
+    return write
 
 
-@pytest.fixture
-def files(small_runs: SmallRuns) -> ConfigFiles:
-    return ConfigFiles(small_runs)
+def trains(path, *overrides):
+    return train.main(["--config", path, *overrides])
 
 
 @pytest.mark.parametrize(
     ("first", "second", "name"), [("lr 1e-4.toml", "lr+1e-4.toml", "lr-1e-4"), ("a/exp.toml", "b/exp.toml", "exp")]
 )
-def test_another_file_does_not_continue_a_run_of_the_same_name(
-    files: ConfigFiles, capsys: pytest.CaptureFixture[str], first: str, second: str, name: str
-) -> None:
-    assert files.train(files.write(first)) == 0
-    capsys.readouterr()
+def test_another_file_does_not_continue_a_run_of_the_same_name(small_runs, write, capsys, first, second, name):
+    assert trains(write(first)) == 0
+    write(second, lr="1e-3")
     for overrides in ([], ["--training.steps=6"], ["--dry-run"]):
-        assert files.train(files.write(second, lr="1e-3"), *overrides) == 2
+        capsys.readouterr()
+        assert trains(second, *overrides) == 2
         printed = capsys.readouterr()
-        folder = files.runs.folder
-        assert f"is the run of {folder / first}, and {folder / second} is another file" in printed.err
-        assert f"--run.name {name}" in printed.err and printed.out == ""
-    assert files.runs.saved(name) == [5]
-    # The first file continues, and the second one does under a name of its own.
-    assert files.train(first, "--training.steps=6") == 0
-    assert files.train(second, "--run.name=second") == 0
+        assert f"the run of {small_runs.folder / first}" in printed.err and f"--run.name {name}" in printed.err
+        assert printed.out == ""
+    assert small_runs.saved(name) == [5]
+    # The first file continues, and the second one does under a name of its own. A given name says that it is the same run.
+    assert trains(first, "--training.steps=6") == 0
+    assert trains(second, "--run.name=second") == 0
+    assert trains(second, "--training.steps=7", f"--run.name={name}") == 0
+    assert trains(second, "--training.steps=8") == 0, "the run is now this file's"
 
 
-def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(files: ConfigFiles) -> None:
-    def moved(path: str, to: str) -> str:
-        (files.runs.folder / to).parent.mkdir(exist_ok=True)
-        (files.runs.folder / path).rename(files.runs.folder / to)
+def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(small_runs, write):
+    def moved(path, to):
+        (small_runs.folder / to).parent.mkdir(exist_ok=True)
+        (small_runs.folder / path).rename(small_runs.folder / to)
         return to
 
-    path = files.write("a/exp.toml")
-    assert files.train(path) == 0
-    steps: list[Callable[[], str]] = [
-        lambda: moved(path, "b/exp.toml"),
-        lambda: files.write("b/exp.toml", lr="1e-3"),  # edited where it is now
+    assert trains(write("a/exp.toml")) == 0
+    steps = [
+        lambda: moved("a/exp.toml", "b/exp.toml"),
+        lambda: write("b/exp.toml", lr="1e-3"),  # edited where it is now
         lambda: moved("b/exp.toml", "c/exp.toml"),
         lambda: "outputs/exp/config.toml",
         lambda: "c/exp.toml",
     ]
     for number, change in enumerate(steps, 6):
-        assert files.train(change(), f"--training.steps={number}") == 0, number
-    assert files.runs.saved("exp")[-1] == 10
+        assert trains(change(), f"--training.steps={number}") == 0, number
 
 
-def test_a_name_on_the_command_line_says_that_it_is_the_same_run(files: ConfigFiles) -> None:
-    assert files.train(files.write("a/exp.toml")) == 0
-    other = files.write("b/exp.toml", lr="1e-3")
-    assert files.train(other, "--training.steps=6") == 2
-    assert files.train(other, "--training.steps=6", "--run.name=exp") == 0
-    assert files.train(other, "--training.steps=7") == 0, "the run is now this file's"
-
-
-def test_two_files_that_name_their_run_themselves_do_not_share_it_either(
-    files: ConfigFiles, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_files_that_name_their_run_themselves_do_not_share_it_either(write, capsys):
     named = '[run]\nname = "shared"\n'
-    files.text = named + files.text
-    assert files.train(files.write("a/one.toml")) == 0
-    assert files.train(files.write("a/two.toml", lr="1e-3")) == 2
-    assert "one.toml, and " in capsys.readouterr().err
+    assert trains(write("a/one.toml", head=named)) == 0
+    assert trains(write("a/two.toml", lr="1e-3", head=named)) == 2
+    assert "one.toml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"path": 1}', "[" * 100_000, "\x00"])
-def test_a_record_of_the_file_that_cannot_be_read_is_no_record(files: ConfigFiles, content: str) -> None:
-    path = files.write("a/exp.toml")
-    folder = files.runs.path("exp")
+@pytest.mark.parametrize("content", ["", '{"path": 1}', "[" * 100_000])
+def test_a_record_of_the_file_that_cannot_be_read_is_no_record(small_runs, write, content):
+    path = write("a/exp.toml")
+    folder = small_runs.path("exp")
     folder.mkdir(parents=True)
     (folder / "config_source.json").write_text(content)
-    assert files.train(path) == 0
-    assert str(Path(files.runs.folder / path)) in (folder / "config_source.json").read_text()
+    assert trains(path) == 0
+    assert str(small_runs.folder / path) in (folder / "config_source.json").read_text()

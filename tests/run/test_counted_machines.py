@@ -4,15 +4,13 @@ import random
 
 import pytest
 
-from tests.run.test_counted_memory import RandomSetting
+from tests.run.test_counted_memory import RandomSetting, seeds
 from tests.support.machines import run_machines
 from torchround.data import cut
 from torchround.engine.store.ownership import Ownership
-from torchround.machines.group import MachineGroup
 from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import host_memory, plan_for
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
+from torchround.pipeline.run_question import PlannedMachines
 from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
@@ -21,7 +19,7 @@ from torchround.run.numbers import RunNumbers, run_question
 class MachineSetting(RandomSetting):
     """A random setting on several machines."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__(seed)
         draw = random.Random(seed)
         self.num_machines = draw.randint(2, 3)
@@ -33,13 +31,13 @@ class MachineSetting(RandomSetting):
         self.engine = self.engine.model_copy(update={"rounds": rounds})
         self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
-    def question(self, host_bytes: int | None = None) -> RunQuestion:
+    def question(self, host_bytes=None):
         hardware = Hardware("cpu", self.devices, self.device_bytes, host_bytes)
         machines = PlannedMachines(self.num_machines)
         model = self.model()
         return run_question(model, self.numbers, hardware, validates=self.validates, machines=machines)
 
-    def taken(self, group: MachineGroup, plan: Plan) -> int:
+    def taken(self, group, plan):
         """Run three steps on this machine, with validations between if there are any; return all that was allocated."""
         model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
         ownership = Ownership(group.rank, group.size)
@@ -67,8 +65,8 @@ class MachineSetting(RandomSetting):
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_fullest_machine_takes_what_is_counted(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(range(12), 3))
+def test_the_fullest_machine_takes_what_is_counted(seed):
     setting = MachineSetting(seed)
     plan = plan_for(setting.question())
     counted = host_memory(setting.question(), plan)

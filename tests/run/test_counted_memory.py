@@ -13,13 +13,11 @@ import torch
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.memory import MIB
-from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import fits, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
 from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
@@ -28,7 +26,7 @@ from torchround.run.numbers import RunNumbers, run_question
 class RandomSetting:
     """A tiny model, a batch and an engine, all drawn from one seed."""
 
-    def __init__(self, seed: int, is_bounded: bool = False) -> None:
+    def __init__(self, seed, is_bounded=False):
         draw = random.Random(seed)
         self.family = draw.choice(["llama3", "qwen3", "gpt_oss"])
         self.fields = {"num_layers": draw.randint(1, 3)}
@@ -68,19 +66,19 @@ class RandomSetting:
         self.optimizer = table(state=draw.choice(["exact", "compact"]))
         self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
-    def model(self) -> LayeredModel:
+    def model(self):
         family = FAMILIES[self.family]
         config = family.config_from_flavor("debug", **self.fields)
-        built: LayeredModel = family.build(config)
+        built = family.build(config)
         if self.adapters:
             add_adapters(built, family.hf_names(config), LoraShape(4, 8.0, 0.0, ("q_proj", "v_proj")))
         return built
 
-    def question(self, host_bytes: int | None = None) -> RunQuestion:
+    def question(self, host_bytes=None):
         hardware = Hardware("cpu", self.devices, self.device_bytes, host_bytes)
         return run_question(self.model(), self.numbers, hardware, validates=self.validates)
 
-    def least_plan(self) -> Plan:
+    def least_plan(self):
         """Return the plan that needs least host memory: with a byte less there is none."""
         plan = plan_for(self.question())
         while True:
@@ -92,14 +90,14 @@ class RandomSetting:
                 assert not fits(self.question(needed - 1))
                 return plan
 
-    def batch(self, seed: int) -> MicroBatch:
+    def batch(self, seed):
         training = self.training
         shape = (training.global_batch_size, training.seq_len)
         tokens = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
         positions = torch.arange(training.seq_len).expand(shape).contiguous()
         return MicroBatch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(tokens))
 
-    def measured_bytes(self, plan: Plan) -> int:
+    def measured_bytes(self, plan):
         """Run three steps, with validations between if there are any; return all that was allocated."""
         model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
         store = build_store(model, self.numbers, hardware)
@@ -121,15 +119,18 @@ class RandomSetting:
             assert max(peaks) <= self.device_bytes
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + self.most_activations(plan)
 
-    def most_activations(self, plan: Plan) -> int:
+    def most_activations(self, plan):
         """Return the counted bytes of all devices together while they compute, which allocators do not count."""
         scratch = max(layer.job_scratch_bytes for layer in self.question().costs().layers)
         return max(scratch, *(stage.compute_bytes for stage in plan.stages)) * self.devices
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed: int) -> None:
-    setting = RandomSetting(seed)
+def seeds(seeds, num_by_default):
+    """Return seeds; those after the first so many are of the night."""
+    return [pytest.param(s, marks=[] if n < num_by_default else pytest.mark.nightly) for n, s in enumerate(seeds)]
+
+
+def assert_takes_what_is_counted(setting):
     least, fastest = setting.least_plan(), plan_for(setting.question())
     for plan in dict.fromkeys([least, fastest]):
         counted = host_memory(setting.question(), plan).total_bytes
@@ -137,19 +138,19 @@ def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed: in
         assert setting.measured_bytes(plan) == counted
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
-def test_a_run_of_bounded_updates_takes_what_is_counted(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(range(30), 6))
+def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed):
+    assert_takes_what_is_counted(RandomSetting(seed))
+
+
+@pytest.mark.parametrize("seed", seeds(range(100, 116), 4))
+def test_a_run_of_bounded_updates_takes_what_is_counted(seed):
     """Inputs of stale layers wait on the host, and layers inside a backward stage have buffers for them on a device."""
-    setting = RandomSetting(seed, is_bounded=True)
-    least, fastest = setting.least_plan(), plan_for(setting.question())
-    for plan in dict.fromkeys([least, fastest]):
-        counted = host_memory(setting.question(), plan).total_bytes
-        assert fits(setting.question(counted))
-        assert setting.measured_bytes(plan) == counted
+    assert_takes_what_is_counted(RandomSetting(seed, is_bounded=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(range(8), 2))
+def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(seed):
     setting = RandomSetting(seed)
     plan = plan_for(setting.question())
     while True:

@@ -4,8 +4,6 @@ import json
 import shutil
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,10 +11,8 @@ from tests.support.batch_contents import content
 from tests.support.machines import run_machines, run_processes
 from tests.support.small_run import STEPS, SmallRuns
 from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, Loader, build_loader, build_tokenizer, joined_positions
-from torchround.data.step_batches import StepBatch
+from torchround.data import DataError, build_loader, build_tokenizer, joined_positions
 from torchround.machines.errors import LaunchError
-from torchround.machines.group import MachineGroup
 from torchround.machines.launch import require_same
 from torchround.run.several_machines import RunMachines
 
@@ -31,7 +27,7 @@ SHARED = (
 )
 
 
-def loader_of(folder: Path, letter: str = "a", bad: int | None = None, **keys: Any) -> Loader:
+def loader_of(folder, letter="a", bad=None, **keys):
     """Make a loader of 60 records of about a sequence each. Record `bad` lacks its text."""
     folder.mkdir(exist_ok=True)
     path = folder / "records.jsonl"
@@ -43,14 +39,14 @@ def loader_of(folder: Path, letter: str = "a", bad: int | None = None, **keys: A
     return build_loader(DataTable(sources=(SourceTable(path=str(path)),), **keys), tokenizer, 64, 4, 0)
 
 
-def steps_on(group: MachineGroup | None, loader: Loader, count: int) -> list[StepBatch]:
+def steps_on(group, loader, count):
     batches = RunMachines(group).step_batches(loader, 1, 1, nullcontext)
     return [step for step in islice(iter(lambda: batches.next()[0], None), count) if step is not None]
 
 
-@pytest.mark.parametrize("streams", [1, 4])
-def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path: Path, streams: int) -> None:
-    def work(group: MachineGroup | None) -> tuple[list[list[Any]], Any]:
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.nightly), 4])
+def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path, streams):
+    def work(group):
         loader = loader_of(tmp_path, streams=streams)
         found = [content(step.micro_batches) for step in steps_on(group, loader, 5)]
         position = loader.state_dict()
@@ -65,11 +61,11 @@ def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path: Pa
     assert [json.loads(json.dumps(found)) for _, found in machines] == [json.loads(json.dumps(position))] * 2
 
 
-def test_an_error_in_the_data_of_one_machine_names_it_on_all(tmp_path: Path) -> None:
+def test_an_error_in_the_data_of_one_machine_names_it_on_all(tmp_path):
     folders = [tmp_path / "good", tmp_path / "bad"]
     loader_of(folders[0]), loader_of(folders[1], bad=31)  # of stream 1, which machine 1 reads
 
-    def work(group: MachineGroup) -> str:
+    def work(group):
         loader = loader_of(folders[group.rank], streams=2, shuffle=False)
         with pytest.raises(DataError) as caught:
             steps_on(group, loader, 100)
@@ -81,8 +77,8 @@ def test_an_error_in_the_data_of_one_machine_names_it_on_all(tmp_path: Path) -> 
     assert "records.jsonl, line 32: no field 'text'" in text
 
 
-def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_source(tmp_path: Path) -> None:
-    def work(group: MachineGroup) -> str:
+def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_source(tmp_path):
+    def work(group):
         loader = loader_of(tmp_path / str(group.rank), letter="ab"[group.rank])
         with pytest.raises(LaunchError) as caught:
             require_same(group, loader.fingerprints())
@@ -95,10 +91,10 @@ def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_sourc
 
 
 @pytest.mark.nightly
-def test_a_run_of_two_machines_and_streams_is_that_of_one_and_continues_on_one(tmp_path: Path) -> None:
+def test_a_run_of_two_machines_and_streams_is_that_of_one_and_continues_on_one(tmp_path):
     runs = SmallRuns(tmp_path)
 
-    def run(num_machines: int, name: str, *more: str) -> None:
+    def run(num_machines, name, *more):
         arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3", *SHARED, *more]
         machines = run_processes(num_machines, "train:main", arguments, folder=tmp_path)
         assert [machine.wait() for machine in machines] == [0] * num_machines, machines[0].text()

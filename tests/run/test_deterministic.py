@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 from torchround.accelerators import deterministic_operations
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
@@ -12,12 +12,10 @@ __all__ = ["small_runs"]
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_operations_have_a_fixed_order_in_the_run_if_asked_for(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
+def test_operations_have_a_fixed_order_in_the_run_if_asked_for(small_runs, monkeypatch, wanted):
     seen, step = [], Engine.step
 
-    def noting(self: Engine, *arguments: object, **options: object) -> object:
+    def noting(self, *arguments, **options):
         filled = torch.utils.deterministic.fill_uninitialized_memory
         seen.append((torch.are_deterministic_algorithms_enabled(), filled))
         return step(self, *arguments, **options)
@@ -29,7 +27,7 @@ def test_operations_have_a_fixed_order_in_the_run_if_asked_for(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_plan_counts_the_sums_of_each_processor_that_shares_a_head() -> None:
+def test_a_plan_counts_the_sums_of_each_processor_that_shares_a_head():
     family = FAMILIES["qwen3"]
     config = family.config_from_flavor("debug", num_heads=16, num_kv_heads=8, head_dim=64)
     block = family.build(config).layers[1]

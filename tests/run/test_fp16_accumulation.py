@@ -55,6 +55,9 @@ def seen(switch, monkeypatch):
 def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, switch, seen):
     assert small_runs("on", *ON, "--training.steps=2") == 0
     assert seen == [True, True] and switch.settings == [False, True, False]
+    with pytest.raises(KeyError), accumulating_in_fp16("cpu"):
+        raise KeyError
+    assert switch.settings[3:] == [True, False]
 
 
 def test_a_run_that_does_not_ask_for_it_leaves_it_alone(small_runs, switch, seen):
@@ -63,26 +66,15 @@ def test_a_run_that_does_not_ask_for_it_leaves_it_alone(small_runs, switch, seen
     assert seen == [True, True] and switch.settings == [True]
 
 
-def test_it_is_restored_after_a_failure_too(switch):
-    with pytest.raises(KeyError), accumulating_in_fp16("cpu"):
-        raise KeyError
-    assert switch.settings == [False, True, False]
-
-
 def test_devices_without_the_switch_are_refused_before_anything_is_made(small_runs, capfd):
     assert small_runs("refused", *ON) == 2
-    message = "training.fp16_accumulation = true: cpu devices cannot be told to add up in float16; legal: false"
-    assert capfd.readouterr().err.count(message) == 1
+    assert capfd.readouterr().err.count("training.fp16_accumulation = true: cpu devices") == 1
     assert not small_runs.path("refused").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_another_dtype_is_refused_with_both_keys(small_runs, capfd, dtype):
-    given = (f"--training.dtype={dtype}", "--training.fp16_accumulation=true")
-    assert small_runs("refused", *given) != 0
-    error = capfd.readouterr().err
-    assert "training.fp16_accumulation, training.dtype" in error
-    assert f'given true and "{dtype}"; legal: true with "float16"' in error
+def test_another_dtype_is_refused_with_both_keys(small_runs, capfd):
+    assert small_runs("refused", "--training.dtype=bfloat16", "--training.fp16_accumulation=true") == 2
+    assert "training.fp16_accumulation, training.dtype" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("card", "ratio"), [("rtx4090", 2.0), ("h100", 1.0)])

@@ -1,9 +1,6 @@
 """The devices and the memory that a run finds: which kind, how many, and how much of their memory a plan may use."""
 
-import re
-
 import pytest
-import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
@@ -17,41 +14,41 @@ from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, plann
 class Cards(AcceleratorKind):
     """Cards of 24 GiB. Each of `free` is a card with that many GiB that no process holds, `cached` are PyTorch's."""
 
-    def __init__(self, free: list[float], cached: float = 0.0) -> None:
+    def __init__(self, free, cached=0.0):
         super().__init__("xpu")
         self.free, self.cached = free, cached
 
-    def count(self) -> int:
+    def count(self):
         return len(self.free)
 
-    def card_name(self, index: int) -> str:
+    def card_name(self, index):
         return "NVIDIA GeForce RTX 4090"
 
-    def free_and_total_bytes(self, index: int) -> tuple[int, int]:
+    def free_and_total_bytes(self, index):
         return int(self.free[index] * GIB), 24 * GIB
 
-    def cached_bytes(self, index: int) -> int:
+    def cached_bytes(self, index):
         return int(self.cached * GIB)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, cards: Cards | None, **keys: object) -> hardware.Hardware:
+def found(monkeypatch, cards, **keys):
     monkeypatch.setattr(hardware, "present_kind", lambda: cards)
-    return find_hardware(EngineTable(**keys))  # type: ignore[arg-type]
+    return find_hardware(EngineTable(**keys))
 
 
-def test_memory_that_other_processes_hold_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_other_processes_hold_is_not_planned(monkeypatch):
     alone, shared = (found(monkeypatch, Cards([free])) for free in (23.5, 13.5))
     assert alone.device_bytes is not None and shared.device_bytes is not None
     assert alone.device_bytes == int(USABLE_DEVICE_FRACTION * 23.5 * GIB)
     assert alone.device_bytes - shared.device_bytes == pytest.approx(USABLE_DEVICE_FRACTION * 10 * GIB, abs=2)
 
 
-def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(monkeypatch):
     first = found(monkeypatch, Cards([23.5]))
     assert found(monkeypatch, Cards([4.5], cached=19.0)) == first
 
 
-def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch):
     one_each = found(monkeypatch, Cards([23.5, 12.0, 20.0]))
     assert (one_each.kind, one_each.num_devices) == ("xpu", 3)
     assert one_each.device_bytes == int(USABLE_DEVICE_FRACTION * 12 * GIB)
@@ -63,29 +60,33 @@ def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch: pytest.Mon
     assert given.device_bytes == 3 * GIB
 
 
-def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, Cards([23.5])).kind == "xpu"
-    assert found(monkeypatch, Cards([23.5]), devices="xpu").kind == "xpu"
-    assert found(monkeypatch, Cards([23.5]), devices="cpu").kind == "cpu"
-    assert found(monkeypatch, None).kind == "cpu"
+@pytest.mark.parametrize(
+    ("cards", "asked", "kind"),
+    [
+        (Cards([23.5]), "auto", "xpu"),
+        (Cards([23.5]), "xpu", "xpu"),
+        (Cards([23.5]), "cpu", "cpu"),
+        (None, "auto", "cpu"),
+    ],
+)
+def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch, cards, asked, kind):
+    assert found(monkeypatch, cards, devices=asked).kind == kind
 
 
 @pytest.mark.parametrize(
     ("cards", "asked", "message"),
     [
-        (None, PLANNED_KIND, f'PyTorch sees none here (this is torch {torch.__version__}); legal: "auto", "cpu"'),
-        (Cards([23.5]), PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu", "xpu"'),
-        (Cards([23.5]), "cdua", 'no such kind is known; nearest: cuda; legal: "auto", "cpu", "xpu"'),
+        (None, PLANNED_KIND, 'none here .*"cpu"$'),
+        (Cards([23.5]), PLANNED_KIND, 'none here.*"cpu", "xpu"$'),
+        (Cards([23.5]), "cdua", 'nearest: cuda; .*"xpu"$'),
     ],
 )
-def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(
-    monkeypatch: pytest.MonkeyPatch, cards: Cards | None, asked: str, message: str
-) -> None:
-    with pytest.raises(EngineUsageError, match=re.escape(f'engine.devices = "{asked}": {message}')):
+def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(monkeypatch, cards, asked, message):
+    with pytest.raises(EngineUsageError, match=message):
         found(monkeypatch, cards, devices=asked)
 
 
-def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unless_another_is_named() -> None:
+def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unless_another_is_named():
     assert [planned_kind(EngineTable(devices=name)) for name in ("auto", "cpu", "npu")] == [
         *(PLANNED_KIND, PLANNED_KIND, "npu")
     ]
@@ -93,7 +94,7 @@ def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unles
         planned_kind(EngineTable(devices="gpu"))
 
 
-def test_devices_share_the_cards_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_share_the_cards_in_turn(monkeypatch):
     made = []
     monkeypatch.setattr(hardware, "kind_of", lambda name: Cards([23.5, 23.5]))
     monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: made.append(named))
@@ -102,9 +103,7 @@ def test_devices_share_the_cards_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made == [("xpu:0", None), ("xpu:1", None), ("xpu:0", 0), ("xpu:1", 1), ("xpu:0", 2)]
 
 
-def test_a_kind_that_cannot_lock_pages_costs_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kind_that_cannot_lock_pages_costs_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: named)
     for locks in (True, False):
         cards = Cards([23.5, 23.5])
@@ -115,17 +114,15 @@ def test_a_kind_that_cannot_lock_pages_costs_one_warning(
     assert "xpu devices cannot page-lock" in warning
 
 
-def shares(
-    monkeypatch: pytest.MonkeyPatch, cards: Cards | None, num_processes: int, **keys: object
-) -> list[hardware.Hardware]:
+def shares(monkeypatch, cards, num_processes, **keys):
     """Return what each process finds of a host that so many share."""
     monkeypatch.setattr(hardware, "present_kind", lambda: cards)
     monkeypatch.setattr(hardware, "available_host_bytes", lambda: 100 * GIB)
-    table = EngineTable(**keys)  # type: ignore[arg-type]
+    table = EngineTable(**keys)
     return [find_hardware(table, HostShare(index, num_processes)) for index in range(num_processes)]
 
 
-def test_processes_of_one_host_divide_its_cards_and_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_host_divide_its_cards_and_free_memory(monkeypatch):
     first, second = shares(monkeypatch, Cards([20.0, 21.0, 22.0]), 2)
     assert (first.cards, first.num_devices, second.cards, second.num_devices) == ((0, 1), 2, (2,), 1)
     assert second.device_bytes == int(USABLE_DEVICE_FRACTION * 22 * GIB)
@@ -133,12 +130,12 @@ def test_processes_of_one_host_divide_its_cards_and_free_memory(monkeypatch: pyt
     assert first.host_bytes == second.host_bytes and first.host_bytes == (whole or 0) // 2
 
 
-def test_more_processes_than_cards_divide_the_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_cards_divide_the_memory_of_a_card(monkeypatch):
     three = shares(monkeypatch, Cards([20.0, 20.0]), 3)
     assert [found.cards for found in three] == [(0,), (1,), (0,)]
     assert {found.device_bytes for found in three} == {int(USABLE_DEVICE_FRACTION * 20 * GIB) // 2}
 
 
-def test_limits_of_the_table_are_each_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_table_are_each_process_s_own(monkeypatch):
     both = shares(monkeypatch, None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
     assert {(found.num_devices, found.host_bytes, found.device_bytes) for found in both} == {(2, 8 * GIB, GIB)}

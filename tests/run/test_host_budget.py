@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import torchround.run.hardware
-from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
-from torchround.layer import FileTensor, LayeredModel
+from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text, whole_pages
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, size_text, whole_pages
 from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -21,7 +21,7 @@ from torchround.run.numbers import RunNumbers, run_question
 CPU = Hardware("cpu", 1, 2**30)
 
 
-def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> LayeredModel:
+def model(tied=False, frozen=False, adapters=False):
     llama3 = FAMILIES["llama3"]
     config = llama3.config_from_flavor("debug", tied_embeddings=tied, vocab_size=261)
     built = llama3.build(config)
@@ -32,19 +32,22 @@ def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> L
     return built
 
 
-def budget_of(built: LayeredModel, numbers: RunNumbers, mapped: tuple[str, ...] = ()) -> HostMemory:
+def budget_of(built, numbers, mapped=()):
     return run_question(built, numbers, CPU, mapped).state()
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("update", ["sync", "async"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "shape", [{}, {"tied": True}, {"frozen": True}, {"adapters": True}, {"adapters": True, "tied": True}]
+    ("shape", "dtype", "update", "rounds"),
+    [
+        ({}, "bfloat16", "async", 2),
+        ({"tied": True}, "float32", "async", 1),
+        ({"tied": True}, "bfloat16", "sync", 2),
+        ({"frozen": True}, "float16", "sync", 2),
+        ({"adapters": True}, "bfloat16", "async", 1),
+        ({"adapters": True, "tied": True}, "float16", "async", 2),
+    ],
 )
-def test_the_budget_is_what_the_host_store_allocates(
-    shape: dict[str, bool], dtype: str, update: str, rounds: int
-) -> None:
+def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, rounds):
     numbers = RunNumbers(TrainingTable(dtype=dtype), EngineTable(update=update, rounds=rounds))
     budget = budget_of(model(**shape), numbers)
     store = build_store(model(**shape), numbers, CPU)
@@ -61,7 +64,7 @@ def test_the_budget_is_what_the_host_store_allocates(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
+def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied):
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable())
     built = model(tied=tied, adapters=True)
     base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
@@ -81,23 +84,12 @@ def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
     assert budget.total_bytes == budget.state_bytes
 
 
-def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
-    numbers = RunNumbers(TrainingTable(), EngineTable())
-    needed = budget_of(model(), numbers).state_bytes
-    scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
-    with pytest.raises(
-        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
-    ):
-        plan_for(run_question(model(), numbers, scarce))
-
-
 COMPACT, ADAMW = 'optimizer.state = "compact"', 'optimizer.name = "adamw"'
 NO_CORRECTION = 'engine.delay_correction = "none"'
 SMALLEST = AdamWTable(state="compact")
 UNCORRECTED = EngineTable(update="async", delay_correction="none")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("table", "engine", "smaller"),
     [
@@ -118,13 +110,11 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
     ],
     ids=["adamw", "adamw, async", "compact", "muon", "muon, compact", "muon, compact, async"],
 )
-def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(
-    dtype: str, table: OptimizerTable, engine: EngineTable, smaller: dict[str, tuple[OptimizerTable, EngineTable]]
-) -> None:
+def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(table, engine, smaller):
     """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""
 
-    def numbers_of(settings: OptimizerTable, engine: EngineTable) -> RunNumbers:
-        return RunNumbers(TrainingTable(dtype=dtype), engine, optimizer=settings)
+    def numbers_of(settings, engine):
+        return RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=settings)
 
     numbers = numbers_of(table, engine)
     whole_bytes = build_store(model(), numbers, CPU).nbytes()
@@ -141,7 +131,7 @@ def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(
     assert str(caught.value).count("(saves ") == len(told)
 
 
-def test_each_length_is_tried_with_its_own_batches_of_data() -> None:
+def test_each_length_is_tried_with_its_own_batches_of_data():
     """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
     numbers = RunNumbers(TrainingTable(seq_len=2**24, global_batch_size=2), EngineTable())
     scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes + 2**29)
@@ -153,7 +143,7 @@ def test_each_length_is_tried_with_its_own_batches_of_data() -> None:
     assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
 
 
-def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
     none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
     limit.write_text("12345\n")
     unlimited.write_text("max\n")
@@ -164,7 +154,7 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])
-def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(kind: str, rings: int) -> None:
+def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(kind, rings):
     """The engine takes them from its pool (`tests/engine/worker/test_file_reader.py`)."""
     built, numbers = model(adapters=True), RunNumbers(TrainingTable(), EngineTable())
     machine = Hardware(kind, 2, 2**30)

@@ -4,31 +4,25 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.machines import run_machines
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
-from torchround.config import AdamWTable, Config, OptimizerTable, RunTable
+from torchround.config import AdamWTable, Config, RunTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.exchange.start import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
-from torchround.layer import LayeredModel
-from torchround.machines.group import MachineGroup
-from torchround.optim.optimizer import Optimizer, make_optimizer
+from torchround.optim.optimizer import make_optimizer
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadStepsError
@@ -44,14 +38,7 @@ adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
 expert_model = partial(small_decoder, "qwen3", "debug_moe")
 
 
-def trained_store(
-    model: LayeredModel,
-    dtype: torch.dtype,
-    policy: UpdatePolicy,
-    rank: int = 0,
-    size: int = 1,
-    optimizer: Optimizer | None = None,
-) -> HostStore:
+def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
     """Return a machine's part of a store as some steps could have left it: every value is drawn by its name."""
     store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size), optimizer=optimizer)
     store.step = STEP
@@ -64,17 +51,10 @@ def trained_store(
     return store
 
 
-def restored(
-    build: Callable[[], LayeredModel],
-    dtype: torch.dtype,
-    policy: UpdatePolicy,
-    load: Callable[..., Any],
-    size: int,
-    optimizer: Optimizer | None = None,
-) -> Any:
+def restored(build, dtype, policy, load, size, optimizer=None):
     """Return the function with which a machine restores a store, and gets the device weights of all."""
 
-    def restore(group: MachineGroup) -> HostStore:
+    def restore(group):
         ownership = Ownership(group.rank, size)
         store = HostStore(build(), dtype, policy=policy, ownership=ownership, optimizer=optimizer)
         forms = SavedForms.of(store)
@@ -90,27 +70,18 @@ def restored(
 @pytest.mark.parametrize(
     ("build", "dtype", "policy", "name"),
     [
-        (toy_model, torch.bfloat16, SYNC, "adamw"),
-        (partial(toy_model, True), torch.float32, ASYNC, "adamw"),
-        (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw"),
-        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
+        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
         (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
         (expert_model, torch.bfloat16, SYNC, "muon"),
-        (adapted_model, torch.bfloat16, ASYNC, "muon compact"),
-        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
+        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
     ],
-    ids=[
-        *("sync", "async, tied", "async, predicting", "adapters", "async, predicting, compact"),
-        *("experts, muon", "adapters, muon, compact", "async, tied, muon, compact"),
-    ],
+    ids=["tied, muon, compact", "predicting, compact", "experts, muon", "adapters"],
 )
-def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
-    tmp_path: Path, build: Callable[[], LayeredModel], dtype: torch.dtype, policy: UpdatePolicy, name: str
-) -> None:
+def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_path, build, dtype, policy, name):
     optimizer = make_optimizer(OPTIMIZERS[name])
     whole = trained_store(build(), dtype, policy, optimizer=optimizer)
 
-    def save(group: MachineGroup) -> None:
+    def save(group):
         store = trained_store(build(), dtype, policy, group.rank, group.size, optimizer)
         state = store.resume_state()
         Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), state)
@@ -120,9 +91,9 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
     loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
     alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
     load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
-    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3, 4)}
+    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3)}
     for stores in ([alone], *every.values()):
-        together: dict[str, Tensor] = {}
+        together = {}
         for store in stores:
             together |= store.named_views()
             for ours, expected in zip(store.bundles, whole.bundles, strict=True):
@@ -132,19 +103,21 @@ def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("exact", "exact"), ("compact", "compact"), ("exact", "compact"), ("compact", "exact")]
-)
-@pytest.mark.parametrize("table", [AdamWTable, MuonTable])
-@pytest.mark.parametrize(
-    ("dtype", "policy"), [(torch.float32, SYNC), (torch.bfloat16, ASYNC)], ids=["sync, float32", "async, bfloat16"]
+    ("dtype", "policy", "table", "before", "after"),
+    [
+        (torch.float32, SYNC, AdamWTable, "exact", "compact"),
+        (torch.float32, SYNC, MuonTable, "compact", "compact"),
+        (torch.bfloat16, ASYNC, MuonTable, "compact", "exact"),
+        (torch.bfloat16, ASYNC, AdamWTable, "exact", "exact"),
+    ],
 )
 def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
-    tmp_path: Path, dtype: torch.dtype, policy: UpdatePolicy, table: type[OptimizerTable], before: str, after: str
-) -> None:
+    tmp_path, dtype, policy, table, before, after
+):
     """Two machines save in bfloat16, with split weights; one and three load, and hold the same bits."""
     was, is_now = (make_optimizer(table.model_validate({"state": state})) for state in (before, after))
 
-    def save(group: MachineGroup) -> None:
+    def save(group):
         store = trained_store(toy_model(), torch.bfloat16, ASYNC, group.rank, group.size, was)
         Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
 
@@ -154,7 +127,7 @@ def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
     alone.step = STEP  # versions are where the restored stores have them
     loaded = load(alone.loadable_views(), converter=SavedForms.of(alone))
     assert bool(loaded.converted) == (before != after or dtype == torch.float32)
-    together: dict[str, Tensor] = {}
+    together = {}
     for store in run_machines(3, restored(toy_model, dtype, policy, load, 3, is_now)):
         together |= store.named_views()
     assert together.keys() == alone.named_views().keys()
@@ -164,8 +137,8 @@ def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
 # The folder.
 
 
-def entered(folder: Path, shared: bool, hold: Callable[[RunFolder], Any]) -> Callable[[MachineGroup], Any]:
-    def enter(group: MachineGroup) -> Any:
+def entered(folder, shared, hold):
+    def enter(group):
         own = folder if shared else folder / f"disk{group.rank}"
         with RunFolder(RunTable(name="run", folder=str(own)), team=MachineTeam.of(group, shared)) as entered:
             result = hold(entered)
@@ -175,7 +148,7 @@ def entered(folder: Path, shared: bool, hold: Callable[[RunFolder], Any]) -> Cal
     return enter
 
 
-def is_locked(folder: Path) -> bool:
+def is_locked(folder):
     with open(folder / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,8 +157,8 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def refusals(function: Callable[[MachineGroup], Any]) -> list[str]:
-    def refused(group: MachineGroup) -> str:
+def refusals(function):
+    def refused(group):
         with pytest.raises(RunError) as caught:
             function(group)
         return str(caught.value)
@@ -193,16 +166,14 @@ def refusals(function: Callable[[MachineGroup], Any]) -> list[str]:
     return run_machines(2, refused)
 
 
-def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path: Path) -> None:
+def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path):
     assert run_machines(2, entered(tmp_path, True, lambda folder: is_locked(folder.path))) == [True, True]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"], "no mark is left"
     assert run_machines(2, entered(tmp_path, False, lambda folder: is_locked(folder.path))) == [True, True]
     assert not is_locked(tmp_path / "disk1" / "run")
 
 
-def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LEASE_S", 1)
     monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
@@ -211,8 +182,8 @@ def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(
     assert len(set(messages)) == 1 and messages[0].startswith("machine 0 (node0): ") and holder in messages[0]
 
 
-def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_path: Path) -> None:
-    def apart(group: MachineGroup) -> None:
+def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_path):
+    def apart(group):
         RunFolder(
             RunTable(name="run", folder=str(tmp_path / f"disk{group.rank}")), team=MachineTeam.of(group)
         ).__enter__()
@@ -221,7 +192,7 @@ def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_pa
     assert all("on machine 0 (node0) is not the folder of machine 1 (node1)" in text for text in messages)
     assert not list(tmp_path.glob("disk*/run")), "nothing is left behind"
 
-    def together(group: MachineGroup) -> None:
+    def together(group):
         table = RunTable(name="run", folder=str(tmp_path))
         RunFolder(table, team=MachineTeam.of(group, shares_folder=False)).__enter__()
 
@@ -232,7 +203,7 @@ def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_pa
 # The checkpoints of a run.
 
 
-def checkpoints_of(folder: Path, group: MachineGroup, **table: Any) -> RunCheckpoints:
+def checkpoints_of(folder, group, **table):
     config = Config.model_validate(
         {
             "run": {"name": "run", "folder": str(folder)},
@@ -252,7 +223,7 @@ class FullAtFirst(Checkpointer):
 
     full_tries = 0
 
-    def clear_leftovers(self) -> None:
+    def clear_leftovers(self):
         self.full_tries -= 1
         if self.full_tries >= 0:
             raise OSError(errno.ENOSPC, "planted")
@@ -260,16 +231,14 @@ class FullAtFirst(Checkpointer):
 
 
 @pytest.mark.parametrize("signal_after_s", [None, RETRY_S + 5])
-def test_all_machines_wait_for_space_on_one_disk_and_give_up_together(
-    tmp_path: Path, signal_after_s: int | None
-) -> None:
-    def save(group: MachineGroup) -> tuple[bool, int]:
+def test_all_machines_wait_for_space_on_one_disk_and_give_up_together(tmp_path, signal_after_s):
+    def save(group):
         team = MachineTeam.of(group, shares_folder=False)
         checkpointer = FullAtFirst(tmp_path / f"disk{group.rank}", team=team)
         checkpointer.full_tries = 2 * group.rank  # machine 1's disk
-        slept: list[float] = []
+        slept = []
 
-        def signalled() -> bool:
+        def signalled():
             return group.rank == 0 and signal_after_s is not None and len(slept) >= signal_after_s
 
         try:
@@ -287,8 +256,8 @@ def test_all_machines_wait_for_space_on_one_disk_and_give_up_together(
     assert run_machines(2, save) == [expected, expected]
 
 
-def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path: Path) -> None:
-    def losses(group: MachineGroup) -> dict[int, float]:
+def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path):
+    def losses(group):
         team = MachineTeam.of(group, shares_folder=False)
         own = Checkpointer(tmp_path / f"disk{group.rank}", team=team)
         for step, loss in ((1, 0.5), (2, 0.75)):
@@ -301,31 +270,16 @@ def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path: P
     assert run_machines(2, losses) == [{1: 0.5, 2: 0.75}] * 2
 
 
-def test_a_fault_of_several_machines_saves_nothing_and_names_the_newest_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fault(group: MachineGroup) -> None:
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError, 1), (BadStepsError, 0)])
+def test_a_fault_of_several_machines_saves_nothing_and_bad_steps_are_none(tmp_path, caplog, error, told):
+    def fault(group):
         checkpoints = checkpoints_of(tmp_path, group)
         store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
         checkpoints.positions.append(RunPosition(STEP, 0, {}))
-        checkpoints.rescue(store, RuntimeError("planted"))
+        checkpoints.rescue(store, error("planted"))
 
     with caplog.at_level(logging.WARNING):
         run_machines(2, fault)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert caplog.text.count("the state is spread over 2 machines") == 1, "machine 0 tells it"
-    assert "there is no checkpoint" in caplog.text
-
-
-def test_bad_steps_that_end_a_saved_run_are_no_fault_of_several_machines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def end(group: MachineGroup) -> None:
-        checkpoints = checkpoints_of(tmp_path, group)
-        store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
-        checkpoints.positions.append(RunPosition(STEP, 0, {}))
-        checkpoints.rescue(store, BadStepsError("planted"))
-
-    with caplog.at_level(logging.WARNING):
-        run_machines(2, end)
-    assert "not saved" not in caplog.text and not (tmp_path / "run" / "checkpoints").exists()
+    assert caplog.text.count("spread over 2 machines") == told, "machine 0 tells it"
+    assert caplog.text.count("there is no checkpoint") == told

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,7 @@ DRIVER, NODE = "proc/driver/nvidia/version", "dev/nvidia0"
 WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")
 
 
-def machine(root: Path, *devices: dict[str, str], files: tuple[str, ...] = ()) -> Path:
+def machine(root, *devices, files=()):
     for number, device in enumerate(devices):
         folder = root / f"sys/bus/pci/devices/0000:0{number}:00.0"
         folder.mkdir(parents=True)
@@ -53,15 +52,7 @@ def machine(root: Path, *devices: dict[str, str], files: tuple[str, ...] = ()) -
         ([NVIDIA], (DRIVER, NODE), "NVIDIA", {"CUDA_VISIBLE_DEVICES": "-1"}, "is set to -1, which hides"),
     ],
 )
-def test_a_card_that_cannot_be_used_is_explained(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    devices: list[dict[str, str]],
-    files: tuple[str, ...],
-    build: str | None,
-    environment: dict[str, str],
-    reason: str,
-) -> None:
+def test_a_card_that_cannot_be_used_is_explained(tmp_path, monkeypatch, devices, files, build, environment, reason):
     monkeypatch.setattr(missing_cards, "maker_of_build", lambda: build)
     monkeypatch.setattr(missing_cards, "_refusal", lambda: "too old")
     absence = why_no_accelerator(machine(tmp_path, *devices, files=files), environment)
@@ -70,15 +61,13 @@ def test_a_card_that_cannot_be_used_is_explained(
 
 
 @pytest.mark.parametrize("devices", [[], [SOUND], [INTEL], [INSIDE_PROCESSOR]])
-def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path: Path, devices: list[dict[str, str]]) -> None:
+def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path, devices):
     absence = why_no_accelerator(machine(tmp_path, *devices), {"CUDA_VISIBLE_DEVICES": ""})
     assert not absence.has_card and f"torch {torch.__version__} sees none" in absence.reason
 
 
-def test_what_pytorch_says_of_a_card_that_it_refuses_is_quoted_without_its_other_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse() -> None:
+def test_what_pytorch_says_of_a_card_that_it_refuses_is_quoted_without_its_other_lines(monkeypatch):
+    def refuse():
         raise RuntimeError("The driver on your system is too old\n(found version 11040)")
 
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(init=refuse))
@@ -86,9 +75,7 @@ def test_what_pytorch_says_of_a_card_that_it_refuses_is_quoted_without_its_other
 
 
 @pytest.mark.parametrize("has_card", [False, True])
-def test_auto_says_why_it_uses_the_cpu_and_warns_if_there_is_a_card(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_card: bool
-) -> None:
+def test_auto_says_why_it_uses_the_cpu_and_warns_if_there_is_a_card(monkeypatch, caplog, has_card):
     monkeypatch.setattr(hardware, "present_kind", lambda: None)
     monkeypatch.setattr(hardware, "why_no_accelerator", lambda: Absence("its driver is not loaded", has_card))
     found = find_hardware(EngineTable(devices="auto"))

@@ -1,14 +1,10 @@
 """Conversions between the forms that checkpoints hold: bit for bit for weights, and as the format rounds for values."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 
 from torchround.checkpoint import Checkpointer, ForeignCheckpointError, load_checkpoint, tensor_file
-from torchround.optim.formats import COMPACT, EXACT, StateFormat, StateValue
+from torchround.optim.formats import COMPACT, EXACT, StateValue
 from torchround.optim.split_weights import split
 from torchround.run import saved_forms
 from torchround.run.saved_forms import SavedForms, value_layout
@@ -18,7 +14,7 @@ VALUES = (StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False))
 SHAPES = {"block.0.w": (64, 512), "block.0.b": (5_000,), "block.0.n": (3, 43), "head.one": (1,), "head.none": (0, 7)}
 
 
-def exact_state() -> dict[str, Tensor]:
+def exact_state():
     generator = torch.Generator().manual_seed(5)
     state = {}
     for name, shape in SHAPES.items():
@@ -33,7 +29,7 @@ def exact_state() -> dict[str, Tensor]:
     return state
 
 
-def as_split(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_split(state):
     """Return the state with split weights."""
     found = {}
     for name, tensor in state.items():
@@ -44,7 +40,7 @@ def as_split(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def kept_as(state: Mapping[str, Tensor], form: StateFormat) -> dict[str, Tensor]:
+def kept_as(state, form):
     """Return the state with each value as a whole in `form`, which the conversion by pieces must equal."""
     found = {name: tensor for name, tensor in state.items() if not name.startswith("exp_avg")}
     for value in VALUES:
@@ -55,7 +51,7 @@ def kept_as(state: Mapping[str, Tensor], form: StateFormat) -> dict[str, Tensor]
     return found
 
 
-def read_back(state: Mapping[str, Tensor], form: StateFormat) -> dict[str, Tensor]:
+def read_back(state, form):
     """Return the state with the fp32 numbers that values in `form` stand for."""
     found = {name: tensor for name, tensor in state.items() if not name.startswith("exp_avg")}
     for value in VALUES:
@@ -65,13 +61,11 @@ def read_back(state: Mapping[str, Tensor], form: StateFormat) -> dict[str, Tenso
     return found
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def assert_loads(
-    folder: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], own: StateFormat
-) -> SavedForms:
+def assert_loads(folder, stored, expected, own):
     """Save, load in the form of `expected`, and compare every bit."""
     path = Checkpointer(folder).save(1, stored, {})
     # What was there before must not matter.
@@ -86,12 +80,12 @@ def assert_loads(
     return forms
 
 
-def backwards(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def backwards(state):
     return dict(sorted(state.items(), reverse=True))
 
 
 @pytest.fixture(params=["one file", "a file each"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(request, monkeypatch):
     """Read pieces of 4096 bytes, from one file or from one for each tensor; decode a few blocks at once."""
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(saved_forms, "_CHUNK_ELEMENTS", 1024)
@@ -101,9 +95,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("order", [dict, backwards], ids=["weights first", "weights last"])
-def test_split_and_fp32_weights_become_each_other_bit_for_bit(
-    tmp_path: Path, order: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-) -> None:
+def test_split_and_fp32_weights_become_each_other_bit_for_bit(tmp_path, order):
     whole, halves = exact_state(), as_split(exact_state())
     assert_loads(tmp_path / "split", order(whole), halves, EXACT)
     forms = assert_loads(tmp_path / "whole", order(halves), whole, EXACT)
@@ -112,9 +104,7 @@ def test_split_and_fp32_weights_become_each_other_bit_for_bit(
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("order", [dict, backwards], ids=["codes first", "scales first"])
-def test_exact_and_compact_values_become_each_other_as_the_format_rounds(
-    tmp_path: Path, order: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-) -> None:
+def test_exact_and_compact_values_become_each_other_as_the_format_rounds(tmp_path, order):
     exact = exact_state()
     compact = kept_as(exact, COMPACT)
     forms = assert_loads(tmp_path / "compact", order(exact), compact, COMPACT)
@@ -130,7 +120,7 @@ def test_exact_and_compact_values_become_each_other_as_the_format_rounds(
     )
 
 
-def test_both_conversions_at_once_and_none_where_forms_are_equal(tmp_path: Path) -> None:
+def test_both_conversions_at_once_and_none_where_forms_are_equal(tmp_path):
     exact = exact_state()
     compact = as_split(kept_as(exact, COMPACT))
     assert_loads(tmp_path / "to compact", exact, compact, COMPACT)
@@ -149,9 +139,7 @@ def test_both_conversions_at_once_and_none_where_forms_are_equal(tmp_path: Path)
         ("exp_avg_sq/head.one", EXACT, "exp_avg_sq/head.one is missing"),
     ],
 )
-def test_a_part_that_is_missing_is_named_and_nothing_is_written(
-    tmp_path: Path, left_out: str, own: StateFormat, words: str
-) -> None:
+def test_a_part_that_is_missing_is_named_and_nothing_is_written(tmp_path, left_out, own, words):
     stored = as_split(kept_as(exact_state(), COMPACT))
     del stored[left_out]
     path = Checkpointer(tmp_path).save(1, stored, {})
@@ -164,9 +152,7 @@ def test_a_part_that_is_missing_is_named_and_nothing_is_written(
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_older_device_weights_are_cast_to_the_run_s_dtype(
-    tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_older_device_weights_are_cast_to_the_run_s_dtype(tmp_path, dtypes):
     was, is_now = dtypes
     stored = {f"master_1_old/{name}": torch.rand(shape).to(was) for name, shape in SHAPES.items()}
     forms = assert_loads(tmp_path, stored, {name: tensor.to(is_now) for name, tensor in stored.items()}, EXACT)
@@ -176,7 +162,7 @@ def test_older_device_weights_are_cast_to_the_run_s_dtype(
         load_checkpoint(tmp_path / "step-1", other_shape, lambda name: True, converter=forms)
 
 
-def test_a_scale_of_another_length_is_refused(tmp_path: Path) -> None:
+def test_a_scale_of_another_length_is_refused(tmp_path):
     """A forged header must not decide how much a conversion reads or writes."""
     stored = kept_as(exact_state(), COMPACT)
     stored["exp_avg_scale/block.0.b"] = torch.ones(10_000).bfloat16()

@@ -1,13 +1,11 @@
 """Whole runs on several machines, each a process of its own that joins the others as under torchrun."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.support.borrowed_toys import write_toy
-from tests.support.machines import MachineStarter
-from tests.support.small_machines import STEPS, SmallMachines, ended, small_machines, starter
+from tests.support.small_machines import STEPS, ended, small_machines, starter
 
 __all__ = ["small_machines", "starter"]
 
@@ -20,7 +18,7 @@ TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
 
 @pytest.mark.parametrize("num_machines", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_machines_train_as_one_machine_with_all_rounds(small_machines: SmallMachines, num_machines: int) -> None:
+def test_machines_train_as_one_machine_with_all_rounds(small_machines, num_machines):
     settings = (*VALIDATED, *PROMPTED, "--checkpoint.interval_steps=2")
     small_machines("one", 1, *settings)
     first, *others = small_machines("several", num_machines, *settings, "--checkpoint.export=weights")
@@ -39,9 +37,7 @@ def test_machines_train_as_one_machine_with_all_rounds(small_machines: SmallMach
 @pytest.mark.parametrize(
     "settings", [(BF16,), (ASYNC,), TIED, LORA], ids=["bfloat16", "async", "tied-async-bfloat16", "lora"]
 )
-def test_machines_train_as_one_machine_in_every_mode(
-    small_machines: SmallMachines, num_machines: int, settings: tuple[str, ...]
-) -> None:
+def test_machines_train_as_one_machine_in_every_mode(small_machines, num_machines, settings):
     small_machines("one", 1, *settings)
     small_machines("several", num_machines, *settings)
     small_machines.assert_same("several", "one")
@@ -49,9 +45,7 @@ def test_machines_train_as_one_machine_in_every_mode(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("adapted", [(), ("--lora.rank=2", "--lora.targets=['q_proj']")], ids=["all", "lora"])
-def test_machines_begin_with_the_weights_of_a_released_folder(
-    small_machines: SmallMachines, adapted: tuple[str, ...]
-) -> None:
+def test_machines_begin_with_the_weights_of_a_released_folder(small_machines, adapted):
     write_toy("qwen2", small_machines.folder / "release", vocab_size=264)
     released = ("--model.family=transformers", "--model.flavor=none", "--model.hf_path=release")
     for name, num_machines in (("one", 1), ("several", 2)):
@@ -60,7 +54,7 @@ def test_machines_begin_with_the_weights_of_a_released_folder(
 
 
 @pytest.mark.nightly
-def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachines) -> None:
+def test_a_run_continues_on_other_numbers_of_machines(small_machines):
     small_machines("one", 1, "--training.steps=8", "--lr_schedule.decay=none")
     for steps, num_machines in ((2, 4), (4, 2), (6, 1), (8, 3)):
         texts = small_machines("moved", num_machines, f"--training.steps={steps}", "--lr_schedule.decay=none")
@@ -69,7 +63,7 @@ def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachi
 
 
 @pytest.mark.nightly
-def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(small_machines: SmallMachines) -> None:
+def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(small_machines):
     machines = small_machines.start("stopped", 2, "--training.steps=100000", "--lr_schedule.decay=none")
     machines[0].wait_until_printed("step      2/")
     machines[1].send(signal.SIGTERM)
@@ -83,7 +77,7 @@ def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint
     small_machines.assert_same("stopped", "whole", step=saved + 1)
 
 
-def test_several_processes_on_a_host_are_refused_with_how_to_launch(starter: MachineStarter, tmp_path: Path) -> None:
+def test_several_processes_on_a_host_are_refused_with_how_to_launch(starter, tmp_path):
     machines = starter.start(2, "train:main", ["--config", "debug.toml"], folder=tmp_path)
     first, second = ended(machines, 2)
     assert first == second and "--nproc-per-node 1" in first and "machine 0" in first and "machine 1" in first

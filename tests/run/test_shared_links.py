@@ -1,15 +1,11 @@
 """A run says which devices take turns on a link, and its losses do not depend on that."""
 
-import pytest
-
-from tests.support.small_run import SmallRuns, small_runs
+from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]
 
 
-def test_a_run_in_turns_says_so_and_has_the_same_losses(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_turns_says_so_and_has_the_same_losses(small_runs, capsys):
     assert small_runs("apart", "--engine.num_devices=3") == 0
     assert "links " not in capsys.readouterr().out, "virtual devices have no link to measure"
     assert small_runs("turns", "--engine.num_devices=3", "--engine.share_links=true") == 0

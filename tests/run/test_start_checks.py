@@ -1,9 +1,10 @@
 """Room for checkpoints, known at the start and awaited at the end, and a fault before the first update."""
 
 import errno
+import math
 import re
 import shutil
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,19 +12,19 @@ import pytest
 
 import torchround.run.checkpoints
 import torchround.trainer
-from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, SmallRuns, before_forward, small_runs
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, before_forward, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.config import CheckpointTable, ValidationTable
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run import start_checks
 from torchround.run.last_save import MOST_WAIT_AFTER_SIGNAL_S, MOST_WAIT_S, RETRY_S, save_with_patience
-from torchround.run.start_checks import DiskNeed, num_at_once
+from torchround.run.start_checks import num_at_once
 
 __all__ = ["small_runs"]
 
 
-def disk_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None) -> None:
+def disk_of(monkeypatch, free_bytes):
     total = 0 if free_bytes is None else 10**12
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=free_bytes or 0))
 
@@ -33,20 +34,15 @@ BFLOAT16, MUON = "--training.dtype=bfloat16", "--optimizer.name=muon"
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        *([], [ASYNC], [TIED], ["--lora.rank=2"], [ASYNC, BFLOAT16, "--lora.rank=2"]),
-        *([BFLOAT16, COMPACT], [BFLOAT16, *BOUNDED], [MUON], [BFLOAT16, ASYNC, MUON, COMPACT]),
-    ],
+    [[ASYNC, BFLOAT16, "--lora.rank=2"], [TIED, COMPACT], [BFLOAT16, *BOUNDED], [BFLOAT16, ASYNC, MUON, COMPACT]],
     ids=" ".join,
 )
-def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: list[str]
-) -> None:
-    needs: list[DiskNeed] = []
+def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_runs, monkeypatch, mode):
+    needs = []
     find = start_checks.disk_need
 
-    def watched(*arguments: object) -> DiskNeed:
-        needs.append(find(*arguments))  # type: ignore[arg-type]
+    def watched(*arguments):
+        needs.append(find(*arguments))
         return needs[-1]
 
     monkeypatch.setattr(torchround.trainer, "disk_need", watched)
@@ -62,34 +58,29 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps", "expected"),
+    ("keys", "steps", "best", "expected"),
     [
-        ({"interval_steps": 0}, 100, 1),
-        ({"interval_steps": 10}, 100, 3),
-        ({"interval_steps": 60}, 100, 2),
-        ({"interval_steps": 10, "keep_latest_k": 0}, 95, 10),
-        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, 7),
-        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, 6),
-        ({"interval_steps": 500}, 7, 1),
+        ({"interval_steps": 0}, 100, False, 1),
+        ({"interval_steps": 10}, 100, False, 3),
+        ({"interval_steps": 60}, 100, False, 2),
+        ({"interval_steps": 10, "keep_latest_k": 0}, 95, False, 10),
+        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, False, 7),
+        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, False, 6),
+        ({"interval_steps": 500}, 7, False, 1),
+        ({"keep_latest_k": 2}, 100, True, 4),
+        ({"keep_latest_k": 2}, None, True, 4),
+        ({"keep_latest_k": 2, "interval_steps": 0}, 15, True, 2),
+        ({"keep_latest_k": 2}, None, False, 3),
     ],
 )
-def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(
-    keys: dict[str, int], steps: int, expected: int
-) -> None:
-    assert num_at_once(CheckpointTable(**keys), steps) == expected  # type: ignore[arg-type]
-
-
-def test_the_best_checkpoint_takes_the_room_of_one_more() -> None:
-    best = ValidationTable(interval_steps=10, keep_best=True)
-    assert num_at_once(CheckpointTable(keep_latest_k=2), 100, best) == 4
-    assert num_at_once(CheckpointTable(keep_latest_k=2), None, best) == 4
-    assert num_at_once(CheckpointTable(keep_latest_k=2, interval_steps=0), 15, best) == 2
-    assert num_at_once(CheckpointTable(keep_latest_k=2), None) == 3
+def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(keys, steps, best, expected):
+    validation = ValidationTable(interval_steps=10, keep_best=best)
+    assert num_at_once(CheckpointTable(**keys), steps, validation) == expected
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_the_dry_run(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    small_runs, monkeypatch, capsys
+):
     assert small_runs("complete") == 0
     disk_of(monkeypatch, 150_000)
     for more in ([], ["--dry-run"]):
@@ -104,9 +95,7 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_t
     assert small_runs("complete") == 0
 
 
-def test_a_disk_that_holds_fewer_checkpoints_than_the_run_keeps_is_a_warning(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_holds_fewer_checkpoints_than_the_run_keeps_is_a_warning(small_runs, monkeypatch, caplog):
     often = "--checkpoint.interval_steps=1"
     disk_of(monkeypatch, 500_000)
     assert small_runs("run", often) == 0
@@ -122,11 +111,11 @@ def test_a_disk_that_holds_fewer_checkpoints_than_the_run_keeps_is_a_warning(
 # The last save.
 
 
-def full_for(tries: int) -> Callable[[], None]:
+def full_for(tries):
     """Return a save that finds a full disk so many times."""
     left = [tries]
 
-    def save() -> None:
+    def save():
         left[0] -= 1
         if left[0] >= 0:
             raise NoSpaceError("full")
@@ -134,50 +123,43 @@ def full_for(tries: int) -> Callable[[], None]:
     return save
 
 
-def test_the_last_save_is_tried_again_until_there_is_space(caplog: pytest.LogCaptureFixture) -> None:
-    slept: list[float] = []
-    save_with_patience(full_for(3), lambda: False, slept.append)
-    assert sum(slept) == 3 * RETRY_S
-    assert len(caplog.messages) == 1 and "a signal gives it up" in caplog.text
+@pytest.mark.parametrize(
+    ("tries", "signal_after_s", "waited_s"),
+    [
+        (3, math.inf, 3 * RETRY_S),
+        (10**9, math.inf, MOST_WAIT_S),
+        (10**9, 0, MOST_WAIT_AFTER_SIGNAL_S),  # a signal that was there before
+        (10**9, 7, 7),  # one that comes while it waits gives it up
+    ],
+)
+def test_the_last_save_waits_for_space_within_bounds(caplog, tries, signal_after_s, waited_s):
+    slept = []
+    ends = pytest.raises(NoSpaceError) if tries > 3 else nullcontext()
+    with ends:
+        save_with_patience(full_for(tries), lambda: len(slept) >= signal_after_s, slept.append)
+    assert sum(slept) == waited_s and len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("was_requested", [False, True])
-def test_the_wait_for_space_is_bounded(was_requested: bool) -> None:
-    slept: list[float] = []
-    with pytest.raises(NoSpaceError):
-        save_with_patience(full_for(10**9), lambda: was_requested, slept.append)
-    assert sum(slept) == (MOST_WAIT_AFTER_SIGNAL_S if was_requested else MOST_WAIT_S)
-
-
-def test_a_signal_gives_the_last_save_up() -> None:
-    slept: list[float] = []
-    with pytest.raises(NoSpaceError):
-        save_with_patience(full_for(10**9), lambda: len(slept) >= 7, slept.append)
-    assert len(slept) == 7
-
-
-def test_another_error_of_the_last_save_is_not_waited_for() -> None:
-    def broken() -> None:
+def test_another_error_of_the_last_save_is_not_waited_for():
+    def broken():
         raise CheckpointError("read-only")
 
     with pytest.raises(CheckpointError, match="read-only"):
         save_with_patience(broken, lambda: False, pytest.fail)
 
 
-def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(small_runs, monkeypatch):
     assert small_runs("whole") == 0
     tries = [0]
     clear = Checkpointer.clear_leftovers
 
-    def full_twice(self: Checkpointer) -> None:
+    def full_twice(self):
         tries[0] += 1
         if tries[0] <= 2:
             raise OSError(errno.ENOSPC, "planted")
         clear(self)
 
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr(Checkpointer, "clear_leftovers", full_twice)
     monkeypatch.setattr(
         torchround.run.checkpoints, "save_with_patience", partial(save_with_patience, sleep=slept.append)
@@ -187,8 +169,8 @@ def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(
     small_runs.assert_same("run", "whole", STEPS)
 
 
-def test_a_fault_before_the_first_update_saves_nothing(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(call: int) -> None:
+def test_a_fault_before_the_first_update_saves_nothing(small_runs, monkeypatch):
+    def fail(call):
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:

@@ -3,6 +3,7 @@
 import math
 import mmap
 import resource
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,10 @@ from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
 class Clock:
     """A clock that a test moves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
@@ -29,18 +30,18 @@ class FinishedStep:
 
     pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
 
-    def __init__(self, busy_s: float = 0.0, skipped: bool = False, loss: float = 2.5, num_labels: int = 10) -> None:
+    def __init__(self, busy_s=0.0, skipped=False, loss=2.5, num_labels=10):
         self.busy_s, self.skipped, self._loss, self.num_labels = busy_s, skipped, loss, num_labels
 
-    def loss(self) -> float:
+    def loss(self):
         return self._loss
 
-    def update(self) -> SimpleNamespace:
+    def update(self):
         return SimpleNamespace(
             grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29, saved_bytes=2**28
         )
 
-    def weight_drift(self) -> int:
+    def weight_drift(self):
         return int(self.busy_s == 1.0)
 
     def by_device(self, figure, num_devices):
@@ -65,7 +66,7 @@ def record(meter):
     return meter.record(step=1, tokens=10, lr=0.1, validation_loss=None)
 
 
-def test_rates_are_over_the_steps_since_the_last_record() -> None:
+def test_rates_are_over_the_steps_since_the_last_record():
     clock = Clock()
     meter = started(clock)
     for step_s, tokens in ((2.0, 1000), (5.0, 500)):
@@ -77,7 +78,7 @@ def test_rates_are_over_the_steps_since_the_last_record() -> None:
     assert (found.elapsed_s, meter.mean_tokens_per_s()) == (28.0, 6000 / 28)
 
 
-def test_steps_of_several_devices_that_end_together_have_one_rate_and_no_share_below_zero() -> None:
+def test_steps_of_several_devices_that_end_together_have_one_rate_and_no_share_below_zero():
     clock = Clock()
     meter = started(clock)
     found = []
@@ -91,44 +92,7 @@ def test_steps_of_several_devices_that_end_together_have_one_rate_and_no_share_b
     assert [line.bubble for line in found[3::2]] == pytest.approx([0.05] * 3)
 
 
-def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does() -> None:
-    clock = Clock()
-    meter = started(clock)
-    for _ in range(4):
-        with meter.waiting_for_data():
-            clock.now_s += 0.5
-        clock.now_s += 1.5
-        meter.add(FinishedStep(), 100)
-    for seconds in (60.0, 30.0):
-        with meter.excluded():
-            clock.now_s += seconds
-    found = record(meter)
-    assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
-
-
-def test_excluded_time_is_left_out_once_even_if_it_ends_in_an_error() -> None:
-    clock = Clock()
-    meter = started(clock)
-    with pytest.raises(RuntimeError), meter.excluded():
-        clock.now_s += 60.0
-        raise RuntimeError("the disk is full")
-    for _ in range(2):
-        clock.now_s += 1.0
-        meter.add(FinishedStep(), 10)
-        assert record(meter).step_s == 1.0
-
-
-def test_time_before_the_start_does_not_count() -> None:
-    clock = Clock()
-    meter = StepMeter([CpuDevice(0)], 6e6, None, clock=clock)
-    clock.now_s += 60.0
-    meter.start()
-    clock.now_s += 1.0
-    meter.add(FinishedStep(), 10)
-    assert record(meter).step_s == 1.0
-
-
-def test_figures_of_devices_and_optimizer_are_means_per_step() -> None:
+def test_figures_of_devices_and_optimizer_are_means_per_step():
     clock = Clock()
     meter = started(clock, skipped_steps=4)
     for busy_s in (1.0, 2.0):
@@ -143,7 +107,7 @@ def test_figures_of_devices_and_optimizer_are_means_per_step() -> None:
     assert record(meter).weight_drift == 0
 
 
-def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite() -> None:
+def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite():
     meter = started()
     for loss, num_labels in ((4.0, 1), (1.0, 3), (math.inf, 5)):
         meter.add(FinishedStep(loss=loss, num_labels=num_labels), 10)
@@ -154,39 +118,8 @@ def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite() ->
     assert math.isnan(record(meter).loss)
 
 
-def test_a_rate_over_no_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="no step was counted"):
-        record(started())
-
-
-def test_the_real_clock_runs() -> None:
-    meter = started()
-    meter.add(FinishedStep(), 10)
-    found = record(meter)
-    assert found.step_s > 0 and found.tokens_per_s == pytest.approx(10 / found.step_s)
-
-
-def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
-    # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
-    num_weights = 1_000_000
-    forward_flops = 2.0 * num_weights * 512
-    flops_per_token = train_flops_per_token([LayerWork(forward_flops, 0, 0)], num_tokens=512)
-    assert flops_per_token == 6.0 * num_weights
-    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
-
-
-def test_a_frozen_weight_costs_four_flops_per_token_and_not_six() -> None:
-    dense, frozen = 2.0 * 1_000_000, 2.0 * 700_000
-    works = [LayerWork(0.0, 0, 0), LayerWork(dense, 0, 0, frozen_flops=frozen)]
-    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000
-
-
-def test_mfu_of_a_device_whose_peak_is_not_known_is_none() -> None:
-    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
-
-
-def test_host_memory_equals_the_kernels_figure_and_grows_with_use() -> None:
-    def kernel_gib() -> float:
+def test_host_memory_equals_the_kernels_figure_and_grows_with_use():
+    def kernel_gib():
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 2**20
 
@@ -199,7 +132,7 @@ def test_host_memory_equals_the_kernels_figure_and_grows_with_use() -> None:
         assert 0.2 < host_gib() - before_gib < 0.3
 
 
-def test_host_memory_is_known_while_no_further_file_may_be_opened() -> None:
+def test_host_memory_is_known_while_no_further_file_may_be_opened():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
@@ -207,3 +140,35 @@ def test_host_memory_is_known_while_no_further_file_may_be_opened() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found_gib == host_peak_gib()
+
+
+def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does():
+    clock = Clock()
+    meter = StepMeter([CpuDevice(0), CpuDevice(1)], 6e6, None, clock=clock)
+    clock.now_s += 60.0  # before the start
+    meter.start()
+    for _ in range(4):
+        with meter.waiting_for_data():
+            clock.now_s += 0.5
+        clock.now_s += 1.5
+        meter.add(FinishedStep(), 100)
+    for seconds in (60.0, 30.0):
+        with suppress(RuntimeError), meter.excluded():
+            clock.now_s += seconds
+            raise RuntimeError("the disk is full")
+    found = record(meter)
+    assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
+    with pytest.raises(ValueError, match="no step was counted"):
+        record(meter)
+
+
+def test_mfu_is_model_flops_over_the_peak_of_all_devices():
+    # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
+    num_weights = 1_000_000
+    flops_per_token = train_flops_per_token([LayerWork(2.0 * num_weights * 512, 0, 0)], num_tokens=512)
+    assert flops_per_token == 6.0 * num_weights
+    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
+    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
+    # A frozen weight costs four FLOPs per token.
+    works = [LayerWork(0.0, 0, 0), LayerWork(2.0 * 1_000_000, 0, 0, frozen_flops=2.0 * 700_000)]
+    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000

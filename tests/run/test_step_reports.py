@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.small_run import ASYNC, BOUNDED, SmallRuns, before_step, interrupt, small_runs, write_text
+from tests.support.small_run import ASYNC, BOUNDED, before_step, interrupt, small_runs, write_text
 from torchround.observe.run_page import read_run
 from torchround.run.step_meter import StepMeter
 from torchround.run.validation import RunValidation
@@ -18,15 +18,15 @@ SPARSE = "--metrics.log_every_steps=4"
 ONE_STAGE = "--engine.plan={ forward = [], fused = 5, backward = [], rounds = 1 }"
 
 
-def raises(*_: object) -> float:
+def raises(*_):
     raise OSError("planted")
 
 
-def logged(small_runs: SmallRuns, name: str) -> list[int]:
+def logged(small_runs, name):
     return [int(line["step"]) for line in small_runs.steps(name)]
 
 
-def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs: SmallRuns) -> None:
+def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs):
     assert small_runs("run") == 0
     assert small_runs("sparse", "--metrics.log_every_steps=3") == 0
     dense, sparse = small_runs.steps("run"), small_runs.steps("sparse")
@@ -39,7 +39,7 @@ def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs: Small
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])
-def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_runs: SmallRuns, update: str) -> None:
+def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_runs, update):
     write_text(small_runs.folder / "text.jsonl", lines=9)
     ends = ["--training.steps=1000", "--data.epochs=1", f"--engine.update={update}"]
     validation = ['--validation.sources=[{ path = "text.jsonl" }]', "--validation.interval_steps=1000"]
@@ -53,10 +53,10 @@ def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_run
     assert small_runs.steps("run") == before
 
 
-@pytest.mark.parametrize("options", [(), (ASYNC, ONE_STAGE), BOUNDED], ids=["sync", "async", "bounded"])
-def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(
-    small_runs: SmallRuns, options: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    "options", [(ASYNC, ONE_STAGE), *(pytest.param(more, marks=pytest.mark.nightly) for more in ((), BOUNDED))]
+)
+def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(small_runs, options):
     """The records give the time, so the speed of the machine does not matter."""
     # One long document fills every sequence, so each step has as many tokens.
     (small_runs.folder / "text.jsonl").write_text(json.dumps({"text": "one of the words " * 1000}))
@@ -71,9 +71,7 @@ def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(
     assert all(0 <= point[1] <= 1 for curve in page["curves"]["bubble"] for point in curve["points"])
 
 
-def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(small_runs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RunValidation, "loss", lambda *_: pytest.fail("a run that is stopped has little time"))
         before_step(patch, 2, interrupt)
@@ -85,16 +83,14 @@ def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(
     assert ["validation_loss" in line for line in small_runs.steps("run")] == [False, True, True]
 
 
-def test_a_bad_record_leaves_the_last_step_in_the_metrics(small_runs: SmallRuns) -> None:
+def test_a_bad_record_leaves_the_last_step_in_the_metrics(small_runs):
     text = small_runs.folder / "text.jsonl"
     text.write_text("".join([*text.read_text().splitlines(keepends=True)[:14], "no JSON\n"]))
     assert small_runs("run", "--data.shuffle=false", "--training.steps=50", "--metrics.log_every_steps=100") == 1
     assert logged(small_runs, "run") == small_runs.saved("run") != []
 
 
-def test_a_fault_is_saved_even_if_the_last_record_cannot_be_made(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_is_saved_even_if_the_last_record_cannot_be_made(small_runs, monkeypatch, caplog):
     """A device that has failed may not even tell how much memory it held."""
     monkeypatch.setattr(RunValidation, "loss", raises)
     monkeypatch.setattr(StepMeter, "record", raises)
@@ -104,9 +100,7 @@ def test_a_fault_is_saved_even_if_the_last_record_cannot_be_made(
     assert "step 3 is missing in the metrics: planted" in caplog.text
 
 
-def test_a_fault_leaves_the_last_finished_step_in_the_metrics(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_leaves_the_last_finished_step_in_the_metrics(small_runs, monkeypatch):
     monkeypatch.setattr(RunValidation, "loss", raises)
     with pytest.raises(OSError, match="planted"):
         small_runs("run", *VALIDATED, "--validation.interval_steps=3", "--metrics.log_every_steps=100")

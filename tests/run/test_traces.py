@@ -2,11 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 
-import pytest
-
-from tests.support.small_run import ASYNC, TWO_ROUNDS, SmallRuns, small_runs
+from tests.support.small_run import ASYNC, TWO_ROUNDS, small_runs
 
 __all__ = ["small_runs"]
 
@@ -16,11 +13,12 @@ BLOCKS, ROUNDS, MICRO_BATCHES, DEVICES = 3, 2, 4, 2
 STAGES = {("forward", 0), ("forward", 2), ("fused", 4), ("backward", 3), ("backward", 0)}
 
 
-def spans_of(small_runs: SmallRuns) -> list[dict]:
+def spans_of(small_runs):
     """Return the events of step 3 in its trace, after checking everything that a viewer relies on."""
-    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3]") == 0
+    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3, 9]") == 0
+    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-3.json"]
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
     text = (small_runs.path("run") / "trace" / "step-3.json").read_text()
@@ -43,20 +41,20 @@ def spans_of(small_runs: SmallRuns) -> list[dict]:
     return own
 
 
-def of_kind(spans: Iterable[dict], kind: str) -> list[dict]:
+def of_kind(spans, kind):
     return [span for span in spans if span["cat"] == kind]
 
 
-def moved_bytes(spans: Iterable[dict]) -> int:
+def moved_bytes(spans):
     return sum(span["args"]["moved_bytes"] for span in spans)
 
 
-def first_layer(span: dict) -> int:
+def first_layer(span):
     """Return the first layer of a label such as `FB 4` or `B 0-2`."""
     return int(span["name"].split()[1].split("-")[0])
 
 
-def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_runs: SmallRuns) -> None:
+def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_runs):
     spans = spans_of(small_runs)
     pieces = Counter(
         (span["cat"], first_layer(span), span["args"]["micro_batch"])
@@ -71,9 +69,12 @@ def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_r
     # Inputs of layers 2 and 4 and, kept, 3; the loss, the gradients of layers 4 and 3.
     assert len(of_kind(spans, "offload")) == 6 * MICRO_BATCHES
     assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
+    assert small_runs("plain", ASYNC, TWO_ROUNDS, *LORA) == 0
+    small_runs.assert_same("run", "plain")
+    assert not (small_runs.path("plain") / "trace").exists()
 
 
-def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs: SmallRuns) -> None:
+def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs):
     spans = spans_of(small_runs)
     state = small_runs.state("run")
     weights = {name: view.nbytes for name, view in state.items() if name.startswith("weights/")}
@@ -86,11 +87,3 @@ def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
     down = moved_bytes(of_kind(spans, "gradients"))
     assert ROUNDS * trained <= down <= ROUNDS * (trained + padding)
     assert down < up / 4
-
-
-def test_traced_steps_beyond_the_run_cost_one_warning(small_runs: SmallRuns, caplog: pytest.LogCaptureFixture) -> None:
-    assert small_runs("run", "--trace.steps=[9, 5, 6]") == 0
-    assert [entry.getMessage() for entry in caplog.records] == [
-        "trace.steps: 6, 9 will not be traced; the run ends after training.steps = 5"
-    ]
-    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-5.json"]

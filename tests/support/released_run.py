@@ -1,13 +1,13 @@
 """A small released model on disk, a config that trains it, and what its runs leave."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.small_run import draw_no_pictures
 from torchround.config.validate import RawConfig, validate
 
 CONFIG = """
@@ -24,7 +24,7 @@ ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
 MAPPED = (*ADAPTED, "--lora.map_base=true")
 
 
-def saved_config(**tables) -> dict[str, object]:
+def saved_config(**tables):
     """Return the configuration of a run as its checkpoints hold it."""
     sources = {"sources": [{"path": "text.jsonl"}]}
     training = {"seq_len": 16, "global_batch_size": 2} | tables.pop("training", {})
@@ -34,7 +34,7 @@ def saved_config(**tables) -> dict[str, object]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
@@ -42,23 +42,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "small.toml").write_text(CONFIG)
     texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
 
 
-def change_config(folder: Path, **changes) -> None:
+def change_config(folder, **changes):
     path = folder / "release" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def saved(folder: Path, name: str, step: int = 3) -> dict[str, torch.Tensor]:
+def saved(folder, name, step=3):
     tensors = {}
     for path in (folder / "outputs" / name / "checkpoints" / f"step-{step}").glob("*.safetensors"):
         tensors |= load_file(path)
     return tensors
 
 
-def exported(folder: Path, step: int = 1) -> Path:
+def exported(folder, step=1):
     return folder / "outputs" / "small" / "export" / f"step-{step}"

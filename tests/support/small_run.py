@@ -4,33 +4,25 @@ Command line, files, checkpoints and signals are real. Only the model and the te
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
+from tests.support.processes import ROOT, start_program
 from torchround.commands import configured_model, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
-from torchround.engine.saver import PendingSave
-from torchround.layer import LayeredModel
-from torchround.models import FAMILIES, Family
+from torchround.models import FAMILIES
+from torchround.observe import run_page
 from torchround.optim.split_weights import join
-from torchround.run.several_machines import AgreedStop
 from torchround.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 LAYERS = 5  # embedding, three blocks, head
 STEPS = 5
 
@@ -44,6 +36,7 @@ name = "bytes"
 
 [data]
 sources = [{ path = "text.jsonl" }]
+shuffle_sequences = 16  # the usual window holds all of this text
 
 [training]
 steps = 5
@@ -76,47 +69,44 @@ TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], ro
 class SmallRuns:
     """A folder with `small.toml` and its text, in which runs are made by name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         write_text(folder / "text.jsonl", lines=200)
         (folder / "small.toml").write_text(SMALL)
 
-    def __call__(self, name: str, *overrides: str, config: str = "small.toml") -> int:
+    def __call__(self, name, *overrides, config="small.toml"):
         """Run in this process; returns the exit code."""
         return train.main(["--config", config, f"--run.name={name}", *overrides])
 
-    def path(self, name: str) -> Path:
+    def path(self, name):
         return self.folder / "outputs" / name
 
-    def steps(self, name: str) -> list[dict[str, float]]:
+    def steps(self, name):
         """Read the objects of `metrics.jsonl`."""
         lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def losses(self, name: str) -> dict[int, tuple[float, ...]]:
+    def losses(self, name):
         """Return the loss of each step, with the other values that do not depend on the machine."""
         keys = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
         return {int(line["step"]): tuple(line[key] for key in keys) for line in self.steps(name)}
 
-    def saved(self, name: str) -> list[int]:
+    def saved(self, name):
         """Return the steps of the checkpoints, rising; none if the run has not saved."""
         return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").glob("*"))
 
-    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+    def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
         tensors = {}
         for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
             tensors.update(load_file(path))
         return tensors
 
-    def saved_state(self, name: str, step: int = STEPS) -> dict[str, Any]:
+    def saved_state(self, name, step=STEPS):
         """Read the part of a checkpoint that is not tensors."""
-        state: dict[str, Any] = json.loads(
-            (self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text()
-        )
-        return state
+        return json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
 
-    def assert_same(self, name: str, reference: str, step: int = STEPS) -> None:
+    def assert_same(self, name, reference, step=STEPS):
         """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
         assert list(self.losses(reference)) == list(range(1, step + 1))
         assert [line["step"] for line in self.steps(name)] == [line["step"] for line in self.steps(reference)]
@@ -126,21 +116,14 @@ class SmallRuns:
         different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
         assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
 
-    def start(self, name: str, *overrides: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    def start(self, name, *overrides, launcher=()):
         """Start a run as a process of its own, with the debug model, which `train.py` knows without this module."""
         arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3"]
         arguments += ["--model.flavor=debug", "--engine.plan=none", *overrides]
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / "train.py"), *arguments],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start_program(*launcher, ROOT / "train.py", *arguments, folder=self.folder)
 
 
-def small_family() -> Family[Any]:
+def small_family():
     """Make a Llama 3 family with three blocks, 16 wide."""
     family = FAMILIES["llama3"]
     untied = family.config_from_flavor(
@@ -150,21 +133,27 @@ def small_family() -> Family[Any]:
 
 
 @pytest.fixture
-def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def small_runs(tmp_path, monkeypatch):
     """Yield runs in `tmp_path`, with the model family `small`."""
     use_family(monkeypatch, "small", small_family())
+    draw_no_pictures(monkeypatch)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield SmallRuns(tmp_path)
     torch.set_num_threads(threads)
 
 
-def use_family(monkeypatch: pytest.MonkeyPatch, name: str, family: Family[Any]) -> None:
+def draw_no_pictures(monkeypatch):
+    """Let runs end without the picture of their losses, which takes them longer than five steps."""
+    monkeypatch.setattr(run_page, "draw_run", lambda folder: None)
+
+
+def use_family(monkeypatch, name, family):
     """Make `model.family = name` build `family` in this process."""
     monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
 
 
-def write_text(path: Path, lines: int, seed: int = 0) -> None:
+def write_text(path, lines, seed=0):
     """Write JSON lines of random words."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 9))) for _ in range(60)]
@@ -172,7 +161,7 @@ def write_text(path: Path, lines: int, seed: int = 0) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+def before_step(monkeypatch, step, action):
     """Call `action` in the main thread while a run dispatches step `step`, counted from the run's first step."""
     with_seeds, calls = StepBatch.with_seeds, [0]
 
@@ -185,18 +174,27 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
     monkeypatch.setattr(StepBatch, "with_seeds", counting)
 
 
-def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def stop_after(step, runs, name, *overrides):
+    """Train run `name`, stop it after its `step`-th step from now, and require that it was saved there."""
+    before = max(runs.saved(name), default=0)
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, step, interrupt)
+        assert runs(name, *overrides) == 128 + signal.SIGTERM
+    assert runs.saved(name)[-1] == before + step
+
+
+def awaiting_saves(monkeypatch):
     """Return a function that waits until the given number of saves, counted from now on, have ended or failed.
 
     A save ends once its step is reported. That happens when the step after next is dispatched, at the latest.
     """
-    save, saves = Engine.save, list[PendingSave[Any]]()
+    save, saves = Engine.save, []
 
     def seen(self, write):
         saves.append(save(self, write))
         return saves[-1]
 
-    def wait(number: int) -> None:
+    def wait(number):
         assert len(saves) >= number, f"{len(saves)} saves have begun"
         for pending in saves[:number]:
             pending.wait()
@@ -205,22 +203,22 @@ def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return wait
 
 
-def interrupt(number: int = signal.SIGTERM) -> None:
+def interrupt(number=signal.SIGTERM):
     signal.raise_signal(number)
 
 
-def stop_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_before_the_first_step(monkeypatch):
     """Let a run save what it has loaded, and nothing else."""
     train = Trainer._measure_and_train
 
-    def stopped(trainer: Trainer, stop: AgreedStop) -> tuple[str, int]:
+    def stopped(trainer, stop):
         interrupt()
         return train(trainer, stop)
 
     monkeypatch.setattr(Trainer, "_measure_and_train", stopped)
 
 
-def fp32_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fp32_weights(state):
     """Return the weights of a checkpoint in fp32."""
     return {
         name: join(tensor, state[name.replace("weights/", "residual/")]) if tensor.dtype == torch.bfloat16 else tensor
@@ -229,7 +227,7 @@ def fp32_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:
+def with_model(monkeypatch, action):
     """Call `action` with the model that `train.py` builds."""
     build = train_model.build_model
 
@@ -241,14 +239,14 @@ def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel],
     monkeypatch.setattr(train_model, "build_model", built)
 
 
-def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable[[int], None]) -> None:
+def before_forward(monkeypatch, layer, action):
     """Call `action` before each forward of a layer, recomputations included, on any device.
 
     The action receives the number of forwards so far, including this one.
     """
     lock, calls = threading.Lock(), [0]
 
-    def change(model: LayeredModel) -> None:
+    def change(model):
         kind = type(model.layers[layer])
         forward = kind.forward
         model.layers[layer].is_watched = True  # devices have copies of the layers
@@ -266,5 +264,5 @@ def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable
     with_model(monkeypatch, change)
 
 
-def files_of(folder: Path) -> Mapping[str, bytes]:
+def files_of(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
