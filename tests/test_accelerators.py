@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import sysconfig
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,17 +75,24 @@ def test_amds_numbers_choose_no_kernel_that_was_not_tried_there(monkeypatch):
     assert not kind.has_offset_attention(BF16, 128) and not kind.has_grouped_products(BF16)
 
 
-@pytest.mark.parametrize("lacks", ["compiler", "headers"])
-def test_triton_without_a_c_compiler_or_headers_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
+@pytest.mark.parametrize("lacks", ["compiler", "headers", "driver", None])
+def test_triton_without_a_c_compiler_headers_or_driver_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
+    class Found:
+        @property
+        def active(self):
+            if lacks == "driver":
+                raise RuntimeError("0 active drivers")
+
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    if lacks == "compiler":
-        monkeypatch.setenv("CC", "no-such-compiler")
-    else:
-        monkeypatch.setenv("CC", sys.executable)
-        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton.runtime.driver", SimpleNamespace(driver=Found()))
+    monkeypatch.setenv("CC", "no-such-compiler" if lacks == "compiler" else sys.executable)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    if lacks != "headers":
+        (tmp_path / "Python.h").touch()
     accelerators._missing_for_triton.cache_clear()
     try:
-        assert lacks in CudaKind((9, 0)).missing_compiler()
+        missing = CudaKind((9, 0)).missing_compiler()
+        assert missing is None if lacks is None else lacks in missing
     finally:
         accelerators._missing_for_triton.cache_clear()
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import setuptools
+
 from scripts.check_tree import PRODUCT, ROOT, sources
 
 
@@ -53,3 +55,13 @@ assert "triton" not in sys.modules, "Triton is imported only by the first kernel
 def test_nothing_happens_at_import(tmp_path):
     imports = "\n".join(f"import {module}" for module in modules(*PRODUCT))
     run_python(IMPORT_EVERYTHING.replace("IMPORTS", imports), tmp_path)
+
+
+def test_an_installation_holds_every_package_of_the_models_and_none_called_models():
+    """setuptools finds them through the link `torchround/models`."""
+    assert 'include = ["torchround*"]' in (ROOT / "pyproject.toml").read_text()
+    found = setuptools.find_packages(str(ROOT), include=["torchround*"])
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "models").rglob("__init__.py")]
+    assert len(folders) > 5
+    assert {f"torchround.{'.'.join(folder.parts)}" for folder in folders} <= {*found}
+    assert {name.split(".")[0] for name in found} == {"torchround"}

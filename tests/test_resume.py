@@ -1,6 +1,7 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -164,6 +165,10 @@ def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(small_runs, mon
     stop_after(2, small_runs, "stopped", *auto)
     assert small_runs("stopped", *auto, ALONE) == 0
     small_runs.assert_same("stopped", "whole")
+    stop_after(2, small_runs, "killed", *auto)
+    shutil.rmtree(small_runs.path("killed") / "checkpoints")  # as if it was killed before the first one
+    assert small_runs("killed", *auto, ALONE) == 0
+    assert small_runs.losses("killed") == small_runs.losses("whole")
     assert small_runs("alone", *auto, ALONE) == 0
     assert small_runs.losses("alone") != small_runs.losses("whole")
 

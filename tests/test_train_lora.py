@@ -39,6 +39,8 @@ def test_validation_does_not_change_the_dropout_of_training(small_runs):
 def test_an_unknown_lora_target_is_refused(small_runs, capsys):
     assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["query"]') == 2
     assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
+    assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["all-linear"]') == 2
+    assert "name them all for adapters on every linear map" in capsys.readouterr().err
 
 
 def test_adapters_on_random_weights_are_a_warning(small_runs, caplog):
@@ -46,3 +48,9 @@ def test_adapters_on_random_weights_are_a_warning(small_runs, caplog):
     assert small_runs("adapters", *LORA) == 0
     (warning,) = [text for text in caplog.messages if "random" in text]
     assert "lora.rank" in warning and "model.hf_path" in warning
+
+
+def test_a_learning_rate_of_one_is_a_warning(small_runs, caplog):
+    assert small_runs("usual", "--training.steps=1") == 0 and "optimizer.lr" not in caplog.text
+    assert small_runs("high", "--training.steps=1", "--optimizer.lr=1") == 0
+    assert "optimizer.lr = 1 is far above" in caplog.text

@@ -416,7 +416,7 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 
 @cache
 def _missing_for_triton() -> str | None:
-    """Return what Triton lacks here. It compiles a small C program against Python's headers for each kernel."""
+    """Return what Triton lacks here: it compiles small C programs against Python's headers, and calls the card's driver."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compiler = os.environ.get("CC")
@@ -425,6 +425,10 @@ def _missing_for_triton() -> str | None:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         return f"Python's headers are not in {headers}; install the package python3-dev"
+    try:
+        importlib.import_module("triton.runtime.driver").driver.active  # noqa: B018  (finds the card's driver)
+    except Exception as error:  # noqa: BLE001  (Triton raises whatever it likes)
+        return f"Triton finds no driver ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     return None
 
 

@@ -34,6 +34,8 @@ from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
 
+HIGH_LR = 0.1  # no optimizer here trains a model with a rate above it
+
 # How a run ends that trains its last step: why, for the console, and the exit code.
 COMPLETE = "the run is complete", 0
 
@@ -309,6 +311,8 @@ class Trainer:
                 "the folder of a released or exported model (model.hf_path)",
                 self.config.lora.rank,
             )
+        if (lr := self.config.optimizer.lr) > HIGH_LR:
+            logger.warning("optimizer.lr = %g is far above what trains a model: usual are 1e-5 to 1e-2", lr)
         progress = Progress("initialising layers", len(model.layers))
         self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
 

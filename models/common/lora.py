@@ -218,8 +218,10 @@ def adapted_modules(
                     found.setdefault((index, path), []).append(part)
     unknown = [target for target in lora.targets if target not in known]
     if unknown:
+        is_all = unknown == ["all-linear"]  # PEFT's word
         raise ModelConfigError(
             f"lora.targets: this model has no {', '.join(map(repr, unknown))}; legal: {', '.join(sorted(known))}"
+            + ("; name them all for adapters on every linear map" if is_all else "")
         )
     return [(index, path, tuple(parts)) for (index, path), parts in found.items()]
 

@@ -3,14 +3,17 @@
 The tests compute as `training.deterministic` does and switch TF32 off. The engine leaves both alone.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.support.device_toy import DeviceLoop, device_engine
 from tests.support.toy import PARTITIONS, assert_same_state, fp32_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.store.bundles import ASYNC
-from torchround.layer import MicroBatch, with_dropout_seeds
+from torchround.layer import MicroBatch, longest_document, with_dropout_seeds
 from torchround.models import FAMILIES
+from torchround.models.common import packed_attention
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
@@ -167,6 +170,43 @@ def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, fam
         assert losses == loop.train(batches, 1e-3)
         assert_same_state(fp32_state(store), loop.state())
         store.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_many_short_documents_train_with_a_kernel_that_is_told_the_longest(kind, monkeypatch, family):
+    """Flash attention starts blocks up to that length for each document, and its scratch grows with their number."""
+    told, at_once = set(), set()
+    forward, backward = packed_attention._forward_kernel, packed_attention._backward_kernel
+
+    def seen_forward(*arguments):
+        told.add(arguments[4])
+        return forward(*arguments)
+
+    def seen_backward(*arguments):
+        told.add(arguments[7])
+        at_once.add(len(arguments[6]) - 1)
+        return backward(*arguments)
+
+    monkeypatch.setattr(packed_attention, "_forward_kernel", seen_forward)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", seen_backward)
+    batches = [
+        [
+            replace(part, max_documents=33, longest_document=longest_document(part.document_ids))
+            for part in (packed(2 * [[4, 12] * 16 + [256]], seed=seed) for seed in (step, 10 + step))
+        ]
+        for step in range(2)
+    ]
+    config = FAMILIES[family].config_from_flavor("debug", vocab_size=50, num_layers=2)
+    model = FAMILIES[family].build(config)
+    store = toy_store(model, torch.bfloat16, pinned=True)
+    loop = device_loop(model, store, config.tied_embeddings, kind, torch.bfloat16)
+    with device_engine(kind, model, store, Partition((1, 2), 1, (2, 1)), 2) as engine:
+        losses = train(engine, batches, 1e-3)
+    assert told == {256}, "sequences have 512 tokens"
+    assert at_once == {2, 8}, "1024 tokens have 8 blocks, and 66 documents"
+    assert losses == loop.train(batches, 1e-3)
+    assert_same_state(fp32_state(store), loop.state())
+    store.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

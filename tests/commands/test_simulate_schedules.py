@@ -74,6 +74,20 @@ def test_trace_and_plot_are_written(small_costs, tmp_path):
     assert len(processes) == 4 and (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):
+    (tmp_path / "precious").write_text("precious")
+    files = {"json": tmp_path / "out.json", "trace": tmp_path / "out.trace", "plot": tmp_path / "out.svg"}
+    for file in files.values():
+        file.symlink_to("precious")
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "1f1b"]
+    assert main([*arguments, *(f"--{kind}={file}" for kind, file in files.items())]) == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
+    for kind in files:
+        assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
+        assert "there is no folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("schedule", "fused"), [("roundpipe_sync", True), ("gpipe", False)])
 def test_a_picture_names_what_was_simulated_its_devices_and_tasks_of_both_kinds(small_costs, tmp_path, schedule, fused):
     picture = tmp_path / "picture.svg"

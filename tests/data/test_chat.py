@@ -5,6 +5,7 @@ The templates in `templates/` write what the released ones of each family write,
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ VOCABULARIES = {
     "qwen3": "qwen3",
     "qwen3_thinking": "qwen3",
     "qwen3_5": "qwen3",
+    "qwen3_8": "qwen3",
     "gpt_oss": "gpt_oss",
 }
 Messages = Sequence[dict[str, Any]]
@@ -107,42 +109,29 @@ def llama3(messages: Messages) -> Written:
     return written
 
 
-def qwen3(messages: Messages) -> Written:
+def qwen3(messages: Messages, opens: bool = False, thinks: str = "last") -> Written:
+    """`opens`: the prompt opens thoughts, which the template closes in an answer that has none.
+
+    `thinks`: all answers have thoughts, those to the last question, or of these the last and those that think.
+    """
     last_question = max(index for index, message in enumerate(messages) if message["role"] == "user")
     written = []
     for index, message in enumerate(messages):
         content, role = message["content"], message["role"]
         if role == "tool":
-            written.append((f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False))
-            continue
-        thought = message.get("reasoning_content", "")
-        if role == "assistant" and index > last_question and (thought or message is messages[-1]):
-            content = f"<think>\n{thought}\n</think>\n\n{content}"
-        if "tool_calls" in message:
-            content += '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-        written.append((f"<|im_start|>{role}\n", False))
-        written.append((f"{content}<|im_end|>", role == "assistant"))
-        written.append(("\n", False))
-    return written
-
-
-def qwen3_5(messages: Messages) -> Written:
-    """Every answer has thoughts. The prompt opens them, and the template closes thoughts that a message does not have."""
-    written = []
-    for message in messages:
-        content, role = message["content"], message["role"]
+            content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
         if role != "assistant":
-            if role == "tool":
-                content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
             written.append((f"<|im_start|>{role}\n{content}<|im_end|>\n", False))
             continue
+        header, thought = "<|im_start|>assistant\n", message.get("reasoning_content", "")
+        is_last = index > last_question and (thinks == "question" or thought or message is messages[-1])
+        if thinks == "all" or is_last:
+            begin, rest = "<think>\n", f"{thought}\n</think>\n\n"
+            header, content = header + begin * opens, begin * (not opens) + rest + content
+            if opens and not thought:
+                header, content = header + rest, content.removeprefix(rest)
         if "tool_calls" in message:
             content += '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-        header, thought = "<|im_start|>assistant\n<think>\n", message.get("reasoning_content")
-        if thought:
-            content = f"{thought}\n</think>\n\n{content}"
-        else:
-            header += "\n</think>\n\n"
         written += [(header, False), (f"{content}<|im_end|>", True), ("\n", False)]
     return written
 
@@ -175,8 +164,9 @@ def gpt_oss(messages: Messages) -> Written:
 FORMATS: dict[str, Callable[[Messages], Written]] = {
     "llama3": llama3,
     "qwen3": qwen3,
-    "qwen3_thinking": qwen3,
-    "qwen3_5": qwen3_5,
+    "qwen3_thinking": partial(qwen3, opens=True),
+    "qwen3_5": partial(qwen3, opens=True, thinks="question"),
+    "qwen3_8": partial(qwen3, opens=True, thinks="all"),
     "gpt_oss": gpt_oss,
 }
 EACH_TEMPLATE = pytest.mark.parametrize("name", FORMATS)

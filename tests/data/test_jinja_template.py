@@ -100,7 +100,9 @@ def test_no_template_takes_500_mb() -> None:
         text=True,
     )
     *codes, most_bytes = map(int, ended.stdout.split())
-    assert len(codes) == len(HOSTILE) and {*codes} >= {OUT_OF_MEMORY, -signal.SIGPROF}
+    # A source that is nested too deeply is an error of Jinja's, after which the process goes on.
+    ends = {name: code for name, code in zip(HOSTILE, codes, strict=True) if name != "a deep source"}
+    assert {*ends.values()} == {OUT_OF_MEMORY, -signal.SIGPROF}, ends
     assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 

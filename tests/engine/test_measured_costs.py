@@ -96,7 +96,8 @@ def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():
-    costs = costs_from_reports(COUNTED, reports_of(2))
+    costs = costs_from_reports(replace(COUNTED, launch_s=1.0), reports_of(2))
+    assert costs.launch_s == 0, "measured seconds contain launches"
     assert [layer.name for layer in costs.layers] == [layer.name for layer in COUNTED.layers]
     assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
     head = costs.layers[-1]

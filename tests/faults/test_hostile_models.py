@@ -208,10 +208,14 @@ MODELS = {
         PRETRAINED,
     ),
     "a file in the index that is a terminal's command": Case(
-        index({"a": "\x1b]0;pwned\x07"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
+        index({"a": "\x1b]0;pwned\x07.safetensors"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
     ),
-    "an index that climbs": Case(index({"a": "../outside.safetensors"}), "is not the name of a file", PRETRAINED),
-    "an index with an absolute name": Case(index({"a": "/etc/passwd"}), "is not the name of a file", PRETRAINED),
+    "an index that climbs": Case(
+        index({"a": "../outside.safetensors"}), "is not the name of a safetensors file", PRETRAINED
+    ),
+    "an index with an absolute name": Case(
+        index({"a": "/etc/passwd"}), "is not the name of a safetensors file", PRETRAINED
+    ),
     "an index of lists": Case(index({"a": ["b"]}), "index.json", PRETRAINED),
     "an index nested without end": Case(
         with_file("model.safetensors.index.json", DEEP, "model.safetensors"), "index.json cannot be read", PRETRAINED

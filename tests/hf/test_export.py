@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.faults.test_hostile_checkpoints import first, header
 from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
@@ -166,6 +167,14 @@ def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_ca
     capsys.readouterr()
     assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
     assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
+    (snapshot / "merges.txt").unlink()
+    # Weights under a name that the look for links leaves out.
+    (snapshot / "weights").symlink_to(tmp_path / "precious")
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "weights"}}))
+    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert "is not the name of a safetensors file" in capsys.readouterr().err and not output.exists()
 
 
 def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
@@ -219,6 +228,13 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
 def test_a_residual_that_fits_no_weight_is_refused(tmp_path, forged):
     checkpoint = Checkpointer(tmp_path).save(1, forged, {})
     with pytest.raises(HFError, match="residual/a fits no weight"):
+        checkpoint_weights(checkpoint)
+
+
+def test_a_weight_of_a_type_that_is_not_read_is_refused(tmp_path):
+    checkpoint = Checkpointer(tmp_path).save(1, {"weights/a": torch.zeros(2, 3)}, {})
+    header(lambda entries: first(entries).update(dtype="O"))(checkpoint)
+    with pytest.raises(HFError, match="a is of a type that is not read: O"):
         checkpoint_weights(checkpoint)
 
 

@@ -210,7 +210,7 @@ def test_an_index_cannot_point_outside_its_folder(hf, tmp_path):
     (tmp_path / "release" / SINGLE).rename(tmp_path / SINGLE)
     index = {"weight_map": {"model.norm.weight": f"../{SINGLE}"}}
     (tmp_path / "release" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(HFError, match="is not the name of a file beside it"):
+    with pytest.raises(HFError, match="is not the name of a safetensors file beside it"):
         read(release)
 
 

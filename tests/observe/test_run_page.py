@@ -279,6 +279,8 @@ def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command: Any, 
     drawn = folder / ("page.html" if command is draw_page else "loss.png")
     assert drawn.is_file() and not drawn.is_symlink() and drawn.stat().st_size > 1000
     assert not list(folder.glob(".*")), "a temporary file was left"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert command.main([str(folder), f"--output={pipe}"]) == 2 and pipe.is_fifo()
 
 
 def test_a_page_has_the_newest_continuations_of_each_run(tmp_path: Path) -> None:

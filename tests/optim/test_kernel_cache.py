@@ -5,21 +5,26 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, KINDS, SPLIT, StatelessRule, kind_of
 from torchround.optim import UpdateBuffers, UpdateKernel, kernel, kernel_kind
 from torchround.optim.kernel import CompiledUpdate, get_kernels
 from torchround.optim.kernel_check import example_buffers
 from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.node_threads import NodeThreads
 from torchround.optim.rules.adamw import AdamWRule
+from torchround.untrusted.regular_file import open_regular
 
 pytestmark = pytest.mark.compiles
 
@@ -142,6 +147,44 @@ def test_code_that_another_user_could_have_put_there_is_not_loaded(
     harm(cache, library)
     with caplog.at_level(logging.WARNING):
         assert get_kernels([SPLIT[0]], lambda: None) == {}
+
+
+def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(
+    kernels: dict[KernelKind, UpdateKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "update.so"
+    shutil.copyfile(kernel.private_folder() / SPLIT[0].library(), library)
+
+    def opened_then_replaced(path: Path) -> FileIO:
+        file = open_regular(path)
+        path.unlink()
+        path.write_bytes(b"another user's code")
+        return file
+
+    monkeypatch.setattr(kernel, "open_regular", opened_then_replaced)
+    CompiledUpdate(library, NodeThreads(1))
+
+
+@pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
+def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    """Inductor itself takes any folder of its name in /tmp."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(default_cache_dir())
+    if harm == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif harm == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        kernel.keep_inductor_private()
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert (given is None) == (harm == "nothing") == (not caplog.records)
+    assert Path(given or folder).stat().st_mode & 0o777 == 0o700
 
 
 class RunStopped(Exception):

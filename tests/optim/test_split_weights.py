@@ -1,5 +1,6 @@
 """Split weights: the round trip over all bit patterns that matter, and how the device weight is rounded."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,19 @@ def test_one_released_float16_weight_in_16_differs_from_the_cast_and_no_bfloat16
     device_weight, residual = split(released.float())
     assert torch.equal(device_weight.view(torch.int16), patterns)
     assert not residual.any()
+
+
+@pytest.mark.parametrize(("lr", "least", "most"), [(2.0**-15, 0.12, 0.15), (1e-4, 0.0, 3 / 2**16)])
+def test_a_first_update_moves_a_bfloat16_folder_onto_ties_if_its_rate_is_a_power_of_two(
+    lr: float, least: float, most: float
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter((torch.randn(2**18, generator=generator) * 0.02).bfloat16().float())
+    weight.grad = torch.randn(weight.shape, generator=generator) * 1e-3
+    torch.optim.AdamW([weight], lr=lr, weight_decay=0.0).step()
+    device_weight, residual = split(weight.detach())
+    assert least <= (residual == -(2**15)).float().mean() <= most
+    assert least / 2 <= (device_weight != weight.bfloat16()).float().mean() <= most / 2
 
 
 def test_splitting_changes_no_argument_and_the_halves_share_no_memory_with_it() -> None:

@@ -158,7 +158,10 @@ def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:
 def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
+    assert (
+        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing for these alone"
+        in answer.problem
+    )
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 

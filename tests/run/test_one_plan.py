@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 
+import pytest
+
 import torchround.run.run_plan
 from tests.support.small_run import small_runs
 from torchround.commands import plan_run, train_model
-from torchround.config import load_config
+from torchround.config import EngineTable, TrainingTable, load_config
+from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
+from torchround.pipeline.costs import BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 __all__ = ["small_runs"]
 
@@ -57,3 +62,13 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
     assert limits.host_bytes is not None and 0 < limits.host_bytes < 8 * MIB
     # bfloat16 sums that travel as float16 have the same size, and are converted all the same.
     assert limits.rounding_share == 1.0 and limits.rounding_bytes > 0
+
+
+def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none():
+    hardware = Hardware("cuda", 8, 2**34, 2**34)
+    for flavor, launch_s in (("debug", BLOCK_LAUNCH_S), ("debug_moe", EXPERTS_LAUNCH_S)):
+        model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
+        numbers = RunNumbers(TrainingTable(), EngineTable())
+        counted = run_question(model, numbers, hardware).costs()
+        assert counted.launch_s == pytest.approx((len(model.layers) - 2) * launch_s)
+        assert run_question(model, numbers, MACHINE).costs().launch_s == 0

@@ -34,7 +34,7 @@ class StoredSplitWeight(StoredTensor):
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
     """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name.
 
-    Raises `HFError` for a residual that fits no weight, and `CheckpointError`.
+    Raises `HFError` for a weight of a type that is not read or a residual that fits no weight, and `CheckpointError`.
     """
     found: dict[str, StoredTensor] = {}
     residuals: dict[str, StoredTensor] = {}
@@ -43,6 +43,10 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
         for name, tensor in read_header(checkpoint / file).items():
             kind, _, parameter = name.partition("/")
             if kind == WEIGHTS:
+                if tensor.dtype is None:
+                    raise HFError(
+                        f"{checkpoint}: {parameter} is of a type that is not read: {tensor.dtype_name}"
+                    )
                 found[parameter] = tensor
             elif kind == RESIDUAL:
                 residuals[parameter] = tensor

@@ -219,10 +219,9 @@ class Trained:
             self.adapters = adapter_names(model, self.module_names)
         expected = model.stored_shapes()
         for name, tensor in self.stored.items():
-            if tensor.dtype is None or expected.get(name) != tensor.shape:
+            if expected.get(name) != tensor.shape:
                 raise HFError(
-                    f"{request.checkpoint}: {name} of type {tensor.dtype_name} and shape {list(tensor.shape)} is not "
-                    "this model's"
+                    f"{request.checkpoint}: {name} of shape {list(tensor.shape)} is not this model's"
                 )
         self._dtype = request.dtype or run["training"]["dtype"]
         self.facts = card_facts(request, state, self.base, self.content)

@@ -24,6 +24,7 @@ from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.timeline import trace_events
+from torchround.untrusted.regular_file import write_whole
 
 WIDTH = 100  # in characters, of the table when the output is not a terminal
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports = simulate_all(names, setting)
         show(reports, setting)
         write_files(reports, setting, options)
-    except (CommandError, PlanError, ScheduleError) as error:
+    except (CommandError, PlanError, ScheduleError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
@@ -168,10 +169,10 @@ def write_files(
     """Write the files that `--json`, `--trace` and `--plot` name."""
     if options.json:
         data = {"schedules": {result.name: result.to_json() for result in reports}}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        write_whole(options.json, json.dumps(data, indent=1) + "\n")
     if options.trace:
         trace = trace_events((result.name, result.timeline) for result in reports)
-        options.trace.write_text(json.dumps(trace))
+        write_whole(options.trace, json.dumps(trace))
     if options.plot:
         try:
             from torchround.observe.timeline_picture import plot_reports

@@ -19,13 +19,17 @@ from torch import Tensor
 from torchround import keeping
 from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, flatten
 from torchround.layer import KEEPABLE, Hidden, MicroBatch
+from torchround.optim.kernel import keep_inductor_private
 
 
 class CompiledShape:
     """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
 
     def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
-        options = _deterministic_options() if backend == "inductor" else None
+        options = None
+        if backend == "inductor":
+            keep_inductor_private()
+            options = _deterministic_options()
         self._compiled = torch.compile(
             function, fullgraph=True, dynamic=False, backend=backend, options=options
         )

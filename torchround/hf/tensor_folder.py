@@ -163,9 +163,9 @@ def _indexed_files(index: Path) -> list[str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise HFError(f"{index} cannot be read: {error}") from error
     for name in names:
-        # A path in an index could name any file of the machine.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise HFError(f"{index}: {name!r} is not the name of a file beside it")
+        # A path in an index could name any file of the machine, and an export looks for links by their endings.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise HFError(f"{index}: {name!r} is not the name of a safetensors file beside it")
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise HFError(f"{index.parent}: {len(absent)} of {len(names)} files are missing: {', '.join(absent)}")

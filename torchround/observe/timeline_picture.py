@@ -18,6 +18,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
+from torchround.untrusted.regular_file import replaced_whole
 
 # Grey mixed into a layer's colour by the kind of task, as (share, grey level). Backwards have the full colour.
 SHADES = {
@@ -72,7 +73,8 @@ def plot_reports(
     panels[-1].set_xlim(0, span_s * 1e3)
     panels[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=0)
     _legend(figure, list(panels), reports, num_layers, title)
-    figure.savefig(path, dpi=dpi)
+    with replaced_whole(path) as file:
+        figure.savefig(file, dpi=dpi, format=path.suffix[1:] or None)
 
 
 def shown_window(report: ScheduleReport) -> tuple[float, float]:

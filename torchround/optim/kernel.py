@@ -197,6 +197,29 @@ def private_folder() -> Path:
         folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
     folder = folder.resolve()
+    _refuse_shared(folder)
+    return folder
+
+
+def keep_inductor_private() -> None:
+    """Let Inductor, which loads code too, use no folder in /tmp that another user has made under its name."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return  # the user's choice
+    folder = Path(default_cache_dir())
+    try:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        if folder.is_symlink():
+            raise KernelError(f"{folder} is a link")
+        _refuse_shared(folder.resolve())
+    except (KernelError, OSError) as error:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchround-")
+        logger.warning("%s; compiled code is not kept for the next run", error)
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Raise `KernelError` if another user could put a file into the folder, or another folder in its place."""
     for place in (folder, *folder.parents):
         status = place.stat()
         # A group with the number of its user is usually that user's alone. In a sticky folder only owners rename.
@@ -206,7 +229,6 @@ def private_folder() -> Path:
             raise KernelError(
                 f"{folder}: another user may write to {place} (TORCHINDUCTOR_CACHE_DIR names another folder)"
             )
-    return folder
 
 
 def _load(library: Path) -> ctypes.CDLL:

@@ -1,8 +1,9 @@
 """The memory that would do for a run that does not fit: of each device, and of the host."""
 
+import math
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.memory import size_text
+from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.run_question import RunQuestion
 from torchround.pipeline.search.partition_batch import Candidate
@@ -20,10 +21,15 @@ class EnoughMemory:
     def __str__(self) -> str:
         parts = []
         if self.device_bytes is not None:
-            parts.append(f"{size_text(self.device_bytes)} per device")
+            parts.append(f"{_rounded_up(self.device_bytes)} per device")
         if self.host_bytes is not None:
-            parts.append(f"{size_text(self.host_bytes)} of host memory in all")
+            parts.append(f"{_rounded_up(self.host_bytes)} of host memory in all")
         return " and ".join(parts)
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """Format bytes so that the printed figure is enough, too."""
+    return f"{math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB"
 
 
 def enough_memory(question: RunQuestion) -> EnoughMemory:

@@ -121,7 +121,7 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
     message = (
         f"weights, gradients and optimizer state need {size_text(state.state_bytes - state.loader_bytes)} of host "
         f"memory{loader}, and {size_text(question.host_bytes)} are available: "
-        f"{size_text(round(missing_gib * GIB))} are missing. What would help: {', '.join(keys)}"
+        f"{size_text(round(missing_gib * GIB))} are missing for these alone. What would help: {', '.join(keys)}"
     )
     return InfeasiblePlanError(message, "", missing_gib, keys)
 

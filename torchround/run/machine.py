@@ -24,6 +24,7 @@ from torchround.checkpoint.uncached_io import DirectFile
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import EngineError
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.optim.kernel import keep_inductor_private
 from torchround.pipeline.cards import find_device
 from torchround.pipeline.memory import size_text
 from torchround.run.hardware import Hardware, available_host_bytes
@@ -78,6 +79,7 @@ def compiler_text(kind: AcceleratorKind) -> str:
     if missing is not None:
         return missing
     try:
+        keep_inductor_private()
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=kind.name))
     except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
         reason = str(error).strip().partition("\n")[0]

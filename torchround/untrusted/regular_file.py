@@ -55,8 +55,10 @@ def replaced_whole(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that takes the place of `path` after the block: a reader finds the old content or all of the new.
 
     A link at `path` is replaced, and the file that it leads to stays as it is. After an error the old content stays.
-    Raises `OSError`.
+    Raises `OSError`, also if `path` is a folder, a pipe or a device, such as `/dev/stdout`.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is a directory, a pipe or a device; legal: the name of a file")
     # An unknown name, made exclusively: another person cannot put a link there, nor a second process the same name.
     unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:

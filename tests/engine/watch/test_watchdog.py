@@ -6,6 +6,8 @@ a slow machine too, the planted hang is the first one found, and all other threa
 
 import re
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -284,6 +286,32 @@ def test_events_that_a_device_passes_count_as_movement():
     assert Stream.COMPUTE in queues.unfinished() and queues.moves() == before
     passed.set()
     assert queues.moves() == before + 1 and queues.unfinished() == {}
+
+
+def test_the_thread_that_launches_kernels_asks_for_few_of_its_events():
+    """Each question is a call of the driver. No event may be missed, and those that wait stay few."""
+    asked, passed = [0], [0]
+
+    class Numbered(CpuDevice):
+        recorded = 0
+
+        def _record(self, stream):
+            self.recorded += 1
+            return SimpleNamespace(query=partial(self.query, self.recorded))
+
+        def query(self, number):
+            asked[0] += 1
+            return number <= passed[0]
+
+    device = Numbered(0)
+    queues = QueueWatch(device, lambda: None)
+    for number in range(1000):
+        passed[0] = max(0, number - 10)
+        device.record(Stream.COMPUTE)
+    assert 0 < asked[0] < 200
+    before = queues.moves()
+    passed[0] = 1000
+    assert before == 989 and queues.moves() == 1000 and queues.unfinished() == {}
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():

@@ -63,9 +63,10 @@ class TurnTemplate:
         message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
         text = self._probe([_message("user", QUESTION), message])
         self.has_several_headers = self._num_headers(text) > 1
-        # A template whose prompt opens thoughts closes them by itself in a message that has none.
-        opens_thoughts = "".join(part.text for part in self._header) + THOUGHT in text
-        self._closed_header = self._written_header if opens_thoughts else self._header
+        # A template whose prompt opens thoughts closes them by itself in a message that has none. It may write none at all in
+        # the answers to earlier questions.
+        closed = [self._last_header] if "".join(part.text for part in self._prompt) + THOUGHT in text else []
+        self._headers = (*closed, self._prompt, self._header)
 
     def render(
         self,
@@ -103,10 +104,10 @@ class TurnTemplate:
     ) -> tuple[list[TextSpan], list[TextSpan]]:
         """Split a section into its header and what follows, which may begin inside a part.
 
-        Thoughts that the template opens and closes by itself, in a message that has none, are part of the header.
+        The header is all that the template writes by itself: thoughts that the prompt opens, and their end in a message that
+        has none.
         """
-        is_closed = self._is_header(parts, section.start, self._closed_header)
-        header = self._closed_header if is_closed else self._header
+        header = next(each for each in self._headers if self._is_header(parts, section.start, each))
         first = section.start + len(header)
         rest = parts[first - 1].text[len(header[-1].text) :]
         inner = [TextSpan(rest, False)] if rest else []
@@ -150,7 +151,7 @@ class TurnTemplate:
         headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in answer_starts]
         # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
         self._header = self._common([prompt, *headers])
-        self._written_header = self._common(headers)
+        self._prompt, self._last_header = self._common([prompt]), self._common(headers[-1:])
         after = [self.marks.search(dialogue, place) for place in answer_starts]
         ends = {match[0] for match in after if match is not None}
         if not ends or self._num_headers(alone):
