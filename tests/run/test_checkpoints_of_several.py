@@ -99,14 +99,14 @@ def test_two_machines_continue_from_a_checkpoint_of_one(small_runs, source):
         overrides += ["--run.name=other", f"--checkpoint.load_path={path}"]
 
     def restore(group):
-        options, positions = options_of(*overrides), list()
+        options, positions = options_of(*overrides), []
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         assert checkpoints.restore(store, a_loader(positions))
         assert checkpoints.position.step == store.step == STEPS
         assert positions == [small_runs.saved_state("run")["data"]]
         return store
 
-    expected, found = small_runs.state("run"), dict()
+    expected, found = small_runs.state("run"), {}
     for store in run_machines(2, restore):
         assert store.owned and not found.keys() & store.named_views().keys()
         found |= store.named_views()
