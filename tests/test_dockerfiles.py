@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from torchround.commands import COMMANDS
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -31,16 +29,6 @@ def instructions(name):
 
 def of(name, word):
     return [arguments for found, arguments in instructions(name) if found == word]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_an_image_begins_at_one_release_and_copies_what_is_there(name):
-    (base,) = of(name, "FROM")
-    assert re.fullmatch(r"[\w/]+:[\d.]+-[\w.-]+", base), "a tag of one release, never `latest`"
-    copied = [arguments.split()[:-1] for arguments in of(name, "COPY")]
-    assert copied == [["constraints.txt"], ["."]] and (ROOT / "constraints.txt").is_file()
-    assert of(name, "ENTRYPOINT") == ['["torchround"]'] and of(name, "CMD") == ['["doctor"]']
-    assert "doctor" in COMMANDS
 
 
 @pytest.mark.parametrize("name", FILES)

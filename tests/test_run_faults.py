@@ -1,22 +1,13 @@
 """Runs in this process with faults of disks, steps and gradients, and mistakes that only the machine shows."""
 
 import logging
-import signal
 import threading
 from pathlib import Path
 
 import pytest
+from tests.support.planted_hangs import over, planted
 
-from tests.support.faults import over, planted
-from tests.support.small_run import (
-    STEPS,
-    awaiting_saves,
-    before_forward,
-    before_step,
-    interrupt,
-    small_runs,
-    with_model,
-)
+from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, small_runs
 from torchround.engine import lifecycle
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.run import hardware
@@ -115,29 +106,6 @@ def test_a_stuck_update_is_not_saved_and_the_newest_checkpoint_is_named(small_ru
     assert "an update was not completed" in caplog.text
     assert "the newest checkpoint is of step 2" in caplog.text
     assert small_runs.saved("run") == [2]
-
-
-def test_a_loss_that_is_not_finite_is_skipped_and_its_count_survives_a_resume(small_runs, monkeypatch, caplog):
-    calls = []
-
-    def change(model):
-        kind = type(model.layers[-1])
-        forward = kind.forward
-
-        def overflowing(self, hidden, micro_batch):
-            calls.append(None)
-            return forward(self, hidden, micro_batch) * (float("inf") if len(calls) == 5 else 1.0)
-
-        monkeypatch.setattr(kind, "forward", overflowing)
-
-    with_model(monkeypatch, change)
-    before_step(monkeypatch, 3, interrupt)
-    assert small_runs("run") == 128 + signal.SIGTERM
-    assert "step 2: the loss is not finite, micro-batches 0; loss inf" in caplog.text
-    state = small_runs.saved_state("run", 3)
-    assert (state["step"], state["applied_updates"], state["skipped_steps"]) == (3, 2, 1)
-    assert small_runs("run") == 0
-    assert [line["skipped_steps"] for line in small_runs.steps("run")] == [0, 1, 1, 1, 1]
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(small_runs, monkeypatch):

@@ -43,9 +43,8 @@ SINGLE = "model.safetensors"
 pytestmark = pytest.mark.thorough
 
 
-def mark(case):
-    by_default = ("qwen3_moe", "compact, predicted", "muon, compact", "muon, adapters")
-    return pytest.param(case, marks=[] if case in by_default else pytest.mark.nightly)
+def cases(*by_default):
+    return [pytest.param(case, marks=[] if case in by_default else pytest.mark.nightly) for case in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def exported(name, folder, *options, step=3):
     return target
 
 
-@pytest.mark.parametrize("case", [mark(case) for case in RUNS])
+@pytest.mark.parametrize("case", cases("compact, predicted", "muon, adapters", "qwen3_moe"))
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(case, folder, releases):
     kind, *settings = RUNS[case]
     take(folder, releases(kind))
@@ -124,7 +123,7 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_devices(folder):
     assert all(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("case", [mark(case) for case in RUNS if case != "muon, adapters"])
+@pytest.mark.parametrize("case", cases("qwen3_moe", "muon, compact")[:-1])
 def test_an_export_is_what_transformers_loads_with_the_weights_of_the_checkpoint(case, folder, releases):
     kind, *settings = RUNS[case]
     take(folder, releases(kind))
@@ -186,12 +185,16 @@ def test_adapters_of_another_run_are_loaded(folder):
     assert weights and all(torch.equal(first[key], second[key]) for key in weights)
 
 
-def test_a_dry_run_and_a_plan_count_the_model_and_make_nothing(folder, capsys):
+def test_a_dry_run_counts_the_model_and_makes_nothing(folder, capsys):
     assert run("small", "--dry-run") == 0
     assert "a checkpoint takes" in capsys.readouterr().out
+    assert not (folder / "outputs").exists()
+
+
+@pytest.mark.nightly
+def test_a_plan_counts_the_model(folder, capsys):
     assert plan_run.main(["--config", "small.toml", "--device", "rtx4090", "--num-devices", "2"]) == 0
     assert "each device needs" in capsys.readouterr().out
-    assert not (folder / "outputs").exists()
 
 
 NO_FOLDER = "--model.hf_path=none"

@@ -18,16 +18,6 @@ def test_a_run_with_adapters_trains_them_alone(small_runs):
     assert {name for name in end if "lora_" not in name} == {name for name in start if "weights/" in name}
 
 
-def test_a_resumed_run_with_dropout_has_the_same_bits(small_runs):
-    assert small_runs("whole", *LORA) == 0
-    assert small_runs("parts", *LORA, "--training.steps=2", "--lr_schedule.decay=none") == 0
-    assert small_runs("whole-none", *LORA, "--lr_schedule.decay=none") == 0
-    assert small_runs("parts", *LORA, "--lr_schedule.decay=none") == 0
-    small_runs.assert_same("parts", "whole-none")
-    assert small_runs("dry", *LORA, "--lora.dropout=0.0") == 0
-    assert small_runs.losses("dry") != small_runs.losses("whole")
-
-
 def test_validation_does_not_change_the_dropout_of_training(small_runs):
     validation = ("--validation.interval_steps=1", "--data.validation_fraction=0.1")
     assert small_runs("held-out", *LORA, *validation[1:]) == 0
@@ -37,10 +27,8 @@ def test_validation_does_not_change_the_dropout_of_training(small_runs):
 
 
 def test_an_unknown_lora_target_is_refused(small_runs, capsys):
-    assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["query"]') == 2
-    assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
     assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["all-linear"]') == 2
-    assert "name them all for adapters on every linear map" in capsys.readouterr().err
+    assert "name them all" in capsys.readouterr().err
 
 
 def test_adapters_on_random_weights_are_a_warning(small_runs, caplog):

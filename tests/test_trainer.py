@@ -197,16 +197,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkey
 # Data.
 
 
-def test_data_that_ends_ends_the_run_with_a_checkpoint(small_runs, capsys):
-    write_text(small_runs.folder / "text.jsonl", lines=3)
-    for _ in range(2):
-        assert small_runs("run", "--training.steps=100", "--data.epochs=1") == 0
-        assert "come to its end" in capsys.readouterr().out
-        [last] = small_runs.saved("run")
-        assert list(small_runs.losses("run")) == list(range(1, last + 1)) and 1 < last < 100
-
-
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_bad_record_ends_the_run_after_a_save_and_a_repair_lets_it_continue(small_runs, capsys, workers):
     overrides = ["--data.shuffle=false", "--training.steps=20", f"--data.num_workers={workers}"]
     assert small_runs("whole", *overrides) == 0
@@ -238,7 +229,7 @@ def test_the_count_of_skipped_records_survives_a_resume(small_runs, capsys):
 # Validation.
 
 
-@pytest.mark.parametrize("update", ["sync", "async"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small_runs, update):
     write_text(small_runs.folder / "held-out.jsonl", lines=4, seed=1)
     overrides = [f"--engine.update={update}", '--validation.sources=[{ path = "held-out.jsonl" }]']

@@ -56,21 +56,6 @@ def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(small_costs
     assert list(json.loads(out.read_text())["schedules"]) == list(SCHEDULES)
 
 
-def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):
-    (tmp_path / "precious").write_text("precious")
-    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "trace", "plot")}
-    files["plot"] = tmp_path / "out.svg"
-    for file in files.values():
-        file.symlink_to("precious")
-    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "1f1b"]
-    assert main([*arguments, *(f"--{kind}={file}" for kind, file in files.items())]) == 0
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
-    for kind in files:
-        assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
-        assert "there is no folder" in capsys.readouterr().err
-
-
 def test_costs_of_a_model_are_counted_for_a_card(tmp_path):
     out = tmp_path / "out.json"
     arguments = ["--model", "llama3/3.2-1B", "--device", "rtx4090", "--schedules", "1f1b,mobius", "--json", str(out)]
@@ -87,6 +72,20 @@ def test_trace_and_plot_are_written(small_costs, tmp_path):
     assert main([*arguments, *files]) == 0
     processes = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert len(processes) == 4 and (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):
+    (tmp_path / "precious").write_text("precious")
+    files = {"json": tmp_path / "out.json", "trace": tmp_path / "out.trace", "plot": tmp_path / "out.svg"}
+    for file in files.values():
+        file.symlink_to("precious")
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "1f1b"]
+    assert main([*arguments, *(f"--{kind}={file}" for kind, file in files.items())]) == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
+    for kind in files:
+        assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
+        assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("schedule", "fused"), [("roundpipe_sync", True), ("gpipe", False)])

@@ -6,12 +6,8 @@ import pytest
 
 from tests.run.test_counted_memory import RandomSetting, seeds
 from tests.support.machines import run_machines
-from torchround.data import cut
-from torchround.engine.store.ownership import Ownership
-from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.plan_report import host_memory, plan_for
 from torchround.pipeline.run_question import PlannedMachines
-from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -37,40 +33,13 @@ class MachineSetting(RandomSetting):
         model = self.model()
         return run_question(model, self.numbers, hardware, validates=self.validates, machines=machines)
 
-    def taken(self, group, plan):
-        """Run three steps on this machine, with validations between if there are any; return all that was allocated."""
-        model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
-        ownership = Ownership(group.rank, group.size)
-        store = build_store(model, self.numbers, hardware, ownership=ownership)
-        store.initialize(model, 0)
-        devices = hardware.make_devices()
-        tables = self.numbers, self.optimizer
-        with build_engine(model, store, devices, plan, *tables, machines=group) as engine:
-            reserve_buffers(engine, self.training, self.validates)
-            reserved = engine.pool.allocated_bytes
-            for seed in range(3):
-                parts = cut(self.batch(seed), self.training.micro_batch_size)
-                share = step_share(len(parts), plan.rounds, group.rank, group.size)
-                own = [parts[index] for index in share.micro_batches]
-                engine.forward_backward(own, share, sum(part.num_labels() for part in parts))
-                engine.step(1e-3)
-                share = step_share(len(parts), 1, group.rank, group.size)
-                if self.validates and share.micro_batches:
-                    assert engine.evaluate([parts[index] for index in share.micro_batches]).loss() > 0
-            engine.drain()
-            assert engine.pool.allocated_bytes == reserved, "steps took more than was reserved before them"
-            peaks = [device.peak_bytes() for device in devices]
-            assert max(peaks) <= self.device_bytes
-            activations = self.most_activations(plan)
-            return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
-
 
 @pytest.mark.parametrize("seed", seeds(range(12), 3))
 def test_the_fullest_machine_takes_what_is_counted(seed):
     setting = MachineSetting(seed)
     plan = plan_for(setting.question())
     counted = host_memory(setting.question(), plan)
-    taken = run_machines(setting.num_machines, lambda group: setting.taken(group, plan))
+    taken = run_machines(setting.num_machines, lambda group: setting.measured_bytes(plan, group))
     # The links' staging memory is beside what the allocators count.
     assert max(taken) <= counted.total_bytes - counted.exchange_bytes
     assert max(taken) >= 0.99 * (counted.total_bytes - counted.exchange_bytes)

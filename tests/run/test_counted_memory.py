@@ -13,8 +13,10 @@ import torch
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
+from torchround.engine.store.ownership import Ownership
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import fits, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
@@ -97,22 +99,25 @@ class RandomSetting:
         positions = torch.arange(training.seq_len).expand(shape).contiguous()
         return MicroBatch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(tokens))
 
-    def measured_bytes(self, plan):
-        """Run three steps, with validations between if there are any; return all that was allocated."""
+    def measured_bytes(self, plan, group=None):
+        """Run three steps, with validations between if there are any; return all that was allocated on this machine."""
+        rank, size = (group.rank, group.size) if group else (0, 1)
         model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
-        store = build_store(model, self.numbers, hardware)
+        store = build_store(model, self.numbers, hardware, ownership=Ownership(rank, size) if group else None)
         store.initialize(model, 0)
         devices = hardware.make_devices()
-        with build_engine(model, store, devices, plan, self.numbers, self.optimizer) as engine:
+        with build_engine(model, store, devices, plan, self.numbers, self.optimizer, machines=group) as engine:
             reserve_buffers(engine, self.training, self.validates)
             reserved = engine.pool.allocated_bytes
-            parts = [cut(self.batch(seed), self.training.micro_batch_size) for seed in range(3)]
-            for micro_batches in parts:
-                engine.forward_backward(micro_batches)
+            for seed in range(3):
+                parts = cut(self.batch(seed), self.training.micro_batch_size)
+                share = step_share(len(parts), plan.rounds, rank, size)
+                own = [parts[index] for index in share.micro_batches]
+                engine.forward_backward(own, share, sum(part.num_labels() for part in parts))
                 engine.step(1e-3)
-                if self.validates:
-                    results = [engine.evaluate(validation) for validation in parts[:2]]
-                    assert all(result.loss() > 0 for result in results)
+                share = step_share(len(parts), 1, rank, size)
+                if self.validates and share.micro_batches:
+                    assert engine.evaluate([parts[index] for index in share.micro_batches]).loss() > 0
             engine.drain()
             assert engine.pool.allocated_bytes == reserved, "steps took more than was reserved before them"
             peaks = [device.peak_bytes() for device in devices]

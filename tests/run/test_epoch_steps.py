@@ -60,7 +60,7 @@ def test_steps_that_are_left_out_are_those_of_the_epochs_and_a_resume_takes_the_
     assert files_of(small_runs.path("stopped")) == before
 
 
-@pytest.mark.parametrize(("batch", "warns", "dry"), [(8, True, ()), (8, True, ("--dry-run",)), (1, False, ())])
+@pytest.mark.parametrize(("batch", "warns", "dry"), [(8, True, ()), (1, False, ("--dry-run",))])
 def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(small_runs, caplog, batch, warns, dry):
     overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
     assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns

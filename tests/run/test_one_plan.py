@@ -23,7 +23,6 @@ KEYS = [
     *("--training.dtype=bfloat16", "--engine.grad_dtype=float16", "--engine.accumulate_dtype=bfloat16"),
 ]
 MACHINE = Hardware("cpu", 2, 64 * MIB, 8 * MIB)
-TRAINING = TrainingTable(seq_len=512, global_batch_size=8, micro_batch_size=1, dtype="float32")
 
 
 def on_this_machine(patch, machine):
@@ -69,7 +68,7 @@ def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host
     hardware = Hardware("cuda", 8, 2**34, 2**34)
     for flavor, launch_s in (("debug", BLOCK_LAUNCH_S), ("debug_moe", EXPERTS_LAUNCH_S)):
         model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
-        numbers = RunNumbers(TRAINING, EngineTable())
+        numbers = RunNumbers(TrainingTable(), EngineTable())
         counted = run_question(model, numbers, hardware).costs()
         assert counted.launch_s == pytest.approx((len(model.layers) - 2) * launch_s)
         assert run_question(model, numbers, MACHINE).costs().launch_s == 0

@@ -43,7 +43,7 @@ def question_for(config, *keys):
 
 
 def by_tier(path):
-    by_default = ("debug", "qwen3_1_7b", "llama3_1_8b")
+    by_default = ("debug", "qwen3_1_7b")
     return pytest.param(path, marks=[] if path.stem in by_default else pytest.mark.nightly, id=path.stem)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import torchround.run.checkpoints
 import torchround.trainer
-from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, before_forward, small_runs
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.config import CheckpointTable, ValidationTable
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
@@ -167,14 +167,3 @@ def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(sma
     assert small_runs("run") == 0
     assert tries == [3] and len(slept) == 2 * RETRY_S
     small_runs.assert_same("run", "whole", STEPS)
-
-
-def test_a_fault_before_the_first_update_saves_nothing(small_runs, monkeypatch):
-    def fail(call):
-        raise RuntimeError("planted")
-
-    with monkeypatch.context() as patch:
-        before_forward(patch, 1, fail)
-        assert small_runs("run") == 1
-    assert small_runs.saved("run") == []
-    assert small_runs("run") == 0

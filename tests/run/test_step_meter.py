@@ -147,15 +147,16 @@ def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does(
     meter = StepMeter([CpuDevice(0), CpuDevice(1)], 6e6, None, clock=clock)
     clock.now_s += 60.0  # before the start
     meter.start()
-    for _ in range(4):
+    for excluded_s in (0.0, 60.0, 0.0, 30.0):
         with meter.waiting_for_data():
             clock.now_s += 0.5
         clock.now_s += 1.5
-        meter.add(FinishedStep(), 100)
-    for seconds in (60.0, 30.0):
         with suppress(RuntimeError), meter.excluded():
-            clock.now_s += seconds
+            clock.now_s += excluded_s
             raise RuntimeError("the disk is full")
+        meter.add(FinishedStep(), 100)
+    with meter.excluded():
+        clock.now_s += 30.0  # before the record
     found = record(meter)
     assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
     with pytest.raises(ValueError, match="no step was counted"):

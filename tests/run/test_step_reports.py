@@ -38,7 +38,7 @@ def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs):
     assert [line["loss"] for line in sparse] == pytest.approx(expected, rel=1e-12)  # rounding of one division
 
 
-@pytest.mark.parametrize("update", ["sync", "async"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_runs, update):
     write_text(small_runs.folder / "text.jsonl", lines=9)
     ends = ["--training.steps=1000", "--data.epochs=1", f"--engine.update={update}"]

@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_no_candidate(small_runs, losses):
 # Patience.
 
 
-@pytest.mark.parametrize("update", [(), (ASYNC,)], ids=["sync", "async"])
+@pytest.mark.parametrize("update", [pytest.param((), marks=pytest.mark.nightly), (ASYNC,)], ids=["sync", "async"])
 def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(small_runs, losses, capsys, update):
     patient = (*LONG, *update, "--validation.patience=4", "--metrics.log_every_steps=4")
     assert small_runs("whole", *patient) == 0
