@@ -1,46 +1,87 @@
 """The end of an engine gives device memory and pool memory back at once: no reference cycle waits for the collector.
 
-The caller keeps all that a caller can have: the engine, its results, and the fault that ended it.
+The caller keeps all that a caller can have: the engine, its results, and the fault that ended it. Each buffer is the
+memory of a numpy array. A tensor's storage holds the array, so the array lives exactly as long as the last view of the
+buffer. Python's weak references to tensors and storages say nothing about their memory.
 """
 
 import gc
+import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.recorded_memory import RecordedBuffers, record_buffers
-from tests.support.small_run import SmallRuns, small_runs
-from tests.support.toy import KEPT, PARTITIONS, ToyBlock, ToyHead, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.small_run import small_runs
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC
-from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.kept_transfers import KeptTransfers
+from torchround.engine.store.host_memory import HostAllocator
 
 __all__ = ["small_runs"]
 
 BATCHES = toy_batches(3, micro_batches=4)
-DEVICES = {"cpu:0", "cpu:1"}
+POOL = "the pool of host buffers"
+
+
+class RecordedBuffers:
+    """The buffers of virtual devices and of the pool that were allocated, with a word for who asked for each.
+
+    `fresh_starts` counts the allocations that were made while no other buffer was in memory.
+    """
+
+    def __init__(self):
+        self._buffers = []
+        self.fresh_starts = 0
+
+    def allocate(self, owner, nbytes):
+        self.fresh_starts += nbytes > 0 and not self.alive()
+        array = np.zeros(nbytes, dtype=np.uint8)
+        self._buffers.append((owner, nbytes, weakref.ref(array)))
+        return torch.from_numpy(array)
+
+    def alive(self):
+        """Describe every buffer that is still in memory."""
+        return [f"{nbytes} bytes of {owner}" for owner, nbytes, array in self._buffers if array() is not None]
+
+    def owners(self):
+        return {owner for owner, _, _ in self._buffers}
 
 
 @pytest.fixture
-def buffers(monkeypatch: pytest.MonkeyPatch):
-    recorded = record_buffers(monkeypatch)
+def buffers(monkeypatch):
+    buffers, on_device, on_host = RecordedBuffers(), CpuDevice.allocate, HostAllocator.allocate
+
+    def allocate(device, nbytes):
+        on_device(device, nbytes)  # the device's own count and limit
+        return buffers.allocate(device.name, nbytes)
+
+    def allocate_on_host(memory, nbytes, *arguments, **options):
+        found = on_host(memory, nbytes, *arguments, **options)
+        return buffers.allocate(POOL, nbytes) if memory.what == POOL else found
+
+    monkeypatch.setattr(CpuDevice, "allocate", allocate)
+    monkeypatch.setattr(HostAllocator, "allocate", allocate_on_host)
     gc.collect()
     gc.disable()
-    yield recorded
+    yield buffers
     gc.enable()
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"rounds": 2}, {"layerwise_recompute": True}, {"accumulate_dtype": torch.bfloat16}, {"kept": KEPT["mixed"]}],
-    ids=str,
+    ("partition", "settings"),
+    [
+        ("one stage", {"accumulate_dtype": torch.bfloat16}),
+        ("one layer a stage", {"rounds": 2}),
+        ("forward coarser", {"layerwise_recompute": True, "kept": KEPT["mixed"]}),
+        ("backward coarser", {"rounds": 2, "accumulate_dtype": torch.bfloat16, "kept": KEPT["mixed"]}),
+    ],
 )
-def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str, settings: dict) -> None:
+def test_close_gives_every_buffer_back(buffers, partition, settings):
     model = toy_model(tied=True)
     engine = toy_engine(model, toy_store(model, policy=ASYNC), PARTITIONS[partition], 2, **settings)
     kept = [engine.evaluate(BATCHES[0])]
@@ -49,12 +90,12 @@ def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str,
         engine.step(1e-2)
     assert buffers.alive()
     engine.close()
-    assert buffers.owners() == DEVICES | {"a pool"} and not buffers.alive()
+    assert buffers.owners() == {"cpu:0", "cpu:1", POOL} and not buffers.alive()
     assert all(result.loss() > 0 and result.reports() for result in kept)
     assert all(result.update().grad_norm > 0 for result in kept[1:])
 
 
-def test_compiled_layers_keep_no_buffer(buffers: RecordedBuffers) -> None:
+def test_compiled_layers_keep_no_buffer(buffers):
     model = toy_model()
     compiler = LayerCompiler(model, backend="aot_eager")
     with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2, compiler=compiler) as engine:
@@ -62,98 +103,51 @@ def test_compiled_layers_keep_no_buffer(buffers: RecordedBuffers) -> None:
     assert any(kind.shapes for kind in compiler.kinds) and not buffers.alive()
 
 
-def fail_in_forward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    def forward(self, hidden, micro_batch):
-        activation = buffers.allocate("an activation", 64)
-        raise ValueError(f"planted with {activation.numel()}")
-
-    monkeypatch.setattr(ToyBlock, "forward", forward)
-
-
-def fail_in_backward(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    plain = ToyHead.forward
+@pytest.mark.parametrize("place", ["layer", "after parts are recorded", "after a replay", "backward", "copy", "update"])
+def test_a_fault_gives_every_buffer_back(buffers, monkeypatch, place):
+    planted = []
 
     class Failing(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, loss):
+        def forward(ctx, hidden):
             ctx.activation = buffers.allocate("an activation", 64)
-            return loss.clone()
+            return hidden.clone()
 
         @staticmethod
         def backward(ctx, gradient):
             raise ValueError(f"planted with {ctx.activation.numel()}")
 
-    monkeypatch.setattr(ToyHead, "forward", lambda *arguments: Failing.apply(plain(*arguments)))
+    class Block(ToyBlock):
+        def forward(self, hidden, micro_batch):
+            if planted == ["layer"]:
+                activation = buffers.allocate("an activation", 64)
+                raise ValueError(f"planted with {activation.numel()}")
+            output = super().forward(hidden, micro_batch)
+            if planted == ["backward"] and torch.is_grad_enabled():
+                return Failing.apply(output)
+            if planted == ["after a replay" if torch.is_grad_enabled() else "after parts are recorded"]:
+                raise ValueError(f"planted with {output.shape}")
+            return output
 
+    class Device(CpuDevice):
+        def _copy(self, stream, destination, source):
+            if planted == ["copy"]:
+                raise ValueError("planted")
+            super()._copy(stream, destination, source)
 
-def fail_in_a_copy(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    def copy(self, stream, destination, source):
+    def failing(*arguments):
         raise ValueError("planted")
 
-    monkeypatch.setattr(CpuDevice, "_copy", copy)
-
-
-def fail_in_the_optimizer(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    def landed(self, *arguments):
-        raise ValueError("planted")
-
-    monkeypatch.setattr(Ordering, "before_gradient_read", landed)
-
-
-def fail_after_a_record(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    """A layer's parts are recorded, and then it fails before they are sent."""
-    recorded = KeptTransfers.recorded
-
-    def recording(self, layer, call):
-        def failing(hidden, micro_batch):
-            output = call(hidden, micro_batch)
-            raise ValueError(f"planted with {output.shape}")
-
-        return recorded(self, layer, failing)
-
-    monkeypatch.setattr(KeptTransfers, "recorded", recording)
-
-
-def fail_in_a_replay(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    """A kept tensor is missing, so that the recomputation cannot take it."""
-    upload = KeptTransfers._upload
-
-    def losing(self, found):
-        staged = upload(self, found)
-        for tensors in staged.tensors.values():
-            tensors.pop()
-        return staged
-
-    monkeypatch.setattr(KeptTransfers, "_upload", losing)
-
-
-def fail_between_record_and_send(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
-    def send(self, *arguments):
-        raise ValueError("planted")
-
-    monkeypatch.setattr(KeptTransfers, "send", send)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        fail_in_forward,
-        fail_in_backward,
-        fail_in_a_copy,
-        fail_in_the_optimizer,
-        fail_after_a_record,
-        fail_between_record_and_send,
-        fail_in_a_replay,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_a_fault_gives_every_buffer_back(buffers: RecordedBuffers, monkeypatch: pytest.MonkeyPatch, plant) -> None:
     model = toy_model()
-    engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2, kept=KEPT["all"])
+    model = replace(model, layers=(model.layers[0], *(Block() for _ in model.layers[1:-1]), model.layers[-1]))
+    settings = {"rounds": 2, "kept": KEPT["all"], "wrap": lambda device: Device(int(device.name[4:]))}
+    engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, **settings)
     train(engine, BATCHES[:1])
-    plant(monkeypatch, buffers)
+    planted.append(place)
+    if place == "update":
+        monkeypatch.setattr(Ordering, "before_gradient_read", failing)
     kept = []
-    with pytest.raises(PipelineError, match="planted|and only 1 were kept") as fault:
+    with pytest.raises(PipelineError, match="planted") as fault:
         for micro_batches in BATCHES:
             kept.append(engine.forward_backward(micro_batches))
             engine.step(1e-2)
@@ -162,30 +156,18 @@ def test_a_fault_gives_every_buffer_back(buffers: RecordedBuffers, monkeypatch: 
     assert not buffers.alive()
 
 
-def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers: RecordedBuffers) -> None:
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 1) as engine:
+def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers):
+    model, partition = toy_model(), PARTITIONS["forward coarser"]
+    with toy_engine(model, toy_store(model), partition, 1) as engine:
         needed = engine.devices[0].peak_bytes()  # before the first pass: the slots for weights and gradients
     devices = [CpuDevice(0), CpuDevice(1, needed - 1)]
     with pytest.raises(DeviceMemoryError) as error:
-        toy_engine(
-            model, toy_store(model), PARTITIONS["forward coarser"], 2, wrap=lambda device: devices[int(device.name[4:])]
-        )
-    assert error.value is not None and buffers.owners() >= DEVICES and not buffers.alive()
+        toy_engine(model, toy_store(model), partition, 2, wrap=lambda device: devices[int(device.name[4:])])
+    assert error.value is not None and buffers.owners() >= {"cpu:0", "cpu:1"} and not buffers.alive()
 
 
-def test_the_engine_after_the_one_that_measures_begins_with_empty_devices(
-    buffers: RecordedBuffers, small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate, alive = DeviceWorker.allocate, []
-
-    def seen(self: DeviceWorker) -> None:
-        if self._device.name == "cpu:0":  # the first device of each engine
-            alive.append(buffers.alive())
-        allocate(self)
-
-    monkeypatch.setattr(DeviceWorker, "allocate", seen)
+def test_the_engine_after_the_one_that_measures_begins_with_empty_devices(buffers, small_runs):
     keys = ["--engine.plan=none", "--engine.measure_steps=3", "--trace.steps=[2]", "--validation.interval_steps=2"]
     keys += ["--checkpoint.interval_steps=2", "--validation.sources=[{ path = 'text.jsonl' }]"]
     assert small_runs("run", *keys) == 0
-    assert alive == [[], []] and not buffers.alive()
+    assert buffers.fresh_starts == 2 and not buffers.alive()

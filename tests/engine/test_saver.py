@@ -1,26 +1,31 @@
 """Saves beside training write the store as it is at their step, and do not change training."""
 
 import threading
+import time
 
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, watched
+from tests.support.toy import (
+    PARTITIONS,
+    ToyEmbedding,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    watched,
+)
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.engine.bounded_updates import BoundedOptimizerWorker
-from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
-STEPS = 5
 KINDS = {
-    "sync": {},
-    "sync, tied, two rounds": {"tied": True, "rounds": 2},
     "sync, partly frozen": {"frozen": (0, 2)},
-    "async": {"policy": ASYNC},
+    "sync, tied, two rounds": {"tied": True, "rounds": 2},
     "async, predict": {"policy": ASYNC_PREDICT},
     "async, tied, two rounds, bfloat16": {"policy": ASYNC, "tied": True, "rounds": 2, "dtype": torch.bfloat16},
     "async, float16, every update skipped": {"policy": ASYNC, "dtype": torch.float16, "poisoned": True},
@@ -38,6 +43,12 @@ def build(tied=False, frozen=(), policy=SYNC, dtype=torch.float32, poisoned=Fals
     return toy_engine(model, store, PARTITION, 3, **settings)
 
 
+def step(engine, micro_batches):
+    result = engine.forward_backward(micro_batches)
+    engine.step(1e-2)
+    return result
+
+
 def files(folder):
     return {(path.parent.name, path.name): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -47,64 +58,68 @@ def saving(checkpointer):
     return lambda source: checkpointer.save(source.step, source.tensors, source.state, source)
 
 
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_of_each_step_beside_training_equals_one_that_blocks_byte_for_byte(kind, tmp_path):
-    batches = toy_batches(STEPS, micro_batches=4)
+    batches = toy_batches(4, micro_batches=4)
     with build(**KINDS[kind]) as engine:
         for micro_batches in batches:
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
             engine.drain()
             store = engine.store
             Checkpointer(tmp_path / "blocking").save(store.step, store.named_views(), store.resume_state())
         expected = {name: view.clone() for name, view in store.named_views().items()}
     with build(**KINDS[kind]) as engine:
         for micro_batches in batches:
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
             engine.save(saving(Checkpointer(tmp_path / "beside"))).may_publish()
     assert_same_state(engine.store.named_views(), expected)
     blocking, beside = files(tmp_path / "blocking"), files(tmp_path / "beside")
-    assert beside.keys() == blocking.keys() and len(beside) == 3 * STEPS
+    assert beside.keys() == blocking.keys() and len(beside) == 3 * len(batches)
     assert [name for name in blocking if beside[name] != blocking[name]] == []
 
 
-def test_no_update_of_a_bundle_begins_before_it_was_read_and_all_others_may(monkeypatch):
+def first_bundle(source):
+    """Return the names of the tensors of the first layer, which is a bundle of its own, and copies of all tensors."""
+    first = next(iter(source.tensors)).removeprefix("weights/").split(".")[0]
+    own = [name for name in source.tensors if name.split("/")[1].startswith(first)]
+    return own, {name: tensor.clone() for name, tensor in source.tensors.items()}
+
+
+def test_a_bundle_is_updated_once_it_was_read_and_all_others_wait_for_the_save():
     """The save reads one bundle and waits. The next step is computed, and its update stops at the second bundle."""
-    read_one, go_on, updated = threading.Event(), threading.Event(), []
-    update = OptimizerWorker._update_bundle
-
-    def watched(worker, bundle, step, *arguments):
-        updated.append((step, bundle.index))
-        update(worker, bundle, step, *arguments)
-
-    monkeypatch.setattr(OptimizerWorker, "_update_bundle", watched)
+    computed = threading.Event()
 
     def slow(source):
-        first = next(iter(source.tensors)).removeprefix("weights/").split(".")[0]
-        for name in [name for name in source.tensors if name.split("/")[1].startswith(first)]:
+        own, before = first_bundle(source)
+        assert computed.wait(60)
+        *most, last = own
+        for name in most:
             source.finished_reading(name)
-        read_one.set()
-        assert go_on.wait(60)
-        return list(updated)
+        time.sleep(0.05)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in source.tensors.items()), "none was read whole"
+        source.finished_reading(last)
+        wait_until(lambda: not any(torch.equal(source.tensors[name], before[name]) for name in own))
+        time.sleep(0.05)
+        return [name for name in before if name not in own and not torch.equal(source.tensors[name], before[name])]
 
     with build() as engine:
-        for micro_batches in toy_batches(2, micro_batches=4):
-            result = engine.forward_backward(micro_batches)
-            engine.step(1e-2)
-            if engine._step == 1:
-                save = engine.save(slow)
-        assert read_one.wait(60)
+        first, second = toy_batches(2, micro_batches=4)
+        step(engine, first)
+        save = engine.save(slow)
+        result = step(engine, second)
         assert result.loss() > 0  # the step after the save's is computed meanwhile
         result.reports()
-        go_on.set()
-        before_it_was_read = save.result()
-        report = result.update()
-    bundles = len(engine.store.trained)
-    assert [step for step, _ in before_it_was_read].count(0) == bundles
-    assert set(before_it_was_read) - {(0, index) for index in range(bundles)} <= {(1, 0)}
-    assert report.waited_for_save_s > 0
-    assert len(updated) == 2 * bundles
+        computed.set()
+        assert save.result() == []
+        assert result.update().waited_for_save_s > 0
+    assert engine.store.step == 2
 
 
 def test_a_save_may_begin_before_the_first_step_and_twice_for_one_step(tmp_path):
@@ -113,8 +128,7 @@ def test_a_save_may_begin_before_the_first_step_and_twice_for_one_step(tmp_path)
         for checkpointer in checkpointers[:2]:
             engine.save(saving(checkpointer)).may_publish()
         for micro_batches in toy_batches(2, micro_batches=4):
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
         engine.save(saving(checkpointers[2])).may_publish()
     assert [checkpointer.complete_steps() for checkpointer in checkpointers] == [[0], [0], [2]]
     first, again = (files(tmp_path / name) for name in ("first", "again"))
@@ -125,8 +139,7 @@ def test_a_checkpoint_appears_only_when_it_is_allowed_to(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     with build() as engine:
         for index, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
             if index == 0:
                 save = engine.save(saving(checkpointer))
         engine.drain()  # three more updates: everything was read long ago
@@ -140,75 +153,77 @@ def test_a_save_that_fails_raises_for_its_caller_and_holds_nothing_up(tmp_path):
     (tmp_path / "file").write_text("")
     with build() as engine:
         for micro_batches in toy_batches(3, micro_batches=4):
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
             save = engine.save(saving(Checkpointer(tmp_path / "file" / "below")))
             with pytest.raises(CheckpointError, match="could not be written"):
                 save.result()
     assert engine.store.step == 3
 
 
+def fail(engine, monkeypatch):
+    """Let the next step fail on a device, and the engine with it."""
+
+    def forward(layer, hidden, micro_batch):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(ToyEmbedding, "forward", forward)
+    with pytest.raises(PipelineError, match="planted"):
+        step(engine, toy_batches(1, micro_batches=4)[0])
+        engine.drain()
+
+
+def until_abandoned(source):
+    with pytest.raises(Stopped):
+        while True:
+            source.raise_if_abandoned()
+            time.sleep(0.001)
+
+
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(policy, monkeypatch, tmp_path):
     """An update waits in its middle for a save that is stuck, and a device fails. The update must be completed."""
-    waiting, failed = threading.Event(), threading.Event()
-    update = OptimizerWorker._update_bundle
-
-    def watched(worker, bundle, step, *arguments):
-        update(worker, bundle, step, *arguments)
-        if (step, bundle.index) == (1, 1):
-            waiting.set()
-
-    monkeypatch.setattr(OptimizerWorker, "_update_bundle", watched)
+    in_the_middle = threading.Event()
 
     def stuck(source):
-        names = list(source.tensors)
-        for name in names[: len(names) // 2]:
+        own, before = first_bundle(source)
+        for name in own:
             source.finished_reading(name)
-        assert failed.wait(60)
+        wait_until(lambda: not any(torch.equal(source.tensors[name], before[name]) for name in own))
         (tmp_path / "step-1.tmp").mkdir()
+        in_the_middle.set()
+        until_abandoned(source)
         source.raise_if_abandoned()
-        raise AssertionError("the engine has ended, and the save continues")
 
-    engine = build(policy=policy)
-    batches = toy_batches(4, micro_batches=4)
-    for micro_batches in batches[:2]:
-        engine.forward_backward(micro_batches)
-        engine.step(1e-2)
-        if engine._step == 1:
-            save = engine.save(stuck)
-    assert waiting.wait(60)
-    engine._life.fail(PipelineError(None, "planted"))
-    failed.set()
-    with pytest.raises(PipelineError, match="planted"):
-        engine.drain()
+    engine, expected = build(policy=policy), build(policy=policy)
+    batches = toy_batches(2, micro_batches=4)
+    step(engine, batches[0])
+    save = engine.save(stuck)
+    step(engine, batches[1])
+    assert in_the_middle.wait(60)
+    fail(engine, monkeypatch)
+    monkeypatch.undo()
     assert not save.ended
     assert engine.store.is_consistent and engine.store.step == 2
-    expected = build(policy=policy)
     with expected:
-        for micro_batches in batches[:2]:
-            expected.forward_backward(micro_batches)
-            expected.step(1e-2)
+        for micro_batches in batches:
+            step(expected, micro_batches)
     assert_same_state(engine.store.named_views(), expected.store.named_views())
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.tmp"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
-def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
-    failed, published = threading.Event(), []
+def test_nothing_is_published_after_a_fault_though_it_was_allowed_before(monkeypatch):
+    published = []
 
     def late(source):
-        assert failed.wait(60)
+        until_abandoned(source)
         source.before_publishing()
         published.append(source.step)
 
     engine = build()
     save = engine.save(late)
     save.may_publish()
-    engine._life.fail(PipelineError(None, "planted"))
-    failed.set()
-    with pytest.raises(PipelineError, match="planted"):
-        engine.drain()
+    fail(engine, monkeypatch)
     assert not published and not save.ended
 
 
@@ -220,65 +235,33 @@ def test_a_save_between_forward_backward_and_step_is_refused():
         engine.step(1e-2)
 
 
-def record(tmp_path, saves_every, policy, **options):
-    """Return the races of a recorded run with saves."""
+def races(tmp_path, saves_every, options):
     log = AccessLog()
-    if policy is BOUNDED and "rounds" not in options:
-        options = {"stale_layers": 3, **options}
-
-    def wrap(device):
-        return watched(device, log)
-
     checkpointer = Checkpointer(tmp_path)
-    with build(policy=policy, observer=log, wrap=wrap, **options) as engine:
+    with build(observer=log, wrap=lambda device: watched(device, log), **options) as engine:
         for index, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
-            engine.forward_backward(micro_batches)
-            engine.step(1e-2)
+            step(engine, micro_batches)
             if index % saves_every == 0:
                 engine.save(saving(checkpointer)).may_publish()
     return find_races(log.entries)
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("options", [{}, {"tied": True, "rounds": 2}, {"poisoned": True}], ids=str)
-def test_no_race_with_saves_beside_training(policy, options, tmp_path):
-    assert record(tmp_path, 1, policy, **options) == []
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": SYNC, "tied": True, "rounds": 2},
+        {"policy": ASYNC},
+        {"policy": ASYNC, "poisoned": True},
+        {"policy": BOUNDED, "stale_layers": 3},
+    ],
+    ids=["sync", "async", "skipped", "bounded"],
+)
+def test_no_race_with_saves_beside_training(options, tmp_path):
+    """In `bounded` a save reads device weights that lag, which the next step writes before it updates anything."""
+    assert races(tmp_path, 2 if options["policy"] is BOUNDED else 1, options) == []
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("rule", ["before_overwriting_saved", "before_save"])
-def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, policy, monkeypatch, tmp_path):
-    def unordered(ordering, *arguments):
-        return {"applied_updates": 0}
-
-    monkeypatch.setattr(Ordering, rule, unordered)
-    assert record(tmp_path, 2, policy)
-
-
-def test_rule_6_holds_for_device_weights_that_lag(monkeypatch, tmp_path):
-    """A save reads them, and the next step writes the newest ones over them before it updates anything."""
-    write = BoundedOptimizerWorker._write_lagging
-
-    def at_once(worker, step):
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(Ordering, "before_overwriting_saved", lambda *_: None)
-            write(worker, step)
-
-    monkeypatch.setattr(BoundedOptimizerWorker, "_write_lagging", at_once)
-    assert record(tmp_path, 2, BOUNDED)
-
-
-def test_a_long_run_with_saves_keeps_few_hand_overs_of_old_ones(tmp_path):
-    counts = []
-    with build() as engine:
-        for _ in range(3):
-            for micro_batches in toy_batches(6, micro_batches=4):
-                engine.forward_backward(micro_batches)
-                engine.step(1e-2)
-                save = engine.save(saving(Checkpointer(tmp_path, keep_latest_k=1)))
-                save.may_publish()
-            engine.drain()
-            save.wait()
-            counts.append(len(engine._board))
-    # One for how each save ended, and the last save itself if the saver has not finished with it.
-    assert counts[2] - counts[1] <= 6 + 1
+def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, monkeypatch, tmp_path):
+    monkeypatch.setattr(Ordering, rule, lambda *_: {"applied_updates": 0})
+    assert races(tmp_path, 2, {"policy": BOUNDED, "stale_layers": 3})

@@ -11,11 +11,9 @@ import torch
 
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.toy import KEPT, OPTIMIZER, PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
-from torchround.accelerators import CudaKind
 from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.tracing import StepTraces
 from torchround.optim import make_optimizer
@@ -38,10 +36,11 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=(), optimizer=OPTIMIZER):
+def train_traced(num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None):
     """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
 
-    With `validates`, an evaluation runs before each step.
+    With `validates`, an evaluation runs before each step. The traced step's update waits for a save, which waits until
+    `held`, a watcher, has seen what it waits for.
     """
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
@@ -51,9 +50,11 @@ def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False
     settings = EngineSettings(kept=kept)
     with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
         traces.start()
-        for device in devices if watcher else ():
-            device.watchers.append(watcher)
         for step, micro_batches in enumerate(BATCHES):
+            if held and step == TRACED:
+                for device in devices:
+                    device.watchers.append(held)
+                engine.save(lambda source: held.seen.wait(20.0)).may_publish()
             if validates:
                 engine.evaluate(micro_batches)
             traces.before_dispatch(step + 1)
@@ -70,14 +71,32 @@ def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False
     return timeline, store
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The timeline and the store of each mode on two devices."""
+    return {policy: train_traced(2, tmp_path_factory.mktemp("plain"), policy) for policy in (SYNC, ASYNC)}
+
+
 def own(timeline):
     """The traced step's tasks, each with its start and end."""
     spans = zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True)
     return [(task, start, end) for task, start, end in spans if task.step == TRACED]
 
 
-def test_a_trace_holds_every_computation_of_every_layer_and_micro_batch_once(tmp_path):
-    timeline, _ = train_traced(2, tmp_path)
+def moved_bytes(timeline):
+    moved = Counter()
+    for task, _, _ in own(timeline):
+        moved[task.kind] += task.moves_bytes
+    return moved
+
+
+def one_at_a_time(timeline, num_devices):
+    orders = [timeline.of_device(device) for device in range(num_devices)]
+    return all(timeline.end_s[a] <= timeline.start_s[b] for order in orders for a, b in pairwise(order))
+
+
+def test_a_trace_holds_every_computation_once_and_those_of_a_device_one_after_the_other(plain):
+    timeline, _ = plain[SYNC]
     computed = Counter(
         (task.kind, layer, task.micro_batch)
         for task, _, _ in own(timeline)
@@ -91,90 +110,70 @@ def test_a_trace_holds_every_computation_of_every_layer_and_micro_batch_once(tmp
             kinds = [TaskKind.RECOMPUTE, TaskKind.BACKWARD]
         layers = range(stage.start, stage.stop)
         expected.update((kind, layer, m) for kind in kinds for layer in layers for m in range(4))
-    assert computed == expected
+    assert computed == expected and one_at_a_time(timeline, 2)
+    landed = max(end for task, _, end in own(timeline) if task.kind is TaskKind.GRADIENTS)
+    assert min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE) >= landed
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(tmp_path, policy):
+def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(plain, policy):
     """Weights that went up during the step before, for this one, are this one's."""
-    timeline, store = train_traced(2, tmp_path, policy)
-    tasks = [task for task, _, _ in own(timeline)]
-    weights = sum(task.moves_bytes for task in tasks if task.kind is TaskKind.WEIGHTS)
-    gradients = sum(task.moves_bytes for task in tasks if task.kind is TaskKind.GRADIENTS)
+    timeline, store = plain[policy]
+    moved = moved_bytes(timeline)
     whole = sum(bundle.numel for bundle in store.bundles) * 4
     head = sum(store.bundles[index].numel for index in store.layer_bundles(6)) * 4
-    assert (weights, gradients) == (2 * whole - head, whole)
-    assert [task.layers.start for task in tasks if task.kind is TaskKind.UPDATE] == list(range(7))
+    assert (moved[TaskKind.WEIGHTS], moved[TaskKind.GRADIENTS]) == (2 * whole - head, whole)
+    updates = [task.layers.start for task, _, _ in own(timeline) if task.kind is TaskKind.UPDATE]
+    assert updates == list(range(7))
 
 
-def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(tmp_path):
-    plain, _ = train_traced(2, tmp_path)
+def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(plain, tmp_path):
     timeline, _ = train_traced(2, tmp_path, kept=KEPT["all"])
+    moved, without = moved_bytes(timeline), moved_bytes(plain[SYNC][0])
     work = toy_model().layers[1].work(1, 8, 4)
     for kind in (TaskKind.OFFLOAD, TaskKind.RELOAD):
-        moved, without = (
-            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind) for line in (timeline, plain)
-        )
         # Nine sequences of eight tokens through five blocks, all of them before the fused stage.
-        assert moved - without == 9 * 5 * sum(part.nbytes for part in work.keepable)
+        assert moved[kind] - without[kind] == 9 * 5 * sum(part.nbytes for part in work.keepable)
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("num_devices", [2, 3])
-def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(tmp_path, num_devices, policy):
+def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(plain, tmp_path, policy):
     """One span for each block, the deepest first; look-aheads go up and directions come down in two bytes each."""
-    timeline, store = train_traced(num_devices, tmp_path, policy, optimizer=OPTIMIZERS["muon"])
-    plain, _ = train_traced(num_devices, tmp_path, policy)
-    spans = {task.layers.start: (task, start, end) for task, start, end in own(timeline) if is_direction(task)}
-    assert sum(is_direction(task) for task, _, _ in own(timeline)) == len(spans)
+    timeline, store = train_traced(2, tmp_path, policy, optimizer=OPTIMIZERS["muon"])
+    directions = [found for found in own(timeline) if found[0].kind is TaskKind.ORTHOGONALISE]
+    spans = {task.layers.start: (task, start, end) for task, start, end in directions}
+    assert len(directions) == len(spans)
     assert [label(spans[layer][0]) for layer in (5, 4, 3, 2, 1)] == ["O 5", "O 4", "O 3", "O 2", "O 1"]
     first = spans[5][0].device
-    assert all(task.device == (first + 5 - layer) % num_devices for layer, (task, _, _) in spans.items())
+    assert all(task.device == (first + 5 - layer) % 2 for layer, (task, _, _) in spans.items())
     # In sync the jobs follow the step's own tasks; in async as many free slots as devices are in each step's tasks.
     tasks = len(PARTITION.stages())
-    skipped = num_devices if policy is ASYNC else 0
-    assert first == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0)) % num_devices
+    skipped = 2 if policy is ASYNC else 0
+    assert first == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0)) % 2
     assert all(task.stream == COMPUTE and start < end for task, start, end in spans.values())
-    matrices = sum(
-        segment.numel for bundle in store.bundles for segment in bundle.segments if segment.direction is not None
-    )
+    segments = [segment for bundle in store.bundles for segment in bundle.segments]
+    matrices = sum(segment.numel for segment in segments if segment.direction is not None)
+    moved, without = moved_bytes(timeline), moved_bytes(plain[policy][0])
     for kind in (TaskKind.RELOAD, TaskKind.GRADIENTS):
-        moved, without = (
-            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind) for line in (timeline, plain)
-        )
-        assert moved - without == 2 * matrices
+        assert moved[kind] - without[kind] == 2 * matrices
     updates = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
-    assert max(end for _, _, end in spans.values()) <= updates
-    for device in range(num_devices):
-        mine = timeline.of_device(device)
-        assert all(timeline.end_s[a] <= timeline.start_s[b] for a, b in pairwise(mine))
+    assert max(end for _, _, end in spans.values()) <= updates and one_at_a_time(timeline, 2)
 
 
-def is_direction(task):
-    return task.kind is TaskKind.ORTHOGONALISE
-
-
-def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):
-    plain, _ = train_traced(2, tmp_path)
+def test_the_copies_of_an_evaluation_are_in_no_steps_trace(plain, tmp_path):
     timeline, _ = train_traced(2, tmp_path, validates=True)
-    moved, expected = Counter(), Counter()
-    for found, counted in ((timeline, moved), (plain, expected)):
-        for task, _, _ in own(found):
-            counted[task.kind] += task.moves_bytes
-    assert moved == expected
+    assert moved_bytes(timeline) == moved_bytes(plain[SYNC][0])
 
 
 def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(tmp_path, monkeypatch):
     """The second of two traced steps is under way when the first one's snapshot is written."""
-    calls, kind = [], CudaKind()
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None)
-    )
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    calls, memory = [], torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
     device = CpuDevice(0)
-    traces = StepTraces(TraceTable(steps=(2, 3)), tmp_path, [device], total_steps=4)
-    assert kind.has_memory_history()
-    traces._memory = kind
+    device.torch_device = torch.device("cuda")  # a kind of device that has memory snapshots
+    traces = StepTraces(TraceTable(steps=(2, 3), memory=True), tmp_path, [device], total_steps=4)
+    device.torch_device = torch.device("cpu")
     model = toy_model()
     with Engine(model, toy_store(model), [device], PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()
@@ -189,15 +188,6 @@ def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(
     assert calls == [True, True, "step-2-memory.pickle", "step-3-memory.pickle", False]
 
 
-def test_computations_of_one_device_do_not_overlap_and_updates_follow_the_gradients(tmp_path):
-    timeline, _ = train_traced(3, tmp_path)
-    for device in range(3):
-        mine = timeline.of_device(device)
-        assert all(timeline.end_s[a] <= timeline.start_s[b] for a, b in pairwise(mine))
-    landed = max(end for task, _, end in own(timeline) if task.kind is TaskKind.GRADIENTS)
-    assert min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE) >= landed
-
-
 class NextStepComputes(DeviceWatcher):
     """Says when a device has computed something of the step after the traced one."""
 
@@ -209,24 +199,19 @@ class NextStepComputes(DeviceWatcher):
             self.seen.set()
 
 
-def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tmp_path, monkeypatch):
-    """The optimizer holds the update back until the next step computes: a drained engine would never get there."""
-    watcher, update = NextStepComputes(), OptimizerWorker._update
-
-    def held_back(self, step, lr):
-        assert step != TRACED or watcher.seen.wait(20.0), "the next step waits for this one's update"
-        update(self, step, lr)
-
-    monkeypatch.setattr(OptimizerWorker, "_update", held_back)
-    timeline, _ = train_traced(2, tmp_path, ASYNC, watcher)
+def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tmp_path):
+    """The update is held back until the next step computes: a drained engine would never get there."""
+    watcher = NextStepComputes()
+    timeline, _ = train_traced(2, tmp_path, ASYNC, held=watcher)
+    assert watcher.seen.is_set(), "the next step waits for this one's update"
     spans = zip(timeline.tasks, timeline.start_s, strict=True)
     next_s = min(start for task, start in spans if task.step == TRACED + 1 and task.stream == COMPUTE)
     updated_s = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
     assert next_s < updated_s
 
 
-def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(tmp_path):
-    timeline, _ = train_traced(2, tmp_path, ASYNC)
+def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(plain):
+    timeline, _ = plain[ASYNC]
     first, last = min(start for _, start, _ in own(timeline)), max(end for _, _, end in own(timeline))
     spans = list(zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True))
     assert {task.step for task, _, _ in spans} <= {TRACED - 1, TRACED, TRACED + 1}
@@ -234,31 +219,14 @@ def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(tmp_path):
     assert min(timeline.start_s) == 0.0
 
 
-def test_tracing_changes_no_bit(tmp_path):
-    _, traced = train_traced(2, tmp_path)
-    model = toy_model()
-    store = toy_store(model)
-    with Engine(model, store, [CpuDevice(0)], PARTITION, optimizer=OPTIMIZER) as engine:
-        train(engine, BATCHES)
-    assert_same_state(traced.named_views(), store.named_views())
-
-
-def test_the_file_opens_as_a_trace_with_every_event_in_the_step(tmp_path):
-    timeline, _ = train_traced(2, tmp_path / "trace")
-    events = json.loads((tmp_path / "trace" / "step-2.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == sum(task.duration_s > 0 for task in timeline.tasks)
-    assert all(event["ts"] >= 0 and event["dur"] > 0 for event in spans)
-
-
-@pytest.mark.parametrize("steps", [(1,), (4,), (2, 3), (1, 2, 3, 4)], ids=str)
-def test_each_traced_step_has_its_file_with_all_of_its_updates(tmp_path, steps):
-    model = toy_model()
-    devices = [CpuDevice(0), CpuDevice(1)]
-    traces = StepTraces(TraceTable(steps=steps), tmp_path, devices, total_steps=len(BATCHES))
-    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
+@pytest.mark.parametrize("steps", [(2, 3), (1, 2, 3, 4)], ids=str)
+def test_each_traced_step_has_its_file_with_all_of_its_updates_and_tracing_changes_no_bit(tmp_path, plain, steps):
+    model, batches = toy_model(), BATCHES
+    devices, store = [CpuDevice(0), CpuDevice(1)], toy_store(model)
+    traces = StepTraces(TraceTable(steps=steps), tmp_path, devices, total_steps=len(batches))
+    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()
-        for step, micro_batches in enumerate(BATCHES):
+        for step, micro_batches in enumerate(batches):
             traces.before_dispatch(step + 1)
             result = engine.forward_backward(micro_batches)
             engine.step(1e-2)
@@ -268,5 +236,12 @@ def test_each_traced_step_has_its_file_with_all_of_its_updates(tmp_path, steps):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}.json" for step in steps]
     for step in steps:
         events = json.loads((tmp_path / f"step-{step}.json").read_text())["traceEvents"]
-        kinds = [event["cat"] for event in events if event["ph"] == "X" and event["args"]["step"] == step]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert all(event["ts"] >= 0 and event["dur"] > 0 for event in spans)
+        kinds = [event["cat"] for event in spans if event["args"]["step"] == step]
         assert kinds.count("update") == 7 and kinds.count("weights") > 0 and kinds.count("gradients") > 0
+    untraced = toy_store(model)
+    with Engine(model, untraced, [CpuDevice(0)], PARTITION, optimizer=OPTIMIZER) as engine:
+        train(engine, batches)
+    assert_same_state(store.named_views(), untraced.named_views())
+    assert_same_state(plain[SYNC][1].named_views(), untraced.named_views())

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.rounding import ties_up
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.config import AdamWTable, OptimizerTable
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, UpdatePolicy
-from torchround.engine.store.host_store import HostStore
+from torchround.config import AdamWTable
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.segments import parameter_facts
 from torchround.engine.store.state_views import RESIDUAL
 from torchround.optim.optimizer import NO_STATE, make_optimizer
@@ -19,7 +17,7 @@ from torchround.optim.optimizer import NO_STATE, make_optimizer
 BF16 = torch.bfloat16
 
 
-def values_with_ties(store: HostStore) -> dict[str, Tensor]:
+def values_with_ties(store):
     """Return weights of every kind: half-way between two numbers of bf16, zero of both signs, tiny and huge."""
     generator = torch.Generator().manual_seed(7)
     found = {}
@@ -33,13 +31,12 @@ def values_with_ties(store: HostStore) -> dict[str, Tensor]:
     return found
 
 
-def bits(values: Tensor) -> Tensor:
+def bits(values):
     return values.contiguous().view(torch.int32)
 
 
-@pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(policy: UpdatePolicy, step: int) -> None:
+@pytest.mark.parametrize(("policy", "step"), [(SYNC, 0), (ASYNC, 3)], ids=["sync", "async"])
+def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(policy, step):
     store = toy_store(toy_model(tied=True), BF16, policy=policy)
     store.resume(step, step)
     written = values_with_ties(store)
@@ -55,7 +52,7 @@ def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(polic
                 assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), parameter.name
 
 
-def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write() -> None:
+def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write():
     store = toy_store(toy_model(), BF16)
     name = "block.1.up.weight"
     before = store.weights()[name].clone()
@@ -66,25 +63,19 @@ def test_reading_weights_makes_one_copy_at_a_time_and_no_way_to_write() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["split", "fp32"])
-def test_a_writer_of_some_values_leaves_the_others_as_they_were(dtype: torch.dtype) -> None:
+def test_a_writer_of_some_values_leaves_the_others_and_one_that_fails_leaves_all_as_they_were(dtype):
     store = toy_store(toy_model(), dtype)
     name = "block.1.up.weight"
     expected = {key: value.clone() for key, value in store.weights().items()}
     expected[name][3] = 0.7
     with store.filling()[name] as weight:
         weight[3] = 0.7
+    if dtype is BF16:  # whole weights are written in place
+        with pytest.raises(KeyError), store.filling()[name] as weight:
+            weight.zero_()
+            raise KeyError
     for key, value in store.weights().items():
         assert torch.equal(value, expected[key]), key
-
-
-def test_a_writer_that_fails_leaves_split_weights_as_they_were() -> None:
-    store = toy_store(toy_model(), BF16)
-    name = "block.1.up.weight"
-    before = store.weights()[name].clone()
-    with pytest.raises(KeyError), store.filling()[name] as weight:
-        weight.zero_()
-        raise KeyError
-    assert torch.equal(store.weights()[name], before)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +89,7 @@ def test_a_writer_that_fails_leaves_split_weights_as_they_were() -> None:
     ],
     ids=["float32", "float16", "predict", "bounded", "another's state"],
 )
-def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, policy, optimizer) -> None:
+def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, policy, optimizer):
     store = toy_store(toy_model(), dtype, policy=policy, optimizer=optimizer)
     assert not any(name.startswith(RESIDUAL) for name in store.named_views())
     assert {bundle.weight.dtype for bundle in store.owned} == {torch.float32}
@@ -107,7 +98,7 @@ def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype
 # Segments.
 
 
-def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter() -> None:
+def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter():
     model = toy_model()
     store = toy_store(model, BF16, optimizer=make_optimizer(AdamWTable(state="compact")))
     for bundle in store.bundles:
@@ -125,7 +116,7 @@ def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter() -> None
     assert views[f"exp_avg/{name}"].shape == views[f"weights/{name}"].shape
 
 
-def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() -> None:
+def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules():
     """All parameters share a rule without weight decay; a table with decay then needs two."""
     model = toy_model()
     store = toy_store(model, optimizer=make_optimizer(AdamWTable(weight_decay=0.0, state="compact")))
@@ -147,14 +138,14 @@ def test_other_hyperparameters_keep_the_state_and_cut_segments_by_their_rules() 
 class BlockWithEmptyParameters(ToyBlock):
     """A block with an empty matrix beside its own, and an empty vector as its last parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.no_rows = torch.nn.Parameter(torch.empty(0, 16, device="meta"))
         self.nothing = torch.nn.Parameter(torch.empty(0, device="meta"))
 
 
-@pytest.mark.parametrize("table", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_parameter_without_elements_is_in_one_segment_and_trains(table: OptimizerTable) -> None:
+@pytest.mark.parametrize("table", [OPTIMIZERS["adamw compact"], OPTIMIZERS["muon"]], ids=["adamw compact", "muon"])
+def test_a_parameter_without_elements_is_in_one_segment_and_trains(table):
     model = toy_model()
     model = replace(model, layers=(*model.layers[:2], BlockWithEmptyParameters(), *model.layers[3:]))
     optimizer = make_optimizer(table)
@@ -169,9 +160,9 @@ def test_a_parameter_without_elements_is_in_one_segment_and_trains(table: Optimi
     assert losses[0] != losses[1] and store.step == 2
 
 
-def test_rules_that_keep_other_state_are_refused() -> None:
+def test_rules_that_keep_other_state_are_refused():
     model = toy_model()
     store = toy_store(model)
-    with pytest.raises(ValueError, match=r"keeps exp_avg, exp_avg_sq \(exact\).*asks for .*\(compact\)"):
+    with pytest.raises(ValueError, match="exact.*compact"):
         store.assign_rules(model, make_optimizer(AdamWTable(state="compact")))
     assert {segment.format.name for bundle in store.bundles for segment in bundle.segments} == {"exact"}

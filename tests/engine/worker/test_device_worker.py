@@ -1,11 +1,12 @@
-"""The order in which a device worker enqueues its work, and the memory that its computation holds.
+"""What a device's work waits for, and the memory that its computation holds.
 
-No test here measures time: each checks what the worker enqueued, in which order, and which operation waits
-for which.
+No test here measures time: each checks in which order operations were enqueued, and which waits for which.
 """
 
 import threading
 from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -24,22 +25,24 @@ from tests.support.toy import (
     watched,
 )
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
 from torchround.engine.worker.compute import ForwardWithGraph
-from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.stage_run import StageRun
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.timeline import TaskKind
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers
 
 MICRO_BATCHES = 4
 PARTITION = PARTITIONS["one layer a stage"]
+
+
+def model_of(make_block):
+    """Return the toy model with blocks made by `make_block(layer)`."""
+    model = toy_model()
+    blocks = [make_block(layer) for layer in range(1, len(model.layers) - 1)]
+    return replace(model, layers=(model.layers[0], *blocks, model.layers[-1]))
 
 
 class ClockedEvent:
@@ -51,10 +54,10 @@ class ClockedEvent:
 
 
 class Copy:
-    """A copy, the window and stage job it belongs to, and what was enqueued before it and is ordered before it."""
+    """A copy, with what was enqueued before it and what is ordered before it."""
 
-    def __init__(self, stream, nbytes, window, enqueued, ordered):
-        self.stream, self.nbytes, self.window = stream, nbytes, window
+    def __init__(self, stream, nbytes, enqueued, ordered):
+        self.stream, self.nbytes = stream, nbytes
         self.enqueued, self.ordered = Counter(enqueued), Counter(ordered)
 
 
@@ -63,16 +66,15 @@ class TransferOrder(DeviceWatcher):
 
     def __init__(self):
         self.dispatched = threading.Event()
-        self.window = None
         self.copies = []
-        self._enqueued = Counter()
+        self.enqueued = Counter()
         self._ordered = defaultdict(Counter)
 
     def begins(self, device, stream, reads, writes, copied_bytes):
         assert self.dispatched.wait(60)
         if copied_bytes:
-            self.copies.append(Copy(stream, copied_bytes, self.window, self._enqueued, self._ordered[stream]))
-        self._enqueued[stream] += 1
+            self.copies.append(Copy(stream, copied_bytes, self.enqueued, self._ordered[stream]))
+        self.enqueued[stream] += 1
         self._ordered[stream][stream] += 1
 
     def recorded(self, device, stream, event):
@@ -85,105 +87,95 @@ class TransferOrder(DeviceWatcher):
         return event.inner
 
 
-@pytest.fixture
-def copies_in_windows(monkeypatch):
-    """Copies that one device makes in the transfer windows of one step. A window is (stage job, windows left)."""
-    order, advance, jobs = TransferOrder(), DeviceWorker._advance_transfers, Counter()
-
-    def in_window(worker, remaining, window):
-        if remaining == MICRO_BATCHES:
-            jobs["begun"] += 1
-        order.window = (jobs["begun"] - 1, remaining)
-        advance(worker, remaining, window)
-        order.window = None
-
-    monkeypatch.setattr(DeviceWorker, "_advance_transfers", in_window)
-    model = toy_model()
+@pytest.fixture(scope="module")
+def copies():
+    """The copies of one step on one device."""
+    order, model = TransferOrder(), toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda device: watched(device, order)) as engine:
         engine.forward_backward(toy_batches(1, MICRO_BATCHES)[0])
         order.dispatched.set()
         engine.step(1e-2)
         engine.drain()
-    return [copy for copy in order.copies if copy.window is not None]
+    return order.copies
 
 
 @pytest.mark.parametrize(
-    ("chunks", "activations"),
+    ("stream", "activations"),
     [(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD), (Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD)],
     ids=["weights", "gradients"],
 )
-def test_each_chunk_queues_behind_the_activations_already_on_their_way(copies_in_windows, chunks, activations):
-    found = [copy for copy in copies_in_windows if copy.stream is chunks]
-    assert len({copy.enqueued[activations] for copy in found}) > 2 * MICRO_BATCHES
-    for copy in found:
-        assert copy.ordered[activations] == copy.enqueued[activations], copy.window
+def test_a_stage_moves_in_equal_chunks_one_a_micro_batch_behind_the_activations_on_their_way(
+    copies, stream, activations
+):
+    """All at once move the weights of the first stage, which nothing hides, and the gradients of the last one."""
+    own = [copy for copy in copies if copy.stream is stream]
+    own = own[1:] if stream is Stream.WEIGHT_UPLOAD else own[:-1]
+    assert len({copy.enqueued[activations] for copy in own}) > 2 * MICRO_BATCHES
+    assert all(copy.ordered[activations] == copy.enqueued[activations] for copy in own)
+    # Copies of one transfer window have the same computations before them.
+    windows = [list(group) for _, group in groupby(own, lambda copy: copy.enqueued[Stream.COMPUTE])]
+    assert len(windows) == MICRO_BATCHES * len(
+        PARTITION.forward if stream is Stream.GRADIENT_DOWNLOAD else PARTITION.stages()[1:]
+    )
+    elements = [sum(copy.nbytes for copy in window) // 4 for window in windows]
+    for at in range(0, len(elements), MICRO_BATCHES):
+        assert max(elements[at : at + MICRO_BATCHES]) - min(elements[at : at + MICRO_BATCHES]) <= 1
 
 
-@pytest.mark.parametrize("stream", [Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD])
-def test_a_stage_is_moved_in_equal_chunks_one_in_each_window(copies_in_windows, stream):
-    """The weights of the next stage, in every stage but the last; gradients of the last one, after the fused stage."""
-    moved = defaultdict(Counter)
-    for copy in copies_in_windows:
-        if copy.stream is stream:
-            job, remaining = copy.window
-            moved[job][remaining] += copy.nbytes // 4
-    stages = len(PARTITION.stages())
-    first = 0 if stream is Stream.WEIGHT_UPLOAD else len(PARTITION.forward) + 1
-    assert sorted(moved) == list(range(first, stages - (stream is Stream.WEIGHT_UPLOAD)))
-    for chunks in moved.values():
-        assert set(chunks) == set(range(1, MICRO_BATCHES + 1)), "a window without a chunk"
-        assert max(chunks.values()) - min(chunks.values()) <= 1
+class Gradient(torch.autograd.Function):
+    """The identity, which calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, call):
+        ctx.call = call
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
 
 
-def test_a_recomputation_is_enqueued_before_its_incoming_gradient_is_waited_for(monkeypatch):
-    done, wait, compute = defaultdict(list), Board.wait, StageRun._compute
+def test_a_recomputation_does_not_wait_for_its_incoming_gradient():
+    """The backward of each layer ends only once the layer below it has computed that micro-batch again."""
+    recomputed, micro_batches = defaultdict(threading.Event), toy_batches(1, 2)[0]
+    number = {str(one.tokens.tolist()): index for index, one in enumerate(micro_batches)}
 
-    def waiting(board, key, *arguments):
-        if key.kind is BOUNDARY_GRADIENT:
-            done[threading.current_thread().name].append(("gradient", key.key[-1]))
-        return wait(board, key, *arguments)
+    class Block(ToyBlock):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
 
-    def computing(run, kind, micro_batch, *arguments, **options):
-        if kind is TaskKind.RECOMPUTE:
-            done[threading.current_thread().name].append(("recomputation", micro_batch))
-        return compute(run, kind, micro_batch, *arguments, **options)
+        def forward(self, hidden, micro_batch):
+            index, below = number[str(micro_batch.tokens.tolist())], self.layer - 1
+            if not torch.is_grad_enabled():
+                return super().forward(hidden, micro_batch)
+            recomputed[self.layer, index].set()
 
-    monkeypatch.setattr(Board, "wait", waiting)
-    monkeypatch.setattr(StageRun, "_compute", computing)
-    model = toy_model()
+            def wait():
+                assert below == 0 or recomputed[below, index].wait(20.0), "the recomputation waits for the gradient"
+
+            return super().forward(Gradient.apply(hidden, wait), micro_batch)
+
+    model = model_of(Block)
     with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
-        train(engine, toy_batches(1, MICRO_BATCHES))
-    pairs = [pair for steps in done.values() for pair in zip(steps[::2], steps[1::2], strict=True)]
-    assert len(pairs) == len(PARTITION.backward) * MICRO_BATCHES
-    for (first, m), (second, waited_for) in pairs:
-        assert (first, second) == ("recomputation", "gradient") and m == waited_for
+        train(engine, [micro_batches])
+    assert len(recomputed) == 5 * 2
 
 
-class StreamOrder(DeviceWatcher):
-    """The streams of a device's operations, in the order in which they were enqueued."""
-
-    def __init__(self):
-        self.streams = []
-
-    def begins(self, device, stream, reads, writes, copied_bytes):
-        self.streams.append(stream)
-
-
-def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer(monkeypatch):
+def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer():
     """The stage has the embedding and five blocks, and the input of each block is kept for a backward stage."""
-    order, calls = StreamOrder(), []
-    forward = ToyBlock.forward
+    order, calls = TransferOrder(), []
+    order.dispatched.set()
 
-    def noted(block, hidden, micro_batch):
-        if not torch.is_grad_enabled():
-            calls.append(order.streams.count(Stream.ACTIVATION_DOWNLOAD))
-        return forward(block, hidden, micro_batch)
+    class Block(ToyBlock):
+        def forward(self, hidden, micro_batch):
+            if not torch.is_grad_enabled():
+                calls.append(order.enqueued[Stream.ACTIVATION_DOWNLOAD])
+            return super().forward(hidden, micro_batch)
 
-    monkeypatch.setattr(ToyBlock, "forward", noted)
-    model = toy_model()
-    with toy_engine(
-        model, toy_store(model), Partition((6,), 1, (1,) * 6), 1, wrap=lambda device: watched(device, order)
-    ) as engine:
+    model, partition = model_of(lambda layer: Block()), Partition((6,), 1, (1,) * 6)
+    with toy_engine(model, toy_store(model), partition, 1, wrap=lambda device: watched(device, order)) as engine:
         train(engine, toy_batches(1, micro_batches=1))
     assert calls == [1, 2, 3, 4, 5]
 
@@ -239,13 +231,9 @@ def test_only_a_devices_last_stage_of_a_sync_step_sends_each_layers_gradients_ea
     assert len(set(fused)) == 1 and fused[-1] < upper < lower
 
 
-def test_a_virtual_device_sends_gradients_after_its_stage_because_copies_take_its_own_time():
-    [copies] = copies_of_a_step(SYNC, PARTITIONS["one stage"], link=lambda device: device)
-    assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
-
-
-def test_in_async_mode_gradients_leave_in_the_windows_of_the_next_stage():
-    [copies] = copies_of_a_step(ASYNC, PARTITIONS["one stage"])
+@pytest.mark.parametrize(("policy", "link"), [(SYNC, lambda device: device), (ASYNC, linked)], ids=["virtual", "async"])
+def test_gradients_leave_after_their_stage_if_copies_take_the_devices_own_time_or_have_a_next_stage(policy, link):
+    [copies] = copies_of_a_step(policy, PARTITIONS["one stage"], link=link)
     assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
 
 
@@ -258,12 +246,12 @@ class LiveBytes(TorchDispatchMode):
         self._storages = {}
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        before = {tensor.untyped_storage()._cdata for tensor in arguments if isinstance(tensor, torch.Tensor)}
+        before = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
         result = function(*arguments, **(options or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in before:
                 storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
         self._storages = {k: (ref, size) for k, (ref, size) in self._storages.items() if not ref.expired()}
         self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
         return result

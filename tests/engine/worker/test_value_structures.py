@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchround.engine.worker.slots import Packing, fill
-from torchround.engine.worker.structure import FLAT, SINGLE, as_tuple, flatten, has_gradient, unflatten
+from torchround.engine.worker.structure import flatten, has_gradient, unflatten
 
 Pair = namedtuple("Pair", ["one", "two"])
 
@@ -25,11 +25,11 @@ def travelled(value):
     return unflatten(packing.views(buffer.clone()), packing.structure)
 
 
-def is_size(part) -> bool:
+def is_size(part):
     return isinstance(part, torch.Size)
 
 
-def leaves() -> st.SearchStrategy:
+def leaves():
     numbers = torch.arange(24.0)
     tensors = [
         numbers.view(4, 6),
@@ -48,7 +48,7 @@ def leaves() -> st.SearchStrategy:
     return st.sampled_from([*tensors, None, 3, 0.5, "text", torch.float32, tensors[0].shape, b"x", True])
 
 
-def trees() -> st.SearchStrategy:
+def trees():
     return st.recursive(
         leaves(),
         lambda inner: st.one_of(
@@ -62,7 +62,6 @@ def trees() -> st.SearchStrategy:
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(trees())
 def test_any_structure_comes_back_as_it_went(value):
     found = travelled(value)
@@ -81,33 +80,23 @@ def test_any_structure_comes_back_as_it_went(value):
             assert other.stride() == one.stride()
 
 
-def test_a_tensor_and_a_flat_tuple_take_the_short_way():
-    tensor = torch.ones(2)
-    assert flatten(tensor)[1] is SINGLE
-    assert flatten((tensor, tensor + 1))[1] is FLAT
-    assert flatten(())[1] is FLAT
-    assert len(as_tuple((tensor, tensor))) == 1
-
-
 @dataclass
 class Unknown:
     tensor: Tensor
 
 
 @pytest.mark.parametrize(
-    ("leaf", "says"),
+    ("value", "says"),
     [
-        (Unknown(torch.ones(2)), "Unknown between two layers: only tensors and plain values"),
-        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear between"),
-        (torch.Generator(), "Generator between"),
-        (torch.device("cpu"), "device between"),
-        (torch.eye(2).to_sparse(), "layout torch.sparse_coo between two layers: only dense"),
+        (Unknown(torch.ones(2)), "Unknown"),
+        ({"a": [torch.nn.Linear(1, 1)]}, "Linear"),
+        (torch.device("cpu"), "device"),
+        ((torch.eye(2).to_sparse(),), "sparse"),
     ],
 )
-@pytest.mark.parametrize("inside", [lambda leaf: leaf, lambda leaf: {"a": [leaf]}])
-def test_what_cannot_follow_to_another_device_is_refused(leaf, says, inside):
+def test_what_cannot_follow_to_another_device_is_refused(value, says):
     with pytest.raises(TypeError, match=says):
-        travelled(inside(leaf))
+        travelled(value)
 
 
 def test_integers_have_no_gradient():
