@@ -1,6 +1,5 @@
 """Costs measured from real steps are the layers' own times."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from tests.support.toy import (
     toy_model,
     toy_store,
 )
+from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.update_report import BundleUpdate
 from torchround.keeping import keep
@@ -37,14 +37,28 @@ def reports_of(steps):
     return reports
 
 
+class At:
+    """A mark at a known time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def seconds_since(self, earlier):
+        return self.seconds - earlier.seconds
+
+
 @pytest.mark.parametrize("kept", [(), KEPT["all"]], ids=["nothing", "all"])
 def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
-    """`down` of block 2 sleeps 30 ms, its other part does not. Replayed parts take no time, and are no samples."""
-    under_way = []
+    """`down` of block 2 takes 30 ms by the device's clock, its other part nothing. Replayed parts are no samples."""
+    under_way, clock = [], [0.0]
+
+    class ClockedDevice(CpuDevice):
+        def mark(self, stream):
+            return At(clock[0])
 
     def part(name, function, *args):
         def slow(*args):
-            time.sleep(0.03 if name == "down" and under_way == [2] else 0.0)
+            clock[0] += 0.03 if name == "down" and under_way == [2] else 0.0
             return function(*args)
 
         return keep(name, slow, *args)
@@ -62,16 +76,17 @@ def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
     model = toy_model()
     model = replace(model, layers=(model.layers[0], *(Block(layer) for layer in range(1, 6)), model.layers[6]))
     parts = (KeptCost("gate_up", 8, 0.5), KeptCost("down", 8, 0.25), KeptCost("qkv", 8, 0.1))
-    counted = Costs(tuple(replace(layer, keepable=parts) for layer in COUNTED.layers))
+    counted = Costs(tuple(replace(layer, keepable=parts) for layer in COUNTED.layers)).keeping(kept)
     partition = PARTITIONS["forward coarser"]
-    with toy_engine(model, toy_store(model), partition, 1, kept=kept, times_layers=True) as engine:
+    settings = {"kept": kept, "times_layers": True, "wrap": lambda device: ClockedDevice(0)}
+    with toy_engine(model, toy_store(model), partition, 1, **settings) as engine:
         result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
         engine.step(1e-2)
         costs = costs_from_reports(counted, result.reports())
     up, down, other = costs.layers[2].keepable
-    # The medians of a part and of its layer are of different runs of it, so either may be the longer one.
-    assert up.seconds < down.seconds and min(down.seconds, costs.layers[2].forward_s) >= 0.03
-    assert max(layer.forward_s for index, layer in enumerate(costs.layers) if index != 2) < costs.layers[2].forward_s
+    assert (up.seconds, down.seconds) == pytest.approx((0.0, 0.03))
+    seconds = [layer.forward_s for layer in costs.layers]
+    assert seconds == pytest.approx([0, 0, 0.03, 0, 0, 0, 0])
     assert other.seconds == pytest.approx(0.1 * costs.layers[2].forward_s)  # no such part: the counted share
 
 
@@ -92,16 +107,6 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
     costs = costs_from_reports(COUNTED, reports_of(1), updates)
     assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
     assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
-
-
-class At:
-    """A mark at a known time."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def seconds_since(self, earlier):
-        return self.seconds - earlier.seconds
 
 
 def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does_not_count():

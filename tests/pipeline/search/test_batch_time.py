@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, all_partitions, costs, limits, partitions
@@ -49,6 +49,7 @@ def test_rows_hold_the_layers_of_each_stage():
         assert rows.partition(0) == partition
 
 
+@settings(max_examples=100)  # they take milliseconds
 @given(
     data=st.data(),
     costs=costs(jobs=True),
