@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.support.planted_hangs import over, planted
 
+from tests.support.faults import over, planted
 from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, small_runs
 from torchround.engine import lifecycle
 from torchround.engine.optimizer_worker import OptimizerWorker
