@@ -72,6 +72,7 @@ def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_pa
         (b"text," + b"long " * 300, "the line at byte 0 is longer"),
         (b"", "row 1: it is blank"),
         (b"text,text", "row 1: the header has an empty or a repeated name"),
+        (b"text,", "row 1: the header has an empty or a repeated name"),
         ("text".encode("utf-16"), "row 1: the header is not valid UTF-8 .byte 0xff"),
     ],
 )
