@@ -25,6 +25,7 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
         settings.register_profile(
             name,
             derandomize=name == "deterministic",
+            max_examples=25 if name == "deterministic" else 100,
             database=None,
             deadline=None,
             print_blob=True,

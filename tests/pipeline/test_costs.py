@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork
+from torchround.models import FAMILIES
 from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
@@ -32,7 +32,6 @@ PUBLISHED = {
     "qwen3/32B": (40.5611, 4.0),
     "qwen3/235B-A22B": (43.016, 3.2),
 }
-LARGE_AND_DENSE = ("llama3/3.1-8B", "qwen3/32B")
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,12 @@ class Work:
     keepable: tuple[KeptWork, ...] = ()
 
 
-@settings(max_examples=50, deadline=None)
 @given(costs())
-def test_costs_survive_json(costs: Costs) -> None:
+def test_costs_survive_json(costs):
     assert Costs.from_json(costs.to_json()) == costs
 
 
-def test_bytes_and_names_may_be_left_out_of_a_file() -> None:
+def test_bytes_and_names_may_be_left_out_of_a_file():
     text = '{"hop_s": 0.5, "layers": [{"forward_s": 1, "backward_s": 2}, {"name": "head", "forward_s": 1, "backward_s": 2}]}'
     read = Costs.from_json(text)
     assert read == Costs((LayerCost("layer.0", 1, 2), LayerCost("head", 1, 2)), 0.5)
@@ -64,22 +62,26 @@ def test_bytes_and_names_may_be_left_out_of_a_file() -> None:
         ({"forward_s": -1, "backward_s": 2}, "forward_s = -1"),
         ({"forward_s": "1", "backward_s": 2}, "'1' is not a number"),
         ({"forward_s": float("nan"), "backward_s": 2}, "finite"),
-        ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "unknown keys.*backwards_s"),
+        ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "backwards_s"),
+        ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down"}]}, "keepable"),
+        ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "nbytes = -1"),
+        ({"forward_s": 1, "backward_s": 2, "kept": ["down"]}, "cannot keep"),
+        ({"forward_s": 1, "backward_s": 2, "kept": "down"}, "kept = 'down'"),
         (3, "not an object"),
     ],
 )
-def test_a_wrong_layer_is_named_with_what_is_wrong(layer: object, message: str) -> None:
+def test_a_wrong_layer_is_named_with_what_is_wrong(layer, message):
     with pytest.raises(CostsError, match=message):
         Costs.from_json(json.dumps({"layers": [layer]}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'])
-def test_a_file_that_holds_no_costs_is_refused(text: str) -> None:
-    with pytest.raises(CostsError):
-        Costs.from_json(text)
+def test_a_file_that_holds_no_costs_is_refused():
+    for text in ("", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'):
+        with pytest.raises(CostsError):
+            Costs.from_json(text)
 
 
-def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
+def test_a_stage_costs_its_layers_and_recomputes_where_it_must():
     costs = Costs((LayerCost("a", 1.0, 2.0), LayerCost("b", 3.0, 5.0), LayerCost("c", 7.0, 11.0)))
     assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 4.0)
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 3 + 7 + 5 + 11)
@@ -89,7 +91,7 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3), "layer") == (0.0, 26.0 + 3.0)
 
 
-def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update() -> None:
+def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update():
     flops = COMPUTE_EFFICIENCY * 1e12
     works = [Work(flops, backward_flops=2 * flops), Work(flops, backward_flops=flops), Work(0.0)]
     sizes = [ParameterCounts(100), ParameterCounts(0, 100), ParameterCounts(0)]
@@ -104,37 +106,24 @@ def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_n
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_hop_takes_what_was_measured(model: str) -> None:
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    measured_s = PUBLISHED[model][1] / 1e3
-    assert hop_seconds(shape.boundary_bytes(4, 2048), card) == pytest.approx(measured_s, rel=0.02)
-
-
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) -> None:
+def test_a_hop_and_a_block_take_what_was_measured(model):
     """The published runs accumulated in fp16. Large dense blocks reached 0.64 of that peak, small ones and experts less."""
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    work = Work(shape.block_forward_flops(4, 2048))
-    counted = costs_from_work(["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True)
-    share = counted.layers[0].forward_s * 1e3 / PUBLISHED[model][0]
-    if model in LARGE_AND_DENSE:
-        assert share == pytest.approx(1.0, rel=0.1)
+    (name, flavor), card = model.split("/"), find_device("rtx4090")
+    family = FAMILIES[name]
+    work = family.build(family.config_from_flavor(flavor)).layers[1].work(4, 2048, 2)
+    measured_ms, hop_ms = PUBLISHED[model]
+    assert hop_seconds(work.boundary_bytes, card) == pytest.approx(hop_ms / 1e3, rel=0.02)
+    [block] = costs_from_work(["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True).layers
+    if model in ("llama3/3.1-8B", "qwen3/32B"):
+        assert 1e3 * block.forward_s == pytest.approx(measured_ms, rel=0.1)
+        # So these times may not calibrate the counted costs of runs that accumulate in fp32: no card is so fast.
+        reached = work.forward_flops / (measured_ms / 1e3)
+        assert card.flops_per_s("float16") < reached < card.flops_per_s("float16", fp16_accumulation=True)
     else:
-        assert 1 / 2.1 < share < 1.0
+        assert 1 / 2.1 < 1e3 * block.forward_s / measured_ms < 1.0
 
 
-@pytest.mark.parametrize("model", LARGE_AND_DENSE)
-def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(model: str) -> None:
-    """So their times may not calibrate the counted costs of runs that accumulate in fp32."""
-    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
-    assert shape is not None and card is not None
-    reached = shape.block_forward_flops(4, 2048) / (PUBLISHED[model][0] / 1e3)
-    assert card.flops_per_s("float16") < reached < card.flops_per_s("float16", fp16_accumulation=True)
-
-
-def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone() -> None:
+def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
     for device in DEVICES:
         ratio = device.flops_per_s("float16", fp16_accumulation=True) / device.flops_per_s("float16")
         consumer = device.name.startswith("rtx") and device.name not in ("rtxa6000", "rtx6000ada")
@@ -142,52 +131,40 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone() 
         assert device.known_flops_per_s("bfloat16", True) == device.known_flops_per_s("bfloat16")
 
 
-def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on() -> None:
-    card = find_device("rtx4090")
-    assert card is not None
-
-    def block_s(dtype: str, fp16_accumulation: bool) -> float:
-        work, sizes = [Work(1e12)], [ParameterCounts(1)]
-        counted = costs_from_work(["block"], work, sizes, card, dtype, fp16_accumulation=fp16_accumulation)
-        return counted.layers[0].forward_s
-
-    assert block_s("float16", True) == pytest.approx(block_s("float16", False) / 2)
-    assert block_s("bfloat16", True) == block_s("bfloat16", False) == block_s("float16", False)
+def test_counted_costs_take_the_rate_of_fp16_accumulation_only_if_it_is_on():
+    card, blocks = find_device("rtx4090"), {}
+    for dtype in ("float16", "bfloat16"):
+        for on in (True, False):
+            counted = costs_from_work(["b"], [Work(1e12)], [ParameterCounts(1)], card, dtype, fp16_accumulation=on)
+            blocks[dtype, on] = counted.layers[0].forward_s
+    assert blocks["float16", True] == pytest.approx(blocks["float16", False] / 2)
+    assert blocks["bfloat16", True] == blocks["bfloat16", False] == blocks["float16", False]
 
 
 @pytest.mark.parametrize(
     ("reported", "name"),
     [
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("rtx4090", "rtx4090"),
         ("RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
-        ("NVIDIA RTX A6000", "rtxa6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A800-SXM4-80GB", "a800"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100pcie"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA L40S", "l40s"),
+        # A wrong peak would give a wrong MFU, so a card that is not certain is not found.
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("H100 NVL", None),
+        ("", None),
     ],
 )
-def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported: str, name: str) -> None:
+def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported, name):
     device = find_device(reported)
-    assert device is not None and device.name == name
+    assert name == (device and device.name)
 
 
-@pytest.mark.parametrize(
-    "unknown", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"]
-)
-def test_a_card_that_is_not_certain_is_not_found(unknown: str) -> None:
-    """A wrong peak would give a wrong MFU."""
-    assert find_device(unknown) is None
-
-
-def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
+def test_every_listed_card_is_found_and_has_plausible_figures():
     assert len(set(device_names())) == len(DEVICES)
     for device in DEVICES:
         assert find_device(device.name) == device
@@ -200,7 +177,7 @@ def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
 KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
 
 
-def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -> None:
+def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does():
     costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping([("down",), ("attention", "down"), ()])
     assert [layer.kept_bytes for layer in costs.layers] == [20, 30, 0]
     assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 8.0)
@@ -211,40 +188,19 @@ def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -
     assert stage_seconds(costs, Stage(StageKind.FUSED, 0, 3), "layer") == (0.0, 13 + 27 + 8.0)
 
 
-def test_measured_seconds_scale_the_parts_of_a_layer() -> None:
+def test_measured_seconds_scale_the_parts_of_a_layer():
     timed = KEEPING.timed(6.0, 9.0)
     assert (timed.forward_s, timed.backward_s) == (6.0, 9.0)
     assert [(part.nbytes, part.seconds) for part in timed.keepable] == [(10, 1.5), (20, 3.0)]
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ([("down",)], "1 layers, there are 2"),
-        ([("qkv",), ()], "block cannot keep \\['qkv'\\].*attention"),
-        ([(), ("down",)], "head cannot keep"),
-    ],
-)
-def test_kept_names_that_a_layer_lacks_are_refused(kept: list[tuple[str, ...]], message: str) -> None:
-    with pytest.raises(CostsError, match=message):
-        Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
+def test_kept_names_that_a_layer_lacks_are_refused():
+    for kept, message in (([("down",)], "1 layers"), ([("qkv",), ()], "qkv"), ([(), ("down",)], "head")):
+        with pytest.raises(CostsError, match=message):
+            Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"keepable": [{"name": "down"}]}, "keepable needs a list of objects"),
-        ({"keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "part down: nbytes = -1"),
-        ({"kept": ["down"]}, "cannot keep"),
-        ({"kept": "down"}, "kept = 'down' must be a list"),
-    ],
-)
-def test_wrong_parts_in_a_file_are_named(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(CostsError, match=message):
-        Costs.from_json(json.dumps({"layers": [{"forward_s": 1, "backward_s": 2, **keys}]}))
-
-
-def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way() -> None:
+def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way():
     """Five steps on a 2 x 3 matrix and on a stack of four 5 x 2 ones, by hand: m^2 n and m^3 of the shorter side m."""
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * (4 * 4 * 3 + 2 * 8)
     assert newton_schulz_flops((4, 5, 2), 5) == 4 * 5 * (4 * 4 * 5 + 2 * 8)

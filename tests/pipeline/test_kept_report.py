@@ -7,7 +7,7 @@ import pytest
 from tests.support.counted_rules import FULL
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.pipeline.kept_report import ratio_text, report_kept
+from torchround.pipeline.kept_report import report_kept
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import plan_transfers
@@ -18,7 +18,7 @@ MIB = 2**20
 PARTS = (KeptCost("attention", MIB, 0.1), KeptCost("down", 2 * MIB, 0.4))
 
 
-def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+def costs_for(tokens, sequences, accumulate_bytes):
     """Build four blocks of 1 s and 2 s for each sequence, and a head."""
     block = LayerCost("block", 1.0, 2.0, MIB, 2 * MIB, MIB, 4096, keepable=PARTS)
     blocks = [replace(block, name=f"block.{index}") for index in range(4)]
@@ -40,7 +40,7 @@ QUESTION = RunQuestion(
 )
 
 
-def test_the_report_counts_bytes_load_and_seconds() -> None:
+def test_the_report_counts_bytes_load_and_seconds():
     plan = plan_for(QUESTION)
     report = report_kept(QUESTION, plan, QUESTION.costs())
     assert report is not None
@@ -53,14 +53,10 @@ def test_the_report_counts_bytes_load_and_seconds() -> None:
     assert report.saved_s == pytest.approx(8 * 1.7 / 2)
     # Each of the two links moves 1000 MiB per second each way.
     assert report.load == pytest.approx(8 * 9 / (2 * 1e3 * plan.step_s))
-    lines = report.lines(timed=True)
-    assert lines[0] == "kept for backward stages, down: 3 layers, block.0 .. block.3"
-    assert "9.00 MiB per micro-batch" in lines[-1] and "saves 6.8 s" in lines[-1]
-    assert "saves" not in report.lines(timed=False)[-1]
-    assert "down of 4 layers, attention of 1 layers" in plan.text()
+    assert "6.8 s" in report.lines(timed=True)[-1] and "saves" not in report.lines(timed=False)[-1]
 
 
-def test_the_load_of_the_links_counts_what_is_kept_in_both_directions() -> None:
+def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():
     bare = replace(QUESTION, given_kept=())
     plans = plan_for(QUESTION), plan_for(bare)
     moved = [plan_transfers(plan, QUESTION.costs(), 1.0, "stage", 0.5) for plan in plans]
@@ -74,19 +70,8 @@ def test_the_load_of_the_links_counts_what_is_kept_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize(("setting", "is_kept"), [("auto", False), ("all", True)])
-def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting: str, is_kept: bool) -> None:
+def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting, is_kept):
     """Their copies take the time of the processors that compute."""
     question = replace(QUESTION, given=None, given_kept=None, keep_activations=setting, rounds=1)
     narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
     assert bool(plan_for(narrow).kept) is is_kept
-
-
-def test_k_is_the_round_trip_of_all_parts_over_the_layers_computation() -> None:
-    """3 MiB go down and come up at 0.66 of 1000 MiB/s; longer times give a smaller k."""
-    costs = QUESTION.costs()
-    slow = replace(costs, layers=tuple(layer.timed(0.003, 0.003) for layer in costs.layers))
-    assert ratio_text(QUESTION, slow).startswith(f"k = {2 * 3 / 660 / 0.006:.2f}:")
-    halved = replace(slow, layers=(slow.layers[0].timed(0.006, 0.006), *slow.layers[1:]))
-    assert ratio_text(QUESTION, halved).startswith("k = 0.76 to 1.52:") and "(4 layers)" in ratio_text(QUESTION, slow)
-    assert ratio_text(replace(QUESTION, device=None), costs) == ""
-    assert ratio_text(QUESTION, replace(costs, layers=costs.layers[-1:])) == ""

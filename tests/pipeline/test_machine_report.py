@@ -10,7 +10,7 @@ from torchround.pipeline.costs import ParameterCounts
 from torchround.pipeline.machine_memory import STAGED_BYTES, landing_bytes, owned_parameters
 from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
 from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
+from torchround.pipeline.run_question import PlannedMachines
 from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle
 
 # Llama 3.1 8B: an embedding, 32 blocks, a head with its norm.
@@ -19,20 +19,20 @@ LLAMA_8B = (128256 * 4096, *[218_112_000] * 32, 128256 * 4096 + 4096)
 LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
 
 
-def asked(count: int, gbit_per_s: float | None = None, **changes: object) -> RunQuestion:
+def asked(count, gbit_per_s=None, **changes):
     rate = None if gbit_per_s is None else usable_bytes_per_s(gbit_per_s)
     return replace(QUESTION, parameters=LAYERS, machines=PlannedMachines(count, rate), **changes)
 
 
-@pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (25, 5.7), (100, 1.4)])
-def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(gbit_per_s: float, seconds: float) -> None:
+@pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (100, 1.4)])
+def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(gbit_per_s, seconds):
     bundles = tuple(ExchangedBundle(numel, (index,)) for index, numel in enumerate(LLAMA_8B))
     exchange = Exchange(bundles, 2, usable_bytes_per_s(gbit_per_s), 2, 2)
     # 2 bytes of gradient out and 2 of weights back per parameter, for the half that the other machine owns.
     assert sum(exchange.wire_bytes(1)) / exchange.bytes_per_s == pytest.approx(seconds, abs=0.05)
 
 
-def test_the_batch_is_split_over_the_machines() -> None:
+def test_the_batch_is_split_over_the_machines():
     plans = {count: plan_for(asked(count)) for count in (1, 2, 3, 8)}
     assert {count: plan.num_micro_batches for count, plan in plans.items()} == {1: 8, 2: 4, 3: 3, 8: 1}
     assert asked(3).longest_micro_batch == asked(1).longest_micro_batch == 2
@@ -41,7 +41,7 @@ def test_the_batch_is_split_over_the_machines() -> None:
     assert third * 8 == alone * 3
 
 
-def test_an_exchange_over_a_fast_network_is_hidden_in_async_and_a_slow_one_sets_the_pace() -> None:
+def test_an_exchange_over_a_fast_network_is_hidden_in_async_and_a_slow_one_sets_the_pace():
     hidden = asked(2, 100, update="async", device_bytes=120 * MIB)
     plan, costs = plan_for(hidden), hidden.costs()
     report = report_exchange(hidden, plan, costs)
@@ -53,7 +53,7 @@ def test_an_exchange_over_a_fast_network_is_hidden_in_async_and_a_slow_one_sets_
     assert report.exposed_s == pytest.approx(report.step_s - plan.step_s)
 
 
-def test_changed_weights_are_a_quarter_of_the_bytes_back_and_gradients_stay() -> None:
+def test_changed_weights_are_a_quarter_of_the_bytes_back_and_gradients_stay():
     whole = asked(4, 10)
     changed = replace(whole, machines=replace(whole.machines, sends_changed=True))
     plan = plan_for(whole)
@@ -61,7 +61,7 @@ def test_changed_weights_are_a_quarter_of_the_bytes_back_and_gradients_stay() ->
     assert after.gradient_bytes == before.gradient_bytes and after.weight_bytes == before.weight_bytes / 4
 
 
-def test_each_machine_holds_all_weights_and_its_share_of_the_state() -> None:
+def test_each_machine_holds_all_weights_and_its_share_of_the_state():
     alone = asked(1).state()
     for count in (2, 4, 7):
         state = asked(count).state()
@@ -73,21 +73,13 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state() -> None:
         assert state.gradient_bytes == 4 * owned + 2 * 2 * 4 * MIB
 
 
-def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less() -> None:
+def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
     many = ParameterCounts(100 * MIB, bundles=((MIB, 1),) * 100)
     assert landing_bytes(many, 2) == int(0.12 * 2 * 100 * MIB)
     assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2) == 2 * 51 * MIB
 
 
-@pytest.mark.parametrize("count", [2, 4, 8, 16])
-def test_many_equal_layers_need_at_most_4_3_bytes_per_parameter_and_12_over_n_more(count: int) -> None:
-    counts = ParameterCounts(4096 * MIB, bundles=((64 * MIB, 1),) * 64)
-    state = replace(asked(count), parameters=counts).state()
-    taken = state.weight_bytes + state.gradient_bytes + state.optimizer_bytes
-    assert taken / counts.trained <= 4.3 + 12 / count
-
-
-def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate() -> None:
+def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():
     question = asked(3)
     plan = plan_for(question)
     rows = machine_rows(question, plan)
@@ -100,11 +92,8 @@ def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate(
     assert rows[0].step_s == (pytest.approx(plan_for(asked(1)).step_s),) * 4
 
 
-def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so() -> None:
+def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so():
     question = asked(2, host_bytes=400 * MIB)
     rows = machine_rows(question, plan_for(question))
     assert rows[0].problem == "does not fit" and rows[1].host_bytes <= 400 * MIB
-
-
-def test_the_staging_memory_is_that_of_the_links() -> None:
     assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES

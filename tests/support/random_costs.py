@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.simulator import simulate
 
 SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0.01, 5.0))
 BYTES = st.integers(0, 100)
 
 
 @st.composite
-def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool = False) -> Costs:
+def costs(draw, max_layers=8, updates=True, jobs=False):
     """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates.
 
     Half of them keep parts of some layers. With `jobs`, half have jobs of the update on devices; their copies take
@@ -26,7 +28,7 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool
     equal = draw(st.booleans())
     layer = draw(_layer(updates))
     layers = [layer if equal else draw(_layer(updates)) for _ in range(num_layers - 1)] + [draw(_layer(updates))]
-    named = tuple(_named(part, index) for index, part in enumerate(layers))
+    named = tuple(replace(layer, name=f"layer.{index}") for index, layer in enumerate(layers))
     drawn = Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
     if jobs and draw(st.booleans()):
         link_s = draw(st.sampled_from([0.0, 0.2]))
@@ -37,19 +39,19 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True, jobs: bool
     return drawn.keeping([draw(kept_of(layer)) for layer in drawn.layers])
 
 
-def _with_job(draw: st.DrawFn, layer: LayerCost, link_s: float) -> LayerCost:
+def _with_job(draw, layer, link_s):
     job_s = draw(st.floats(0.2, 3.0))
     return replace(layer, job_s=job_s, job_link_s=link_s, job_slot_bytes=draw(BYTES), job_scratch_bytes=draw(BYTES))
 
 
-def kept_of(layer: LayerCost) -> st.SearchStrategy[tuple[str, ...]]:
+def kept_of(layer):
     """Draw names of parts that the layer can keep."""
     names = [part.name for part in layer.keepable]
     return st.sets(st.sampled_from(names)).map(lambda kept: tuple(sorted(kept))) if names else st.just(())
 
 
 @st.composite
-def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
+def _layer(draw, updates):
     return LayerCost(
         name="layer",
         forward_s=draw(SECONDS),
@@ -67,12 +69,8 @@ def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
     )
 
 
-def _named(layer: LayerCost, index: int) -> LayerCost:
-    return LayerCost(**{**vars(layer), "name": f"layer.{index}"})
-
-
 @st.composite
-def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
+def partitions(draw, num_layers):
     """Draw any partition of the layers."""
     fused = draw(st.integers(1, num_layers))
     left, right = (draw(compositions(num_layers - fused)) for _ in range(2))
@@ -80,7 +78,7 @@ def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
 
 
 @st.composite
-def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
+def compositions(draw, total):
     """Draw positive integers with the given sum."""
     cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
     ends = [0, *cuts, total]
@@ -93,7 +91,7 @@ LINKS = st.one_of(
 """Links on which a stage's bytes take between nothing and many times its seconds."""
 
 
-def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[MemoryLimits]:
+def limits(tightest=200, loosest=2500):
     """Draw limits: often none, often so tight that some or all partitions do not fit."""
     bounds = st.one_of(st.none(), st.integers(tightest, loosest))
     return st.builds(
@@ -105,7 +103,7 @@ def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[Memory
     )
 
 
-def all_partitions(num_layers: int) -> list[Partition]:
+def all_partitions(num_layers):
     """Yield every partition, by plain recursion."""
     found = []
     for fused in range(1, num_layers + 1):
@@ -114,7 +112,19 @@ def all_partitions(num_layers: int) -> list[Partition]:
     return found
 
 
-def _ways(total: int) -> list[tuple[int, ...]]:
+def _ways(total):
     if total == 0:
         return [()]
     return [(first, *rest) for first in range(1, total + 1) for rest in _ways(total - first)]
+
+
+def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, **settings):
+    """Return the mean over many simulated steps, once they have settled."""
+    settled, counted = 40, 120  # a multiple of every period that so few devices have
+    settings |= {"update": update, "steps": settled + counted}
+    tasks = dispatch_tasks(partition, costs, devices, micro_batches, rounds, **settings)
+    ends = [0.0] * (settled + counted)
+    for task, end in zip(tasks, simulate(tasks, devices).end_s, strict=True):
+        if task.device >= 0:
+            ends[task.step] = max(ends[task.step], end)
+    return (ends[-1] - ends[settled - 1]) / counted

@@ -1,13 +1,12 @@
 """The search decides about host memory by bounds of the count that the engine reserves by, never against that count."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition
 from torchround.pipeline.pool_count import HostBatch, PoolCount
 from torchround.pipeline.search.host_table import HostTable
 from torchround.pipeline.search.partition_batch import batch_of
@@ -16,7 +15,7 @@ LAYERS = 6
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> HostBatch:
+def batches(draw):
     """Draw micro-batches of up to two sizes, with boundaries that are alike or not, in bytes or in pages.
 
     Each layer can keep `down`, of the same bytes in each layer or not.
@@ -36,7 +35,6 @@ def batches(draw: st.DrawFn) -> HostBatch:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     batch=batches(),
     chosen=st.lists(partitions(LAYERS), min_size=1, max_size=3),
@@ -45,9 +43,7 @@ def batches(draw: st.DrawFn) -> HostBatch:
     update=st.sampled_from(["sync", "async"]),
     kept=st.lists(st.sampled_from([(), ("down",)]), min_size=LAYERS, max_size=LAYERS),
 )
-def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(
-    batch: HostBatch, chosen: list[Partition], num_devices: int, rounds: int, update: str, kept: list[tuple[str, ...]]
-) -> None:
+def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(batch, chosen, num_devices, rounds, update, kept):
     parts = (KeptCost("down", 1, 0.5),)
     layers = (LayerCost(str(n), 1.0, 2.0, boundary_bytes=1, keepable=parts) for n in range(LAYERS))
     costs = Costs(tuple(layers)).keeping(kept)
@@ -56,7 +52,7 @@ def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(
     nothing = np.zeros(len(chosen), dtype=np.int64)
     counted = [pool.nbytes(partition, rounds, costs.kept) for partition in chosen]
 
-    def table(host_bytes: int) -> HostTable:
+    def table(host_bytes):
         limits = MemoryLimits(host_bytes=host_bytes, batch=batch)
         return HostTable(costs, limits, num_devices, len(batch.sizes), update)
 

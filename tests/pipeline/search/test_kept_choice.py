@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, costs, limits
@@ -20,32 +20,25 @@ from torchround.pipeline.simulation.kept_link import KeptLink
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
 
 
-def blocks(number: int, **fields: object) -> Costs:
+def blocks(number, **fields):
     """Build equal blocks of 1 s and 2 s that can keep nine tenths of their forward, and a head of half a block."""
     block = LayerCost("block", 1.0, 2.0, 100, 200, 300, 10, keepable=PARTS)
     layers = [replace(block, name=f"block.{index}", **fields) for index in range(number)]
     return Costs((*layers, LayerCost("head", 0.5, 1.0, 50, 100, 50)), hop_s=0.01)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
-    costs=costs(max_layers=10),
-    devices=st.integers(1, 5),
-    micro_batches=st.integers(1, 8),
+    costs=costs(max_layers=6),
+    devices=st.integers(1, 4),
+    micro_batches=st.integers(1, 5),
     update=st.sampled_from(["sync", "async", "bounded"]),
     rounds=st.sampled_from([1, "auto"]),
     link=LINKS,
     limits=limits(600, 3000),
 )
 def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
-    costs: Costs,
-    devices: int,
-    micro_batches: int,
-    update: str,
-    rounds: int | str,
-    link: KeptLink | None,
-    limits: MemoryLimits,
-) -> None:
+    costs, devices, micro_batches, update, rounds, link, limits
+):
     question = devices, micro_batches, update, rounds, limits
     try:
         without = make_plan(costs.keeping(()), *question)
@@ -62,7 +55,7 @@ def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
         assert plan.step_s * 1.01 < without.step_s * (1 + 1e-9)
 
 
-def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth() -> None:
+def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_of_less_than_a_hundredth():
     """The fastest plan takes 51.6 s, the one that keeps nothing 52.2 s, and one of 52.1 s is within 1 % of the fastest."""
     block = LayerCost("block", 0.5, 3.0, optimizer_s=3.0, keepable=(KeptCost("attention", 1, 0.5),))
     blocks = [replace(block, name=f"block.{index}") for index in range(7)]
@@ -75,17 +68,16 @@ def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_o
     assert given[1].step_s * 1.01 < given[0].step_s or not given[1].kept
 
 
-@pytest.mark.parametrize("update", ["sync", "async"])
-def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved(update: str) -> None:
+def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved():
     model = blocks(23)
-    without = make_plan(model, 4, 32, update, 1, as_fast=0.0)
-    plan = make_plan(model, 4, 32, update, 1, as_fast=0.0, keep=KeepRule("auto", KeptLink(1e9)))
+    without = make_plan(model, 4, 32, "sync", 1, as_fast=0.0)
+    plan = make_plan(model, 4, 32, "sync", 1, as_fast=0.0, keep=KeepRule("auto", KeptLink(1e9)))
     # Of 4 s per block and micro-batch 0.9 s are saved. A few blocks lie in the fused stage, which recomputes nothing.
     assert without.step_s / plan.step_s > 1.2
     assert Counter(name for names in plan.kept for name in names).keys() == {"attention", "gate_up", "down"}
 
 
-def test_a_slow_link_leaves_room_for_the_best_parts_alone() -> None:
+def test_a_slow_link_leaves_room_for_the_best_parts_alone():
     """A block moves 25 bytes in its forward second: `down` and hardly more, though all would be worth keeping."""
     plan = make_plan(blocks(23), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(35.0)))
     kept = Counter(name for names in plan.kept for name in names)
@@ -93,7 +85,7 @@ def test_a_slow_link_leaves_room_for_the_best_parts_alone() -> None:
     assert make_plan(blocks(23), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(1.0))).kept == ()
 
 
-def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte() -> None:
+def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():
     free = make_plan(blocks(23), 4, 32, "sync", 1)
     room = free.host_activation_bytes + 32 * 20 * 23
     rule = KeepRule("auto", KeptLink(1e9))
@@ -104,7 +96,7 @@ def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte() -> None:
     assert kept["down"] > 2 * kept["gate_up"]
 
 
-def test_more_rounds_make_room_for_more() -> None:
+def test_more_rounds_make_room_for_more():
     rule, room = (KeepRule("auto", KeptLink(1e9)), MemoryLimits(device_bytes=4000, host_bytes=16 * 130 * 23 // 3))
     one = make_plan(blocks(23), 4, 16, "async", 1, room, keep=rule)
     chosen = make_plan(blocks(23), 4, 16, "async", "auto", room, keep=rule)
@@ -113,7 +105,7 @@ def test_more_rounds_make_room_for_more() -> None:
     assert sum(map(len, chosen.kept)) > sum(map(len, one.kept))
 
 
-def test_equal_parts_are_chosen_evenly_over_the_layers() -> None:
+def test_equal_parts_are_chosen_evenly_over_the_layers():
     items = items_by_gain(blocks(32))
     assert [item.names for item in items[::32]] == [("down",), ("attention",), ("gate_up",)]
     for number in (4, 8, 16):
@@ -122,11 +114,11 @@ def test_equal_parts_are_chosen_evenly_over_the_layers() -> None:
         assert max(gaps) <= 2 * 32 / number
 
 
-def test_a_layer_that_keeps_whole_keeps_all_or_nothing() -> None:
+def test_a_layer_that_keeps_whole_keeps_all_or_nothing():
     model = blocks(23, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
     assert {len(names) for names in plan.kept} == {0, 3}
-    with pytest.raises(PlanError, match=r'keep_activations = "attention": compiled layers keep all or nothing'):
+    with pytest.raises(PlanError, match="all or nothing"):
         make_plan(model, 4, 32, keep=KeepRule("attention"))
 
 
@@ -140,9 +132,7 @@ def test_a_layer_that_keeps_whole_keeps_all_or_nothing() -> None:
         (("down", "attention"), (*(("attention", "down"),) * 3, ())),
     ],
 )
-def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(
-    setting: str | tuple[str, ...], kept: tuple[tuple[str, ...], ...]
-) -> None:
+def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(setting, kept):
     partition = Partition((1, 2), 1, (2, 1))
     assert evaluate_plan(partition, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == kept
     # The fused stage keeps its activations on the device.
@@ -150,25 +140,17 @@ def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(
     assert evaluate_plan(whole, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == ()
 
 
-def test_a_setting_that_does_not_fit_names_its_key() -> None:
-    free = make_plan(blocks(23), 4, 32, "sync", 1, MemoryLimits(device_bytes=4000))
-    large = blocks(23, keepable=(KeptCost("down", 5000, 0.5),))
-    for limit in (
-        MemoryLimits(device_bytes=4000, host_bytes=2 * free.host_activation_bytes),
-        MemoryLimits(device_bytes=4000),
-    ):
-        assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
-        with pytest.raises(InfeasiblePlanError, match=r"engine\.keep_activations") as caught:
-            make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("all"))
-        assert caught.value.keys[0] == "engine.keep_activations"
-
-
-def test_a_setting_that_no_layer_can_follow_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"\['qkv'\]: no layer of this model has such a part"):
+def test_a_setting_that_does_not_fit_names_its_key_and_one_that_no_layer_can_follow_is_refused():
+    large, limit = blocks(23, keepable=(KeptCost("down", 5000, 0.5),)), MemoryLimits(device_bytes=4000)
+    assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
+    with pytest.raises(InfeasiblePlanError, match=r"engine\.keep_activations") as caught:
+        make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("all"))
+    assert caught.value.keys[0] == "engine.keep_activations"
+    with pytest.raises(PlanError, match="qkv"):
         make_plan(blocks(3), 2, 4, keep=KeepRule(("qkv",)))
 
 
-def test_a_given_partition_keeps_what_is_best_for_it() -> None:
+def test_a_given_partition_keeps_what_is_best_for_it():
     partition, rule = Partition((6,) * 4, 1, (3,) * 8), KeepRule("auto", KeptLink(1e9))
     without = evaluate_plan(partition, 1, blocks(24), 4, 32)
     plan = evaluate_plan(partition, 1, blocks(24), 4, 32, keep=rule)

@@ -1,6 +1,6 @@
 """The lower bound is below the best of all plans, and not far below."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import costs, limits
@@ -11,7 +11,6 @@ from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.systematic_search import search_all
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     costs=costs(max_layers=5),
     devices=st.integers(1, 6),
@@ -20,9 +19,7 @@ from torchround.pipeline.search.systematic_search import search_all
     limits=limits(400, 1500),
     all_rounds=st.booleans(),
 )
-def test_no_plan_is_faster_than_the_bound(
-    costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits, all_rounds: bool
-) -> None:
+def test_no_plan_is_faster_than_the_bound(costs, devices, micro_batches, update, limits, all_rounds):
     problem = PlanningProblem(costs, devices, micro_batches, update, limits)
     choices = range(1, micro_batches + 1) if all_rounds else (micro_batches,)
     found = search_all(problem, choices)
@@ -32,7 +29,7 @@ def test_no_plan_is_faster_than_the_bound(
         assert bound_s <= problem.exact_s(best) * (1 + 1e-9) + 1e-12
 
 
-def test_the_bound_knows_that_filling_and_draining_take_time() -> None:
+def test_the_bound_knows_that_filling_and_draining_take_time():
     """The case: ten equal layers of 1 + 2 s, of which memory allows one per stage, 4 devices, 8 micro-batches, no hops."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=10) for i in range(10))
     problem = PlanningProblem(Costs(layers), 4, 8, "sync", MemoryLimits(device_bytes=20))
