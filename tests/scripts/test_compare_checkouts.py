@@ -1,7 +1,6 @@
 """The comparison of two checkouts: equal ones are called equal, and a changed learning rule is found."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +10,14 @@ from scripts.compare_checkouts import RUNS, differences, joined, main
 
 
 @pytest.mark.nightly
-def test_a_checkout_equals_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkout_equals_itself(capsys):
     assert main([str(ROOT), str(ROOT)]) == 0
     verdicts = capsys.readouterr().out.splitlines()
     assert len(verdicts) == len(RUNS) and all(line.endswith("values, equal") for line in verdicts)
 
 
 @pytest.mark.nightly
-def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_the_last_bits_is_found(tmp_path, capsys):
     shutil.copytree(ROOT / "torchround", tmp_path / "torchround")
     shutil.copy(ROOT / "train.py", tmp_path)
     changed = tmp_path / "torchround/optim/lr_schedule.py"
@@ -30,11 +29,11 @@ def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.Captu
     assert "differ" in printed and "grad_norm" in printed
 
 
-def test_a_value_that_one_side_lacks_is_a_difference() -> None:
+def test_a_value_that_one_side_lacks_is_a_difference():
     assert list(differences({"a": 1, "b": 2}, {"a": 1})) == ["b: 2 before, not there after"]
 
 
-def test_a_weight_in_two_halves_is_compared_as_the_value_that_they_make() -> None:
+def test_a_weight_in_two_halves_is_compared_as_the_value_that_they_make():
     """The halves are made by integers here: the upper half of the bits plus 0x8000, and what is left."""
     weight = torch.tensor([1.0, -1.0 - 2.0**-8, 1.0 + 2.0**-8, 3e38, -1e-42, 0.1, -0.0])
     tensors = {"weights/w": torch.empty(7, dtype=torch.bfloat16), "residual/w": torch.empty(7).short()}

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ if [ "$1" = show ]; then printf 'node7\\nnode8\\n'; else echo "$@" > scontrol.tx
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def job(tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
@@ -39,15 +38,13 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         (tmp_path / "code.txt").write_text("9\n", encoding="utf-8")
 
 
-def called(folder: Path, job: subprocess.Popen[bytes]) -> list[str]:
+def called(folder, job):
     while not (folder / "called.txt").exists():
         assert job.poll() is None, "the script ended before it called srun"
     return (folder / "called.txt").read_text(encoding="utf-8").splitlines()
 
 
-def test_torchrun_starts_one_process_a_node_that_meet_at_the_first_one(
-    tmp_path: Path, job: subprocess.Popen[bytes]
-) -> None:
+def test_torchrun_starts_one_process_a_node_that_meet_at_the_first_one(tmp_path, job):
     grace_s, *arguments = called(tmp_path, job)
     start = arguments.index("torchrun")
     assert all(argument.startswith("--") for argument in arguments[:start])
@@ -62,7 +59,7 @@ def test_torchrun_starts_one_process_a_node_that_meet_at_the_first_one(
     assert f"--signal=B:TERM@{int(grace_s) + 60}\n" in SCRIPT.read_text(encoding="utf-8")
 
 
-def test_a_signal_reaches_the_run_and_queues_the_job_again(tmp_path: Path, job: subprocess.Popen[bytes]) -> None:
+def test_a_signal_reaches_the_run_and_queues_the_job_again(tmp_path, job):
     called(tmp_path, job)
     job.send_signal(signal.SIGTERM)
     assert job.wait(60) == 1
@@ -70,13 +67,13 @@ def test_a_signal_reaches_the_run_and_queues_the_job_again(tmp_path: Path, job: 
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_run_that_ends_by_itself_ends_the_job(tmp_path: Path, job: subprocess.Popen[bytes], code: int) -> None:
+def test_a_run_that_ends_by_itself_ends_the_job(tmp_path, job, code):
     called(tmp_path, job)
     (tmp_path / "code.txt").write_text(f"{code}\n", encoding="utf-8")
     assert job.wait(60) == code
     assert not (tmp_path / "scontrol.txt").exists()
 
 
-def test_the_nodes_are_as_many_as_the_config_plans_for() -> None:
+def test_the_nodes_are_as_many_as_the_config_plans_for():
     config = load_config(SCRIPT.with_suffix(".toml"))
     assert f"#SBATCH --nodes={config.machines.planned}\n" in SCRIPT.read_text(encoding="utf-8")
