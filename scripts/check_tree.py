@@ -69,7 +69,7 @@ STATEFUL_CALLS = frozenset(
 )
 OPEN_ENDS = ("TODO", "FIXME", "XXX", "NotImplementedError", "pytest.skip", "skipif", "xfail", "importorskip")
 # Tests need a card or a compiler, a browser, or the right to make a network.
-MAY_SKIP = {"tests/accelerator/conftest.py", "tests/support/browser.py", "tests/support/namespaces.py"}
+MAY_SKIP = {"tests/accelerator/conftest.py", "tests/observe/test_page_in_browser.py", "tests/support/namespaces.py"}
 USERS_FILES = frozenset(
     "config.toml NAME.toml other.toml run.toml small.toml tiny.toml child.toml chats.toml".split()
 )

@@ -43,8 +43,7 @@ THOROUGH_PLACES = (
     *("tests/engine/watch/test_watchdog.py", "tests/engine/test_float16.py", "tests/data/test_resume.py"),
     *("tests/data/test_tokenizer.py", "tests/data/test_tokenizer_json.py"),
     *("tests/machines/test_lost_machines.py", "tests/machines/test_network_namespaces.py"),
-    *("tests/models/borrowed/test_equal_transformers.py", "tests/models/borrowed/test_adapters_beside_peft.py"),
-    *("tests/models/borrowed/test_beside_our_own.py",),
+    "tests/models/borrowed/test_adapters_beside_peft.py",
     *("tests/test_how_tests_run.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])

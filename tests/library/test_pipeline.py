@@ -19,12 +19,22 @@ from torchround.library.refusals import PipelineUsageError
 ADAMW = partial(OurAdamW, lr=0.1)
 
 
-def mlp() -> nn.Sequential:
+def mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
+def trained(pipeline, loop, given, loss_fn=functional.cross_entropy):
+    """Train both step by step, and compare each loss and the weights after the last step."""
+    for inputs, labels in given:
+        loss = pipeline.forward_backward(inputs, labels, loss_fn)
+        assert loss == loop.forward_backward(inputs, labels, loss_fn)
+        pipeline.step()
+        loop.step()
+    assert_same_state(pipeline.weights(), loop.net)
+
+
+def batches(count=4, samples=7):
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator))
@@ -32,38 +42,22 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
+ONE_EACH = Partition((1,) * 5, 1, (1,) * 5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "partition"),
+    [(1, None), (3, None), (1, Partition((), 6, ())), ([CpuDevice(0), CpuDevice(1)], ONE_EACH)]
+    + [(2, Partition((2, 2), 2, (1, 3)))],
+)
+def test_losses_and_weights_are_those_of_a_plain_loop(devices, partition):
     net = mlp()
     loop = PlainNet(net, ADAMW)
-    with Pipeline(net, devices, lr=0.1) as pipeline:
-        for inputs, labels in batches():
-            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
+    with Pipeline(net, devices, lr=0.1, partition=partition) as pipeline:
+        trained(pipeline, loop, batches(3))
 
 
-@pytest.mark.parametrize("update", ["sync", "async"])
-def test_compact_state_takes_less_memory_and_trains_nearly_alike(update) -> None:
-    found = []
-    for state in ("exact", "compact"):
-        with Pipeline(mlp(), 2, lr=0.01, update=update, state=state) as pipeline:
-            losses = []
-            for inputs, labels in batches(10):
-                losses.append(pipeline.forward_backward(inputs, labels, functional.cross_entropy))
-                pipeline.step()
-            found.append((losses, pipeline.store.nbytes()))
-            assert {s.format.name for b in pipeline.store.bundles for s in b.segments} == {state}
-    (exact, more_bytes), (compact, fewer_bytes) = found
-    assert fewer_bytes < more_bytes
-    assert exact != compact and exact[:2] == compact[:2]  # the first update starts from no state
-    # An element's step differs by the rounding of 8 bits. Ten steps of 0.01 move the loss by some 0.1 in all.
-    assert compact == pytest.approx(exact, abs=0.05)
-
-
-def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
+def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step():
     """They are halves in host memory, so a parameter that was read before the step does not follow it."""
     with Pipeline(mlp().bfloat16(), 2, lr=0.1) as pipeline:
         assert pipeline.store.splits_weights
@@ -79,48 +73,7 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step() -> None:
                 assert torch.equal(value, state[name].float() * 0.5)
 
 
-def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
-    found = []
-    for partition in (None, Partition((2, 2), 2, (1, 3)), Partition((), 6, ()), Partition((1,) * 5, 1, (1,) * 5)):
-        with Pipeline(mlp(), [CpuDevice(0), CpuDevice(1)], lr=0.1, partition=partition) as pipeline:
-            losses = []
-            for inputs, labels in batches():
-                losses.append(pipeline.forward_backward(inputs, labels, functional.cross_entropy))
-                pipeline.step()
-            found.append((losses, pipeline.weights()["5.weight"].tolist()))
-    assert all(other == found[0] for other in found)
-
-
-def test_gradients_of_several_calls_add_up_until_the_step() -> None:
-    net = mlp()
-    loop = PlainNet(net, ADAMW)
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        for start in (0, 2):
-            for inputs, labels in batches()[start : start + 2]:
-                found = pipeline.forward_backward(inputs, labels, functional.cross_entropy, 2, lazy=True)
-                assert float(found) == loop.forward_backward(inputs, labels, functional.cross_entropy, 2)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
-
-
-def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
-    net = mlp()
-    inputs, labels = batches()[0]
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        before = pipeline.forward(inputs)
-        assert torch.allclose(before, net.eval()(inputs), atol=1e-6), "the sums of a product depend on its rows"
-        expected = torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])])
-        assert torch.equal(before, expected)
-        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-        pipeline.step()
-        after = pipeline(inputs)
-        net.load_state_dict(pipeline.weights())
-        assert torch.equal(after, torch.cat([net(part.clone()) for part in inputs.split([3, 2, 2])]))
-        assert not torch.equal(after, before)
-
-
-def test_an_evaluation_between_steps_changes_no_dropout_mask() -> None:
+def test_an_evaluation_between_steps_changes_no_dropout_mask():
     found = []
     for evaluates in (False, True):
         with Pipeline(mlp(), 2, lr=0.1) as pipeline:
@@ -133,7 +86,7 @@ def test_an_evaluation_between_steps_changes_no_dropout_mask() -> None:
     assert found[0] == found[1]
 
 
-def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
+def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over():
     net, other = mlp(), mlp()
     before = copy.deepcopy(net.state_dict())
     with Pipeline(net, 1) as pipeline, Pipeline(other, 1, takes_over=True) as taken:
@@ -149,46 +102,43 @@ def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
 class Head(nn.Module):
     """A head whose weight may be an embedding's, with a buffer and one that no state dict holds."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight):
         super().__init__()
         self.weight = weight
         self.register_buffer("scale", torch.tensor(0.5))
         self.register_buffer("shift", torch.tensor(1.0), persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return functional.linear(hidden, self.weight) * self.scale + self.shift
 
 
-def tied() -> nn.Sequential:
+def tied():
     torch.manual_seed(0)
     embedding = nn.Embedding(11, 8)
     return nn.Sequential(embedding, nn.LayerNorm(8), nn.Linear(8, 8).bfloat16().float(), Head(embedding.weight))
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_loss(logits, labels):
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 TOKENS = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
+def test_tied_weights_and_buffers_are_those_of_the_plain_net():
     net = tied()
     loop = PlainNet(net, ADAMW)
-    with Pipeline(net, devices, lr=0.1) as pipeline:
-        for _ in range(3):
-            loss = pipeline.forward_backward(TOKENS, TOKENS, token_loss)
-            assert loss == loop.forward_backward(TOKENS, TOKENS, token_loss)
-            pipeline.step()
-            loop.step()
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in net.named_parameters()]
+        first = next(pipeline.parameters())
+        trained(pipeline, loop, [(TOKENS, TOKENS)] * 2, token_loss)
         state = pipeline.weights()
-        assert_same_state(state, loop.net)
+        assert next(pipeline.parameters()) is first and torch.equal(first, state["0.weight"])
         assert state["0.weight"] is state["3.weight"] and "3.shift" not in state
         loop.net.load_state_dict(state, strict=True)
 
 
-def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices() -> None:
+def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices():
     net = tied()
     with Pipeline(net, 2, lr=0.1) as pipeline:
         pipeline.forward_backward(TOKENS, TOKENS, token_loss)
@@ -209,7 +159,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        pytest.param(torch.float32, {}, id="adamw"),
+        pytest.param(torch.float32, {}, id="adamw", marks=pytest.mark.nightly),
         pytest.param(torch.bfloat16, {"update": "async", "state": "compact"}, id="bf16, async, compact"),
         pytest.param(torch.float16, {"update": "async"}, id="fp16, async"),
         pytest.param(torch.bfloat16, {"optimizer": "muon"}, id="bf16, muon"),
@@ -221,7 +171,7 @@ def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(
     """Each row has dropout and a rate that falls, float16 also a loss scale that falls. The file holds plain values alone."""
     net, options, found = mlp().to(dtype), {"lr": 0.05, **options}, []
 
-    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss_fn(outputs, labels):
         return functional.cross_entropy(outputs.float(), labels) * 2
 
     for stops in ([8], [5, 8]):
@@ -246,7 +196,15 @@ def test_saved_loaded_and_continued_a_loop_has_the_bits_of_an_uninterrupted_one(
         assert 0 < state["optimizer"]["resume"]["applied_updates"] < 8
 
 
-def assert_same_values(actual, expected) -> None:
+def test_muon_trains_late_if_no_layer_is_between_the_first_and_the_last():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Pipeline(net, 1, optimizer="muon", lr=0.1, update="async") as pipeline:
+        pipeline.forward_backward(torch.ones(2, 2), torch.zeros(2, 2), functional.mse_loss, 1)
+        pipeline.step()
+        assert not torch.equal(pipeline.weights()["0.weight"], net[0].weight)
+
+
+def assert_same_values(actual, expected):
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key in expected:
@@ -257,63 +215,39 @@ def assert_same_values(actual, expected) -> None:
         assert actual == expected
 
 
-def test_a_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
-    with Pipeline(mlp(), 1, optimizer="muon") as other, Pipeline(mlp(), 1, lr=0.1) as pipeline:
-        train_once(pipeline)
+def test_states_that_do_not_fit_are_refused_and_nothing_changes():
+    others = [Pipeline(mlp(), 1, optimizer=other) for other in ("muon", torch.optim.Adagrad)]
+    with others[0], others[1], Pipeline(mlp(), 1, lr=0.1) as pipeline, Pipeline(mlp(), 1, optimizer=SGD) as sgd:
+        inputs, labels = batches(1)[0]
+        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+        with pytest.raises(EngineUsageError, match="forward_backward"):
+            pipeline.state_dict()
+        pipeline.step()
         before = pipeline.state_dict()
-        with pytest.raises(PipelineUsageError, match="another optimizer"):
-            pipeline.load_state_dict(other.state_dict())
-        with pytest.raises(PipelineUsageError, match="lacks step"):
-            kept = {key: value for key, value in before["optimizer"].items() if key != "step"}
-            pipeline.load_state_dict({"model": other.weights(), "optimizer": kept})
+        lacking = {key: value for key, value in before["optimizer"].items() if key != "step"}
+        renamed = {name: value + 1 for name, value in before["model"].items() if name != "0.bias"}
+        for into, state, words in (
+            (pipeline, others[0].state_dict(), "another optimizer"),
+            (pipeline, {"model": others[0].weights(), "optimizer": lacking}, "lacks step"),
+            (sgd, others[1].state_dict(), "class"),
+            (pipeline, renamed | {"other": torch.ones(1)}, "missing: 0.bias; unknown: other"),
+            (pipeline, before["model"] | {"3.bias": torch.ones(2)}, r"3.bias is \(2,\)"),
+        ):
+            with pytest.raises(PipelineUsageError, match=words):
+                into.load_state_dict(state)
         assert_same_values(pipeline.state_dict(), before)
-        pipeline.load_state_dict(other.state_dict()["model"])
+        pipeline.load_state_dict(others[0].state_dict()["model"])
         assert_same_state(pipeline.weights(), mlp())
         assert pipeline.state_dict()["optimizer"]["step"] == 1
 
 
-def test_a_state_of_another_class_of_torch_optim_is_refused() -> None:
-    with (
-        Pipeline(mlp(), 1, optimizer=torch.optim.Adagrad) as other,
-        Pipeline(mlp(), 1, optimizer=SGD) as pipeline,
-        pytest.raises(PipelineUsageError, match="its class"),
-    ):
-        pipeline.load_state_dict(other.state_dict())
-
-
-def test_a_step_without_its_update_is_not_saved() -> None:
-    with Pipeline(mlp(), 1) as pipeline:
-        inputs, labels = batches(1)[0]
-        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-        with pytest.raises(EngineUsageError, match="between forward_backward"):
-            pipeline.state_dict()
-
-
-def train_once(pipeline: Pipeline) -> None:
-    inputs, labels = batches(1)[0]
-    pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-    pipeline.step()
-
-
-def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes() -> None:
-    with Pipeline(mlp(), 1) as pipeline:
-        state = pipeline.weights()
-        wrong = {name: value + 1 for name, value in state.items() if name != "0.bias"}
-        wrong |= {"other": torch.ones(1), "3.bias": torch.ones(2)}
-        with pytest.raises(
-            PipelineUsageError, match=r"missing: 0.bias; unknown: other; 3.bias is \(2,\), the net has \(8,\)"
-        ):
-            pipeline.load_state_dict(wrong)
-        assert_same_state(pipeline.weights(), mlp())
-
-
-def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused() -> None:
+def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused():
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
     layer_gib = 128 * 128 * 4 / 2**30
     inputs = torch.randn(4, 128)
 
-    def square(outputs: Tensor, labels: None) -> Tensor:
+    def square(outputs, labels):
         return outputs.square().sum()
 
     with Pipeline(net, 2, lr=1e-3) as pipeline:
@@ -328,7 +262,7 @@ def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused(
         pipeline.forward_backward(inputs, None, square)
 
 
-def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
+def test_weight_decay_is_for_all_parameters_but_those_named():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     inputs = torch.zeros(2, 4)
     with Pipeline(net, 1, lr=0.5, weight_decay=0.5, no_decay=["1.weight", "1.bias"]) as pipeline:
@@ -340,37 +274,7 @@ def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
         assert torch.equal(state[name], before[name] * (1.0 if name.startswith("1") else 0.75)), name
 
 
-def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
-    net = tied()
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in net.named_parameters()]
-        first = next(pipeline.parameters())
-        before = first.clone()
-        pipeline.forward_backward(TOKENS, TOKENS, token_loss)
-        pipeline.step()
-        assert next(pipeline.parameters()) is first
-        assert not torch.equal(first, before)
-        assert torch.equal(first, pipeline.weights()["0.weight"])
-
-
-def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> None:
-    net = mlp()
-    for parameter in (*net[0].parameters(), *net[5].parameters()):
-        parameter.requires_grad_(False)
-    loop = PlainNet(net, ADAMW)
-    with Pipeline(net, 2, lr=0.1) as pipeline:
-        for inputs, labels in batches(2):
-            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
-            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
-            pipeline.step()
-            loop.step()
-        assert_same_state(pipeline.weights(), loop.net)
-    net.requires_grad_(False).eval()
-    with Pipeline(net, 2) as pipeline:
-        assert torch.equal(pipeline(inputs, 1), net(inputs))
-
-
-def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code() -> None:
+def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():
     """The devices are inside a kernel as the program ends. Each exit code but its own would be an abort."""
     program = """
         import sys, torch

@@ -18,10 +18,10 @@ from torchround.observe.reporters import ConsoleReport, duration
 class Clock:
     """Seconds that pass when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
@@ -29,7 +29,7 @@ AT_NOON = {"now": lambda: datetime(2026, 1, 2, 12, 4, 31)}
 FULL = {"mfu": 0.4125, "device_peaks_gib": (10.123, 9.0), "skipped_steps": 2, "validation_loss": 3.5}
 
 
-def line(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int = 1000, **figures: object) -> str:
+def line(monkeypatch, columns, total_steps=1000, **figures):
     """Print step 12 of a run, 24 s after its start, on a console that is so wide."""
     monkeypatch.setenv("COLUMNS", str(columns))
     stream, clock = io.StringIO(), Clock()
@@ -40,22 +40,20 @@ def line(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int = 1000,
     return stream.getvalue().rstrip("\n")
 
 
-def test_a_wide_line_has_the_time_of_day_and_every_known_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert line(monkeypatch, 300, **FULL) == (
-        "12:04:31  step   12/1000  loss 3.2500  validation loss 3.5000  skipped 2  lr 3.00e-04  grad norm 0.875  "
-        "12,346 tokens/s  MFU 41.2 %  device 10.12 GiB  host 1.50 GiB  perplexity 33.12  ETA 32 min"
-    )
+def test_a_wide_line_has_every_known_figure_and_a_narrow_one_what_a_user_looks_at_first(monkeypatch):
+    wide, narrow = line(monkeypatch, 300, **FULL), line(monkeypatch, 80, **FULL)
+    first = ["12:04:31", "12/1000", "3.2500", "3.5000", "skipped 2"]
+    rest = ["3.00e-04", "0.875", "12,346", "41.2 %", "10.12 GiB", "1.50 GiB", "33.12", "32 min"]
+    assert [figure for figure in (*first, *rest) if figure not in wide] == []
+    assert [figure for figure in first if figure not in narrow] == [] and "MFU" not in narrow
+    unknown = line(monkeypatch, 300)
+    assert not [word for word in ("MFU", "device", "skipped", "None") if word in unknown] and "1.50 GiB" in unknown
+    assert "0.30 MiB" in line(monkeypatch, 300, device_peaks_gib=(0.3 / 1024,))
+    assert "buffers 1.00 GiB" in line(monkeypatch, 300, device_peaks_gib=(1.0,), has_virtual_devices=True)
 
 
-def test_a_line_of_80_columns_has_what_a_user_looks_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = line(monkeypatch, 80, mfu=0.4125, device_peaks_gib=(10.123, 9.0))
-    assert shown == "12:04:31  step   12/1000  loss 3.2500  lr 3.00e-04  12,346 tokens/s  ETA 32 min"
-    assert "skipped 2" in line(monkeypatch, 80, **FULL) and "validation loss" in line(monkeypatch, 80, **FULL)
-
-
-@pytest.mark.parametrize("columns", [60, 80, 100, 120])
-@pytest.mark.parametrize("total_steps", [12, 1000, 2_000_000])
-def test_no_line_is_wider_than_the_console(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int) -> None:
+@pytest.mark.parametrize(("columns", "total_steps"), [(60, 2_000_000), (80, 1000), (100, 12), (120, 2_000_000)])
+def test_no_line_is_wider_than_the_console(monkeypatch, columns, total_steps):
     for figures in ({}, {"tokens_per_s": 12_345_678.9}, FULL):
         shown = line(monkeypatch, columns, total_steps, **figures)
         # The step and its losses are never left out, however narrow the console is.
@@ -63,32 +61,8 @@ def test_no_line_is_wider_than_the_console(monkeypatch: pytest.MonkeyPatch, colu
         assert len(shown) <= max(columns, len(least)) and "loss 3.2500" in shown
 
 
-def test_a_console_without_a_width_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    stream = io.StringIO()
-    ConsoleReport(10, stream=stream).log(record(1, mfu=0.5, device_peaks_gib=(1.0,)))
-    assert 40 < len(stream.getvalue().rstrip()) <= 80
-
-
-def test_unknown_figures_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = line(monkeypatch, 300)
-    assert "MFU" not in shown and "device" not in shown and "skipped" not in shown and "None" not in shown
-    assert "host 1.50 GiB" in shown
-
-
-def test_little_memory_is_printed_in_a_smaller_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "  device 0.30 MiB  host 1.50 GiB" in line(monkeypatch, 300, device_peaks_gib=(0.3 / 1024,))
-
-
-def test_memory_of_virtual_devices_is_named_for_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = line(monkeypatch, 300, device_peaks_gib=(1.0,), has_virtual_devices=True)
-    assert "  device buffers 1.00 GiB  " in shown
-
-
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(
-    monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(monkeypatch, columns):
     monkeypatch.delenv("COLUMNS", raising=False)
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -102,7 +76,7 @@ def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(
     assert without_colour.count("\n") == 1
 
 
-def test_the_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step() -> None:
+def test_the_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step():
     stream, clock = io.StringIO(), Clock()
     report = ConsoleReport(1000, resumed_step=500, stream=stream, clock=clock)
     clock.now_s = 10.0
@@ -117,23 +91,13 @@ def test_the_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step(
     assert lines[-1].endswith("ETA 0 s")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (3600, "1 h 00 min"),
-        (3780, "1 h 03 min"),
-        (86400 * 2 + 4 * 3600, "2 d 04 h"),
-    ],
-)
-def test_durations_show_their_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_show_their_two_largest_units():
+    texts = {0.4: "0 s", 59.4: "59 s", 59.6: "1 min 00 s", 185: "3 min 05 s", 3600: "1 h 00 min", 3780: "1 h 03 min"}
+    for seconds, text in {**texts, 86400 * 2 + 4 * 3600: "2 d 04 h"}.items():
+        assert duration(seconds) == text
 
 
-def test_continuations_follow_their_line_and_cannot_command_the_terminal() -> None:
+def test_continuations_follow_their_line_and_cannot_command_the_terminal():
     stream = io.StringIO()
     report = ConsoleReport(1000, stream=stream, **AT_NOON)
     report.log(record(12, samples=(PromptSample("one\nprompt", " and\x1b[31m\nmore"), PromptSample("b", ""))))

@@ -7,14 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.step_records import record
 from torchround.config import MetricsTable
-from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
+from torchround.observe import MetricsFile, MetricsLogger, open_metrics
 from torchround.observe.reporters import ConsoleReport
 from torchround.observe.wandb_logger import _connect
 
@@ -24,21 +23,21 @@ ROOT = Path(__file__).resolve().parents[2]
 class Failing:
     """A reporter that fails at everything."""
 
-    def log(self, record: StepRecord) -> None:
+    def log(self, record):
         raise ConnectionError(f"step {record.step} was not sent")
 
-    def close(self) -> None:
+    def close(self):
         raise ConnectionError("still no network")
 
 
-def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stream = io.StringIO()
+def test_a_failing_reporter_costs_one_warning_and_the_others_continue(tmp_path, caplog):
+    stream, closed = io.StringIO(), io.StringIO()
+    closed.close()
     with caplog.at_level(logging.WARNING):
         metrics = MetricsLogger(
             {
                 "the network": Failing,
+                "a closed console": lambda: ConsoleReport(3, stream=closed),
                 "a file": lambda: MetricsFile(tmp_path / "metrics.jsonl"),
                 "the console": lambda: ConsoleReport(3, stream=stream),
             }
@@ -49,17 +48,10 @@ def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
         metrics.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert stream.getvalue().count("\n") == 3
-    assert [entry.getMessage() for entry in caplog.records] == [
-        (
-            "reporting to the network failed: ConnectionError: step 1 was not sent; training continues, "
-            "records may be missing there"
-        )
-    ]
+    assert len(caplog.records) == 2 and "step 1 was not sent" in caplog.text and "a closed console" in caplog.text
 
 
-def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reporter_that_cannot_be_made_costs_one_warning_too(tmp_path, caplog, capsys):
     (tmp_path / "run").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         metrics = open_metrics(MetricsTable(), tmp_path / "run", "run", total_steps=3, config={})
@@ -67,35 +59,6 @@ def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
         metrics.close()
     assert "step 1/3" in capsys.readouterr().out
     assert len(caplog.records) == 1 and "metrics.jsonl failed" in caplog.text
-
-
-def test_a_closed_standard_output_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stream = io.StringIO()
-    metrics = MetricsLogger(
-        {
-            "the console": lambda: ConsoleReport(3, stream=stream),
-            "a file": lambda: MetricsFile(tmp_path / "metrics.jsonl"),
-        }
-    )
-    metrics.log(record(1))
-    stream.close()
-    with caplog.at_level(logging.WARNING):
-        for step in (2, 3):
-            metrics.log(record(step))
-    metrics.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert len(caplog.records) == 1
-
-
-def test_a_resumed_run_continues_file_and_step_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        metrics = open_metrics(MetricsTable(), tmp_path, "run", 4, config={}, resumed_step=resumed)
-        for step in steps:
-            metrics.log(record(step))
-        metrics.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-    assert "step 4/4" in capsys.readouterr().out
 
 
 WITH_A_KEY = {"WANDB_API_KEY": "0" * 40}
@@ -107,6 +70,7 @@ from tests.support.step_records import ENGINE, record
 from torchround.config import MetricsTable
 from torchround.observe import open_metrics
 
+open_metrics(MetricsTable(), Path(sys.argv[1]) / "without", "a run", 10, {}).close()
 assert "wandb" not in sys.modules, "imported before it was asked for"
 folder, mode, resumed_step, run_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] or None
 table = MetricsTable(wandb=mode, wandb_project="tests")
@@ -122,7 +86,7 @@ print("run id:", metrics.wandb_run_id)
 """
 
 
-def run_with_wandb(folder: Path, mode: str, resumed_step: int = 0, run_id: str = "", **environment: str):
+def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
     """The program's output lines as a dict, and what it wrote to standard error."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     result = subprocess.run(
@@ -137,35 +101,28 @@ def run_with_wandb(folder: Path, mode: str, resumed_step: int = 0, run_id: str =
     return pairs, result.stderr
 
 
-def entries_of(path: Path) -> Iterator[bytes]:
-    """The entries of one of wandb's own files: LevelDB's log format after a header of 7 bytes."""
-    content, position, entry = path.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # too little of a block is left for a header
-            position += 32768 - position % 32768
-            continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        entry += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield entry
-            entry = b""
-
-
-def logged_by_wandb(folder: Path, run_id: str) -> list[dict[str, float]]:
-    """The records in wandb's own files of this run, in the order they were started."""
+def logged_by_wandb(folder, run_id):
+    """Return the records in wandb's own files of this run: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     records = []
     for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
-        for entry in entries_of(path):
-            items = wandb_internal_pb2.Record.FromString(entry).history.item
-            if items:
-                records.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+        content, position, entry = path.read_bytes(), 7, b""
+        while position + 7 <= len(content):
+            if 32768 - position % 32768 < 7:  # too little of a block is left for a header
+                position += 32768 - position % 32768
+                continue
+            length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+            entry += content[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                items, entry = wandb_internal_pb2.Record.FromString(entry).history.item, b""
+                if items:
+                    records.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
     return records
 
 
-def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> None:
+def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path):
     first, printed = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline", WANDB_SILENT="false")
     assert "wandb sync" in printed and "engine/" not in printed  # what to do, without dozens of last values
     second, _ = run_with_wandb(tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline")
@@ -177,21 +134,16 @@ def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> N
     assert all(curves.items() <= entry.items() for entry in records)
 
 
-def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
-    output, _ = run_with_wandb(tmp_path, "off")
-    assert output == {"wandb imported": "False", "run id": "None"}
-
-
 @pytest.fixture
-def closed_port() -> int:
+def closed_port():
     """Return a port of this machine at which nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
+        port = taken.getsockname()[1]
     return port
 
 
-def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path: Path, closed_port: int) -> None:
+def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path, closed_port):
     """The run it had is still the one to rejoin, and all records are there to be sent later."""
     url = f"http://127.0.0.1:{closed_port}"
     output, stderr = run_with_wandb(tmp_path, "online", run_id="abc12345", WANDB_BASE_URL=url, **WITH_A_KEY)
@@ -202,7 +154,8 @@ def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path: Path, c
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "wandb.py").write_text("raise RuntimeError('a broken installation')")
     search = f"{tmp_path / 'broken'}{os.pathsep}{ROOT}"
@@ -212,10 +165,8 @@ def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_pa
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_is_asked_in_place_of_the_server_behind_it(
-    monkeypatch: pytest.MonkeyPatch, closed_port: int, scheme: str
-) -> None:
+@pytest.mark.parametrize("scheme", ["https"])
+def test_a_proxy_is_asked_in_place_of_the_server_behind_it(monkeypatch, closed_port, scheme):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("no_proxy", "")
         monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
@@ -225,7 +176,8 @@ def test_a_proxy_is_asked_in_place_of_the_server_behind_it(
             _connect(f"{scheme}://127.0.0.1:{closed_port}")
 
 
-def test_wandb_processes_that_die_cost_one_warning(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_wandb_processes_that_die_cost_one_warning(tmp_path):
     _, stderr = run_with_wandb(tmp_path, "offline", KILL_WANDB="1")
     assert stderr.count("reporting to wandb failed") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

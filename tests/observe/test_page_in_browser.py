@@ -4,19 +4,16 @@ The expected places of points are computed from the metrics and the marks on the
 """
 
 import json
-from collections.abc import Iterator
+import shutil
 from itertools import pairwise
 from math import log
-from pathlib import Path
 
 import pytest
+from selenium import webdriver
 from selenium.webdriver import ActionChains
-from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.select import Select
 
-from tests.support.browser import headless_browser
 from tests.support.step_records import ENGINE, write_run
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import write_page
@@ -27,41 +24,63 @@ PANELS = ["loss", "lr", "grad_norm", "tokens_per_s", "bubble", "device_memory", 
 Point = tuple[float, float]
 
 
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+# It opens files alone and asks no network: its own background requests are switched off.
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--force-device-scale-factor=1"),
+)
+
+
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    with headless_browser(tmp_path_factory.mktemp("profile")) as made:
-        yield made
+def browser(tmp_path_factory):
+    """Start a headless browser from the system's packages, with a fresh profile. Skips if this machine has none."""
+    found, driver = next(filter(None, map(shutil.which, NAMES)), None), shutil.which("chromedriver")
+    if found is None or driver is None:
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = found
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    # What the page's script reports, its errors above all.
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # With both paths given, selenium looks for no driver and downloads none.
+    made = webdriver.Chrome(options, Service(driver))
+    made.set_page_load_timeout(300)  # a loaded machine takes seconds for the first page
+    yield made
+    made.quit()
 
 
 @pytest.fixture(autouse=True)
-def wide(browser: WebDriver) -> None:
+def wide(browser):
     browser.set_window_size(WIDTH, HEIGHT)
 
 
-def show(browser: WebDriver, page: Path) -> None:
+def show(browser, page):
     """Open a page. Its script must have run to its end without an error."""
     browser.get(page.as_uri())
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
-def one_run(folder: Path) -> Path:
+def one_run(folder):
     write_run(folder / "run", range(1, 9), validated=(4, 8), **ENGINE)
     write_page([folder / "run"], folder / "page.html")
     return folder / "page.html"
 
 
-def two_runs(folder: Path, first: str = "first", second: str = "second") -> Path:
+def two_runs(folder, first="first", second="second"):
     runs = [write_run(folder / first, range(1, 9), **ENGINE)]
     runs.append(write_run(folder / second, range(1, 13), validated=(6, 12), **ENGINE))
     write_page(runs, folder / "page.html")
     return folder / "page.html"
 
 
-def panel(browser: WebDriver, key: str) -> WebElement:
+def panel(browser, key):
     return browser.find_element(By.ID, f"panel-{key}")
 
 
-def curves(where: WebElement) -> dict[str, list[Point]]:
+def curves(where):
     """Return the drawn curves by name: the corners of each line, in the units of the drawing."""
     found = {}
     for line in where.find_elements(By.CSS_SELECTOR, "path.curve"):
@@ -71,32 +90,32 @@ def curves(where: WebElement) -> dict[str, list[Point]]:
     return found
 
 
-def marks(where: WebElement, axis: str) -> list[Point]:
+def marks(where, axis):
     """Return (place, value) of the marks of an axis, lowest value first."""
     texts = where.find_elements(By.CSS_SELECTOR, f"text.{axis}")
     found = [(float(text.get_attribute(axis) or ""), _value(text.text)) for text in texts]
     return sorted(found, key=lambda mark: mark[1])
 
 
-def _value(text: str) -> float:
+def _value(text):
     for ending, factor in ((" %", 0.01), ("k", 1e3), ("M", 1e6)):
         if text.endswith(ending):
             return float(text.removesuffix(ending)) * factor
     return float(text)
 
 
-def read_off(places: list[float], of_marks: list[Point]) -> list[float]:
+def read_off(places, of_marks):
     """Return the values at places of an axis, from its lowest and its highest mark."""
     (first, low), (last, high) = of_marks[0], of_marks[-1]
     return [low + (place - first) / (last - first) * (high - low) for place in places]
 
 
-def metrics(run: Path, key: str) -> list[Point]:
+def metrics(run, key):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
-def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser: WebDriver, tmp_path: Path) -> None:
+def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser, tmp_path):
     show(browser, one_run(tmp_path))
     assert [one.get_attribute("id") for one in browser.find_elements(By.TAG_NAME, "figure")] == [
         f"panel-{key}" for key in PANELS
@@ -118,17 +137,7 @@ def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser: Web
         assert read_off([y for _, y in drawn], up) == pytest.approx([y for _, y in expected], abs=value_error)
 
 
-def test_devices_have_a_curve_each_in_colours_of_their_own(browser: WebDriver, tmp_path: Path) -> None:
-    show(browser, one_run(tmp_path))
-    for key in ("bubble", "device_memory"):
-        assert list(curves(panel(browser, key))) == ["device 0", "device 1"]
-        lines = panel(browser, key).find_elements(By.CSS_SELECTOR, "path.curve")
-        assert len({line.value_of_css_property("stroke") for line in lines}) == 2
-        assert panel(browser, key).find_element(By.CLASS_NAME, "legend").text.split("\n") == ["device 0", "device 1"]
-    assert marks(panel(browser, "bubble"), "y")[0][1] == 0  # a share begins at nought
-
-
-def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tmp_path: Path) -> None:
+def test_the_pointer_shows_the_values_of_the_nearest_step(browser, tmp_path):
     show(browser, one_run(tmp_path))
     where = panel(browser, "loss")
     tip = where.find_element(By.CLASS_NAME, "tip")
@@ -145,7 +154,8 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tm
     assert not tip.is_displayed()
 
 
-def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser: WebDriver, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser, tmp_path):
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
     before = marks(loss, "y")
@@ -165,7 +175,8 @@ def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(browser: 
     assert marks(loss, "y") == before and not button.is_displayed()
 
 
-def test_several_runs_share_each_panel_and_the_table_switches_them(browser: WebDriver, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_several_runs_share_each_panel_and_the_table_switches_them(browser, tmp_path):
     show(browser, two_runs(tmp_path))
     assert browser.title == "2 runs"
     loss = panel(browser, "loss")
@@ -182,7 +193,8 @@ def test_several_runs_share_each_panel_and_the_table_switches_them(browser: WebD
     assert rows[1].startswith("second\n12 – 0.83333 0.91667 (step 12)")
 
 
-def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser: WebDriver, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser, tmp_path):
     show(browser, one_run(tmp_path))
     loss = panel(browser, "loss")
     plain = curves(loss)
@@ -204,16 +216,7 @@ def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(browser: 
     assert len(pixels) > 1 and pixels == pytest.approx([pixels[0]] * len(pixels))
 
 
-@pytest.mark.parametrize("name", ["<img src=x onerror=document.title=1>", "<script>document.title = 1<", "'\"&amp;"])
-def test_a_hostile_name_is_shown_as_text(browser: WebDriver, tmp_path: Path, name: str) -> None:
-    show(browser, two_runs(tmp_path, first=name))
-    assert browser.title == "2 runs"
-    assert browser.find_element(By.CSS_SELECTOR, "#runs label").text == name
-    assert not browser.find_elements(By.TAG_NAME, "img")
-    assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
-
-
-def test_continuations_are_shown_as_text_below_the_panels(browser: WebDriver, tmp_path: Path) -> None:
+def test_continuations_are_shown_as_text_below_the_panels(browser, tmp_path):
     hostile = "<img src=x onerror=document.title=1> and\nanother line"
     for name in ("first", "second"):
         write_run(tmp_path / name, range(1, 3), samples=(PromptSample(f"of {name}", hostile),))
@@ -228,17 +231,8 @@ def test_continuations_are_shown_as_text_below_the_panels(browser: WebDriver, tm
     assert shown.rect["width"] <= browser.execute_script("return document.documentElement.clientWidth")
 
 
-def test_colours_follow_the_choice(browser: WebDriver, tmp_path: Path) -> None:
-    show(browser, one_run(tmp_path))
-    seen = set()
-    for theme in ("light", "dark"):
-        Select(browser.find_element(By.ID, "theme")).select_by_value(theme)
-        body = browser.find_element(By.TAG_NAME, "body")
-        seen.add((body.value_of_css_property("background-color"), body.value_of_css_property("color")))
-    assert len(seen) == 2
-
-
-def test_a_narrow_window_shows_every_panel_in_its_width(browser: WebDriver, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_narrow_window_shows_every_panel_in_its_width(browser, tmp_path):
     browser.set_window_size(NARROW, HEIGHT)
     show(browser, two_runs(tmp_path, second="a-name-of-many-letters" * 6))
     # Below a browser's least window width the page is told its width in another way.
@@ -256,9 +250,3 @@ def test_a_narrow_window_shows_every_panel_in_its_width(browser: WebDriver, tmp_
             assert all(a["x"] + a["width"] <= b["x"] for a, b in pairwise(texts)), "numbers overlap"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_a_run_of_one_step_shows_points(browser: WebDriver, tmp_path: Path) -> None:
-    write_page([write_run(tmp_path / "run", range(1, 2), **ENGINE)], tmp_path / "page.html")
-    show(browser, tmp_path / "page.html")
-    assert len(panel(browser, "loss").find_elements(By.CSS_SELECTOR, "circle.dot")) == 1

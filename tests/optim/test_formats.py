@@ -3,19 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from torchround.optim.formats import BLOCK, COMPACT, EXACT, StateValue
 
 FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
 
-# What at most eight fp32 roundings of numbers up to the scale add to an error, as a part of the scale.
-ROUNDINGS = 8 * 2.0**-24
 
-
-def values(numel: int, is_signed: bool, seed: int = 0) -> Tensor:
+def values(numel, is_signed, seed=0):
     """Return numbers over many magnitudes; every block has its own largest one."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(numel, generator=generator)
@@ -26,11 +20,7 @@ def values(numel: int, is_signed: bool, seed: int = 0) -> Tensor:
     return numbers if is_signed else numbers.square()
 
 
-def by_block(scales: Tensor, numel: int) -> Tensor:
-    return scales.double().repeat_interleave(BLOCK)[:numel]
-
-
-def numpy_codes(block: np.ndarray, is_signed: bool) -> tuple[np.ndarray, np.float32]:
+def numpy_codes(block, is_signed):
     """Return the codes and the scale of one block, each operation rounded once to fp32."""
     f32 = np.float32
     x = block if is_signed else np.sqrt(block)
@@ -46,9 +36,10 @@ def numpy_codes(block: np.ndarray, is_signed: bool) -> tuple[np.ndarray, np.floa
 
 
 @pytest.mark.parametrize("value", [FIRST, SECOND])
-@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 300 * BLOCK + 17])
-def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value: StateValue, numel: int) -> None:
-    numbers = values(numel, value.is_signed)
+@pytest.mark.parametrize(("numel", "size"), [(1, 1.0), (BLOCK, 1e-42), (100 * BLOCK + 17, 1.0), (BLOCK - 1, 1e37)])
+def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value, numel, size):
+    numbers = values(numel, value.is_signed).mul_(size).clamp_(-1.6e38, 1.6e38)
+    numbers[BLOCK : 2 * BLOCK] = 0  # a block of zeros stays zero beside others
     codes, scales = COMPACT.encode(value, numbers)
     decoded = COMPACT.decode(value, (codes, scales))
     for index in range(len(scales)):
@@ -64,78 +55,7 @@ def test_codes_and_numbers_are_those_of_ieee_arithmetic_in_numpy(value: StateVal
         assert np.array_equal(decoded[block].numpy(), again)
 
 
-def test_a_first_moment_is_off_by_at_most_half_a_code() -> None:
-    """A code is 1/127 of y = 2x / (1 + |x|), so y is off by 1/254, and dx/dy = (1 + |x|)^2 / 2 grows with |x|."""
-    numbers = values(1000 * BLOCK, is_signed=True)
-    codes, scales = COMPACT.encode(FIRST, numbers)
-    scale = by_block(scales, len(numbers))
-    decoded = COMPACT.decode(FIRST, (codes, scales)).double()
-    largest = torch.maximum(numbers.double().abs(), decoded.abs()) / scale
-    bound = scale * (1 + largest).square() / (2 * 254) + scale * ROUNDINGS
-    error = (numbers.double() - decoded).abs()
-    assert torch.all(error <= bound)
-    assert torch.any(error > 0.9 * bound), "the bound is far from what codes do"
-
-
-def test_a_second_moments_root_is_off_by_at_most_half_a_code_and_never_becomes_zero() -> None:
-    numbers = values(1000 * BLOCK, is_signed=False)
-    codes, scales = COMPACT.encode(SECOND, numbers)
-    root, scale = numbers.double().sqrt(), by_block(scales, len(numbers))
-    decoded = COMPACT.decode(SECOND, (codes, scales)).double().sqrt()
-    error = (root - decoded).abs()
-    is_lifted = root * 255 < 0.5 * scale  # would have the code 0
-    assert is_lifted.any()
-    assert torch.all(error[~is_lifted] <= (scale * (1 / 510 + ROUNDINGS))[~is_lifted])
-    assert torch.all(codes[is_lifted] == 1)
-    assert torch.all((COMPACT.decode(SECOND, (codes, scales)) > 0) == (numbers > 0))
-
-
-@pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_scale_is_the_largest_magnitude_rounded_up_to_bf16(value: StateValue) -> None:
-    numbers = values(200 * BLOCK, value.is_signed)
-    _, scales = COMPACT.encode(value, numbers)
-    magnitudes = numbers.abs() if value.is_signed else torch.from_numpy(np.sqrt(numbers.numpy()))
-    largest = magnitudes.view(-1, BLOCK).amax(dim=1)
-    assert torch.all(scales.float() >= largest)
-    assert torch.all(scales.float() < largest * (1 + 2.0**-7))
-
-
-# Numbers from the smallest denormal one to the largest below the overflow of s + |m|.
-MAGNITUDES = st.floats(0, 2.0**126, width=32) | st.floats(0, 2.0**-120, width=32)
-
-
-@settings(deadline=None)
-@given(st.lists(MAGNITUDES, min_size=1, max_size=2 * BLOCK + 3), st.booleans())
-def test_no_code_overflows_or_changes_its_sign(magnitudes: list[float], is_negative: bool) -> None:
-    numbers = torch.tensor(magnitudes)
-    if is_negative:
-        numbers[::2] *= -1
-    codes, scales = COMPACT.encode(FIRST, numbers)
-    assert scales.isfinite().all()
-    assert codes.min() >= -127
-    assert torch.all(codes.float() * numbers.sign() >= 0)
-    decoded = COMPACT.decode(FIRST, (codes, scales))
-    assert torch.all(decoded.abs() <= by_block(scales, len(numbers)) * (1 + ROUNDINGS))
-
-    second = numbers.abs()
-    codes, scales = COMPACT.encode(SECOND, second)
-    assert scales.isfinite().all()
-    largest = second.sqrt().double() * 255 / by_block(scales, len(second)).clamp(min=1e-300)
-    assert torch.all((codes.double() - largest.clamp(max=255)).abs() <= 1)
-
-
-@pytest.mark.parametrize("value", [FIRST, SECOND])
-def test_a_block_of_zeros_stays_zero_beside_others(value: StateValue) -> None:
-    numbers = values(3 * BLOCK, value.is_signed)
-    numbers[BLOCK : 2 * BLOCK] = 0
-    kept = COMPACT.encode(value, numbers)
-    decoded = COMPACT.decode(value, kept)
-    assert torch.all(decoded[BLOCK : 2 * BLOCK] == 0)
-    assert decoded[:BLOCK].any()
-    assert decoded[2 * BLOCK :].any()
-
-
-def test_moments_at_the_ends_of_the_range_stay_finite() -> None:
+def test_moments_at_the_ends_of_the_range_stay_finite():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     for number in (tiny, 2.0**-126, 2.0**-101, 2.0**-99, 1.0, 1e38, huge):
         # The square of a root that was rounded up may overflow in the last 1.6 % below the largest number.
@@ -145,10 +65,12 @@ def test_moments_at_the_ends_of_the_range_stay_finite() -> None:
     # A magnitude below the smallest scale counts as 0; a second moment's root never is that small.
     assert not COMPACT.decode(FIRST, COMPACT.encode(FIRST, torch.full((3,), 2.0**-101))).any()
     assert COMPACT.encode(SECOND, torch.full((3,), tiny))[0].min() >= 252
+    # Nor does a small one become 0 beside a large one.
+    assert COMPACT.encode(SECOND, torch.tensor([1.0, 1e-12, 0.0]))[0].tolist() == [255, 1, 0]
 
 
 @pytest.mark.parametrize(("state", "expected"), [(EXACT, 4.0), (COMPACT, 1 + 2 / 128)])
-def test_bytes_of_an_element_are_those_of_the_parts(state: object, expected: float) -> None:
+def test_bytes_of_an_element_are_those_of_the_parts(state, expected):
     for value in (FIRST, SECOND):
         assert state.element_bytes(value) == expected
         numel = 100 * BLOCK
@@ -158,7 +80,7 @@ def test_bytes_of_an_element_are_those_of_the_parts(state: object, expected: flo
 
 
 @pytest.mark.parametrize("state", [EXACT, COMPACT])
-def test_a_range_is_written_and_read_alone(state: object) -> None:
+def test_a_range_is_written_and_read_alone(state):
     numel, start, stop = 5 * BLOCK + 7, 2 * BLOCK, 5 * BLOCK + 7
     parts = {part.name: torch.zeros(part.numel(numel), dtype=part.dtype) for part in state.parts(FIRST)}
     numbers = values(numel, is_signed=True)
@@ -168,7 +90,7 @@ def test_a_range_is_written_and_read_alone(state: object) -> None:
     assert not state.read(FIRST, parts, 0, start).any()
 
 
-def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy() -> None:
+def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy():
     """255 / s is one division. Computed as a reciprocal and a product, it differs for a fifth of all scales."""
     scales = (torch.arange(128) / 128 + 1).numpy()
     edges = (np.arange(1, 128) + 0.5) / 255

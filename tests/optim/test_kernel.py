@@ -3,55 +3,48 @@
 A C++ compilation of about a second for each kind, kept in Inductor's cache folder like a user's own.
 """
 
-import itertools
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT, kind_of
+from tests.support.kernel_kinds import BF16, KINDS, SPLIT
 from torchround.engine.optimizer_worker import use_threads_here
-from torchround.optim import COMPACT, EXACT, UpdateBuffers, UpdateKernel, UpdateProgress, update_
+from torchround.optim import UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
-from torchround.optim.kernel_kind import KernelError, KernelKind
+from torchround.optim.kernel_kind import KernelError
 from torchround.optim.node_threads import NodeThreads
-from torchround.optim.split_weights import join, split
 
 pytestmark = pytest.mark.compiles
 
 
-def name_of(kind: KernelKind) -> str:
+def name_of(kind):
     names = [type(kind.rule).__name__, kind.format.name, str(kind.gradient), str(kind.written)]
     return "-".join([*names, *(["split"] if kind.splits else []), *(["predicts"] if kind.predicts else [])])
 
 
 @pytest.fixture(scope="module")
-def threads() -> Iterator[NodeThreads]:
+def threads():
     found = NodeThreads(3)
     yield found
     found.close()
 
 
 @pytest.fixture(scope="module")
-def kernels(threads: NodeThreads) -> dict[KernelKind, UpdateKernel]:
+def kernels(threads):
     found = get_kernels(KINDS, lambda: None, threads)
     assert found.keys() == set(KINDS)
     return found
 
 
-def update(
-    buffers: UpdateBuffers, kernel: UpdateKernel | None, progress: UpdateProgress | None = None, predicts: bool = False
-) -> None:
+def update(buffers, kernel, progress=None, predicts=False):
     update_(buffers, lr=3e-4, update=3, gradient_scale=0.7, progress=progress, kernel=kernel, predicts=predicts)
 
 
-def cut_out(buffers: UpdateBuffers, start: int, stop: int) -> UpdateBuffers:
+def cut_out(buffers, start, stop):
     """Return the buffers' elements `[start, stop)`; `start` begins a block."""
     names = ("weight", "residual", "current", "written", "gradient", "direction")
     tensors = {name: getattr(buffers, name) for name in names}
@@ -64,10 +57,8 @@ def cut_out(buffers: UpdateBuffers, start: int, stop: int) -> UpdateBuffers:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
-    kernels: dict[KernelKind, UpdateKernel], kind: KernelKind
-) -> None:
-    for numel in (*range(1, 35), 127, 128, 129, 255, 256, 257, 511, 512, 513):
+def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(kernels, kind):
+    for numel in (*range(1, 35, 3), 127, 128, 129, 256, 257, 513):
         example = example_buffers(kind, numel, seed=numel)
         for plain in (example, written_in_place(example, kind.predicts)):
             compiled = copy_of(plain)
@@ -76,38 +67,7 @@ def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
             assert have_same_bits(compiled, plain)
 
 
-def test_a_prediction_differs_from_the_weight_and_is_the_plain_passs(kernels: dict[KernelKind, UpdateKernel]) -> None:
-    for state in (EXACT, COMPACT):
-        kind = kind_of(state=state, predicts=True)
-        plain = example_buffers(kind, 300_001)
-        compiled = copy_of(plain)
-        update(plain, None, predicts=True)
-        update(compiled, kernels[kind], predicts=True)
-        assert have_same_bits(compiled, plain)
-        # The last rounding hides many predictions in 16 bits, but none of this many.
-        assert plain.weight is not None and not torch.equal(plain.written, plain.weight.bfloat16())
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    numel=st.integers(1, 300_000),
-    cuts=st.lists(st.integers(0, 1200), max_size=4),
-    kind=st.sampled_from(SPLIT),
-    seed=st.integers(0, 1000),
-)
-def test_its_bits_do_not_depend_on_length_cuts_or_threads(
-    kernels: dict[KernelKind, UpdateKernel], numel: int, cuts: list[int], kind: KernelKind, seed: int
-) -> None:
-    plain = example_buffers(kind, numel, seed)
-    compiled = copy_of(plain)
-    update(plain, None)
-    bounds = sorted({0, numel, *(cut * 256 for cut in cuts if cut * 256 < numel)})
-    for start, stop in itertools.pairwise(bounds):
-        update(cut_out(compiled, start, stop), kernels[kind])
-    assert have_same_bits(compiled, plain)
-
-
-def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels: dict[KernelKind, UpdateKernel]) -> None:
+def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
     usable = frozenset(os.sched_getaffinity(0))
     before = threading.active_count()
     for kind in SPLIT:
@@ -122,10 +82,10 @@ def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels: 
     assert threading.active_count() == before
 
 
-def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone() -> None:
+def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone():
     before, seen = torch.get_num_threads(), []
 
-    def look(count: int) -> None:
+    def look(count):
         use_threads_here(count)
         seen.append(torch.get_num_threads())
 
@@ -137,31 +97,7 @@ def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone() -> No
     assert torch.get_num_threads() == before
 
 
-def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(
-    kernels: dict[KernelKind, UpdateKernel],
-) -> None:
-    numel = 20_001
-    settings = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
-    parameter = torch.nn.Parameter(start.clone())
-    exact = torch.nn.Parameter(start.double())
-    references = [torch.optim.AdamW([p], **settings, foreach=False) for p in (parameter, exact)]
-    current, residual = split(start)
-    parts = {"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
-    buffers = UpdateBuffers(ADAMW, EXACT, None, residual, current, current, parts, current.clone())
-    for step in range(1, 101):
-        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step)).mul_(0.1).bfloat16()
-        parameter.grad, exact.grad = gradient.float(), gradient.double()
-        for reference in references:
-            reference.step()
-        given_gradient = replace(buffers, gradient=gradient)
-        update_(given_gradient, lr=3e-4, update=step, kernel=kernels[SPLIT[0]])
-    our_distance = (join(current, residual) - exact.detach()).norm().item()
-    their_distance = (parameter.detach() - exact.detach()).norm().item()
-    assert 0 < our_distance <= 1.2 * their_distance
-
-
-def test_other_threads_run_python_during_an_update() -> None:
+def test_other_threads_run_python_during_an_update():
     """They see an update half done. With the interpreter's lock held they would see none, however often they look."""
     kind = SPLIT[1]
     one_thread = get_kernels([kind], lambda: None)[kind]
@@ -180,9 +116,7 @@ def test_other_threads_run_python_during_an_update() -> None:
 
 
 @pytest.mark.parametrize("kind", SPLIT, ids=name_of)
-def test_a_second_moment_that_overflows_stays_infinite_as_in_the_plain_pass(
-    kernels: dict[KernelKind, UpdateKernel], kind: KernelKind
-) -> None:
+def test_a_second_moment_that_overflows_stays_infinite_as_in_the_plain_pass(kernels, kind):
     """The next step is divided by its root: a zero would make that step huge."""
     plain = example_buffers(kind, 300)
     assert plain.gradient is not None
@@ -195,7 +129,7 @@ def test_a_second_moment_that_overflows_stays_infinite_as_in_the_plain_pass(
         assert plain.values(0, 300)[1][[5, 140]].isinf().all()
 
 
-def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[KernelKind, UpdateKernel]) -> None:
+def test_an_update_under_way_is_finished_by_the_plain_pass(kernels):
     """A retry must leave elements alone that hold new values already; `progress` counts them."""
     for kind in SPLIT:
         finished = example_buffers(kind, 5000)
@@ -206,7 +140,7 @@ def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[KernelK
         assert have_same_bits(buffers, finished)
 
 
-def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels: dict[KernelKind, UpdateKernel]) -> None:
+def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels):
     kind, progress = SPLIT[0], UpdateProgress()
     buffers = replace(example_buffers(kind, 500), gradient=torch.ones(1000, dtype=BF16)[::2])
     before = copy_of(buffers)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
 from torchround.optim import LRSchedule
 from torchround.optim.lr_schedule import WSD_DECAY_FRACTION
@@ -25,17 +25,17 @@ class Table:
     min_lr_factor: float = 0.0
 
 
-def schedule(warmup: int, decay: str, floor: float, total: int, lr: float = 3e-4) -> list[float]:
-    rate = LRSchedule(Table(warmup, decay, floor), lr, total)  # type: ignore[arg-type]
+def schedule(warmup, decay, floor, total, lr=3e-4):
+    rate = LRSchedule(Table(warmup, decay, floor), lr, total)
     return [rate(step) for step in range(total)]
 
 
-def torch_rates(warmup: int, decay: str, floor: float, total: int, lr: float = 3e-4) -> list[float]:
+def torch_rates(warmup, decay, floor, total, lr=3e-4):
     """Return the rates of torch's schedulers after 1, 2, .., total steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     rise = LinearLR(optimizer, start_factor=1e-12, total_iters=warmup)
     span = total - warmup
-    falls: dict[str, LRScheduler] = {
+    falls = {
         "none": ConstantLR(optimizer, factor=1.0),
         "linear": LinearLR(optimizer, start_factor=1.0, end_factor=floor, total_iters=span),
         "cosine": CosineAnnealingLR(optimizer, T_max=span, eta_min=floor * lr),
@@ -53,12 +53,12 @@ def torch_rates(warmup: int, decay: str, floor: float, total: int, lr: float = 3
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [1, 10])
-def test_rates_are_those_of_torch_schedulers(decay: str, warmup: int) -> None:
+def test_rates_are_those_of_torch_schedulers(decay, warmup):
     ours = schedule(warmup, decay, floor=0.1, total=50)
     assert ours == pytest.approx(torch_rates(warmup, decay, floor=0.1, total=50), rel=1e-9)
 
 
-def test_wsd_is_constant_and_then_linear_over_the_last_part() -> None:
+def test_wsd_is_constant_and_then_linear_over_the_last_part():
     rates = schedule(warmup=10, decay="wsd", floor=0.2, total=110, lr=1.0)
     assert WSD_DECAY_FRACTION == 0.2
     assert rates[9:90] == pytest.approx([1.0] * 81)
@@ -67,9 +67,7 @@ def test_wsd_is_constant_and_then_linear_over_the_last_part() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(decay=st.sampled_from(DECAYS), floor=st.floats(0, 1), total=st.integers(1, 60), data=st.data())
-def test_warm_up_rises_linearly_from_above_zero_and_the_decay_falls_to_the_floor(
-    decay: str, floor: float, total: int, data: st.DataObject
-) -> None:
+def test_warm_up_rises_linearly_from_above_zero_and_the_decay_falls_to_the_floor(decay, floor, total, data):
     warmup = data.draw(st.integers(0, total - 1))
     rates = schedule(warmup, decay, floor, total, lr=2.0)
     assert rates[:warmup] == pytest.approx([2.0 * t / warmup for t in range(1, warmup + 1)])
@@ -78,14 +76,11 @@ def test_warm_up_rises_linearly_from_above_zero_and_the_decay_falls_to_the_floor
     assert after[-1] == pytest.approx(2.0 if decay == "none" else 2.0 * floor, abs=1e-15)
 
 
-def test_steps_past_the_end_keep_the_last_rate_and_negative_ones_are_refused() -> None:
-    rate = LRSchedule(Table(2, "cosine", 0.1), 1.0, 10)  # type: ignore[arg-type]
+def test_steps_past_the_end_keep_the_last_rate_and_negative_ones_are_refused():
+    rate = LRSchedule(Table(2, "cosine", 0.1), 1.0, 10)
     assert rate(9) == rate(10) == rate(10_000) == pytest.approx(0.1)
     assert rate(5) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 8)))
     with pytest.raises(ValueError, match="got -1"):
         rate(-1)
-
-
-def test_a_schedule_over_no_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="total_steps = 0"):
-        LRSchedule(Table(), 1.0, 0)  # type: ignore[arg-type]
+        LRSchedule(Table(), 1.0, 0)

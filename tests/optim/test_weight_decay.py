@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import decayed_names
 from torchround.models import FAMILIES, LoraShape, add_adapters
@@ -20,7 +19,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
-def test_projections_decay_and_no_bias_norm_or_sink_does(name: str, flavor: str) -> None:
+def test_projections_decay_and_no_bias_norm_or_sink_does(name, flavor):
     model = FAMILIES[name].build(FAMILIES[name].config_from_flavor(flavor, num_layers=2))
     decayed, shapes = decayed_names(model), model.stored_shapes()
     for parameter in shapes:
@@ -30,7 +29,7 @@ def test_projections_decay_and_no_bias_norm_or_sink_does(name: str, flavor: str)
 
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
-def test_the_store_lays_out_what_decays_first(name: str, flavor: str) -> None:
+def test_the_store_lays_out_what_decays_first(name, flavor):
     model = FAMILIES[name].build(FAMILIES[name].config_from_flavor(flavor, num_layers=2))
     decayed = decayed_names(model)
     for bundle in HostStore(model).bundles:
@@ -40,7 +39,7 @@ def test_the_store_lays_out_what_decays_first(name: str, flavor: str) -> None:
         assert decaying(bundle) == {parameter.name for parameter in places} & decayed
 
 
-def decaying(bundle: Bundle) -> set[str]:
+def decaying(bundle):
     """Return the names of the parameters whose rule lets them decay."""
     return {
         parameter.name
@@ -50,7 +49,7 @@ def decaying(bundle: Bundle) -> set[str]:
     }
 
 
-def test_adapters_decay() -> None:
+def test_adapters_decay():
     family = FAMILIES["llama3"]
     config = family.config_from_flavor("debug", num_layers=1)
     model = family.build(config)
@@ -59,7 +58,7 @@ def test_adapters_decay() -> None:
     assert len(adapters) == 4 and adapters < decayed_names(model)
 
 
-def test_a_model_may_say_by_name_what_decays() -> None:
+def test_a_model_may_say_by_name_what_decays():
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", num_layers=1))
     chosen = frozenset(name for name in model.stored_shapes() if "norm" in name)
     store = HostStore(replace(model, decayed=chosen))

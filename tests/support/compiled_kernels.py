@@ -9,10 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from scripts.check_tree import ROOT
 
@@ -26,7 +24,7 @@ print(json.dumps(compile_all(sys.argv[1])))
 """
 
 
-def compiled(card: str, cache: str) -> dict[str, str]:
+def compiled(card, cache):
     """Compile all kernels for a card, such as `cuda-90`. Return the compiler's first form of each, by name."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -44,20 +42,20 @@ def compiled(card: str, cache: str) -> dict[str, str]:
 class NamedCard:
     """What Triton asks its driver when it compiles. Nothing can be launched."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         return self.target
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
 
-def compile_all(card: str) -> dict[str, str]:
+def compile_all(card):
     """Do what `compiled` promises, in this process. The text of a kernel that is not launched is empty."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -75,8 +73,8 @@ def compile_all(card: str) -> dict[str, str]:
         if isinstance(value, JITFunction) and value.fn.__annotations__["return"] is None
     }
 
-    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **settings: Any) -> None:
+    def launcher(kernel, grid):
+        def launch(*arguments, **settings):
             assert all(0 < size <= MOST_PROGRAMS for size in grid[1:]), (kernel.__name__, grid)
             found[kernel.__name__] += kernel.run(*arguments, grid=grid, warmup=True, **settings).asm["ttir"]
 
@@ -88,16 +86,16 @@ def compile_all(card: str) -> dict[str, str]:
     return found
 
 
-def launch_all(gated: Any, grouped: Any, norms: Any, sinks: Any, losses: Any, dtype: torch.dtype) -> None:
+def launch_all(gated, grouped, norms, sinks, losses, dtype):
     """Launch each kernel in each of its forms on `meta`, with sizes of models that users train."""
 
-    def make(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+    def make(*shape, kind=dtype):
         return torch.empty(shape, dtype=kind, device="meta")
 
-    def numbers(*shape: int) -> Tensor:
+    def numbers(*shape):
         return make(*shape, kind=torch.float32)
 
-    def integers(*shape: int) -> Tensor:
+    def integers(*shape):
         return make(*shape, kind=torch.int64)
 
     tokens, width, experts, inner = 8192, 2880, 128, 768

@@ -1,17 +1,15 @@
 """Blocks of every family, run with and without kept activations."""
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.keeping import recording, replaying
-from torchround.layer import KEEPABLE, Hidden, LayeredModel, MicroBatch
+from torchround.layer import KEEPABLE
 from torchround.models import FAMILIES, LoraShape, add_adapters
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -35,7 +33,7 @@ PAIRS = tuple(combinations(KEEPABLE, 2))
 RANK = 8
 
 
-def model_with_adapters(name: str, flavor: str, targets: tuple[str, ...]) -> LayeredModel:
+def model_with_adapters(name, flavor, targets):
     """Build two blocks on `meta`, with adapters and dropout on the targets."""
     config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2)
     model = FAMILIES[name].build(config)
@@ -44,7 +42,7 @@ def model_with_adapters(name: str, flavor: str, targets: tuple[str, ...]) -> Lay
     return model
 
 
-def as_the_engine_binds(layer: nn.Module, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+def as_the_engine_binds(layer, dtype, device="cpu"):
     """Give a layer weights on a device, none of them 0 or 1, and fp32 gradients; a frozen one stays frozen."""
     trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     layer.to_empty(device=device).to(dtype).requires_grad_(False)
@@ -58,30 +56,30 @@ def as_the_engine_binds(layer: nn.Module, dtype: torch.dtype, device: str = "cpu
     return layer
 
 
-def an_input(layer: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Hidden:
+def an_input(layer, batch, dtype):
     """Return random hidden states for a block, on the micro-batch's device."""
     torch.manual_seed(4)
-    stream = torch.randn(*batch.tokens.shape, layer.hidden_size)  # type: ignore[arg-type]
+    stream = torch.randn(*batch.tokens.shape, layer.hidden_size)
     return stream.to(batch.tokens.device, dtype)
 
 
-def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
+def as_tuple(hidden):
     return (hidden,) if isinstance(hidden, Tensor) else hidden
 
 
-def kept_by(layer: nn.Module, hidden: Hidden, batch: MicroBatch, names: Sequence[str]) -> list[Tensor]:
+def kept_by(layer, hidden, batch, names):
     """Return copies of what a forward stage keeps."""
     with torch.no_grad(), recording(names) as record:
         layer(hidden, batch)
     return copies(record.tensors)
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copies(tensors):
     """Copy each tensor to memory of its own, as a transfer does."""
     return [torch.empty(one.shape, dtype=one.dtype, device=one.device).copy_(one) for one in tensors]
 
 
-def forward_and_backward(layer: nn.Module, hidden: Hidden, batch: MicroBatch, replay: Any = None) -> list[Tensor]:
+def forward_and_backward(layer, hidden, batch, replay=None):
     """Return outputs, the gradient of the input, and all parameters' gradients of one pass."""
     leaves = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in as_tuple(hidden))
     for parameter in layer.parameters():
@@ -97,9 +95,7 @@ def forward_and_backward(layer: nn.Module, hidden: Hidden, batch: MicroBatch, re
     return [tensor.detach() for tensor in found]
 
 
-def differing_choices(
-    layer: nn.Module, hidden: Hidden, batch: MicroBatch, choices: Sequence[tuple[str, ...]] = CHOICES
-) -> list[tuple[str, ...]]:
+def differing_choices(layer, hidden, batch, choices=CHOICES):
     """Return the choices of kept parts that give other bits than a full recomputation, in the forward or after it."""
     plain = forward_and_backward(layer, hidden, batch)
     wrong = []
@@ -117,11 +113,11 @@ def differing_choices(
 class _Kernels(TorchDispatchMode):
     """Counts products and attention kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         if any(word in name for word in ("mm", "attention", "grouped_rows")):
             self.names.append(name)
@@ -129,12 +125,12 @@ class _Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def kernels() -> Iterator[list[str]]:
+def kernels():
     """Yield the list of products and attention kernels that run inside."""
     with _Kernels() as counter:
         yield counter.names
 
 
-def with_dropout(batch: MicroBatch) -> MicroBatch:
+def with_dropout(batch):
     """Return the micro-batch with a seed, without which there is no dropout."""
     return replace(batch, dropout_seed=7)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from torchround.optim import COMPACT, EXACT, StateFormat, StateValue, UpdateRule
+from torchround.optim import COMPACT, EXACT, StateValue, UpdateRule
 from torchround.optim.formats import exact_root
 from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.rules.adamw import AdamWRule
@@ -29,17 +28,10 @@ inline float updated_weight(float weight, const float *rooted, float, float dire
 }
 """
 
-    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+    def numbers(self, lr, update, gradient_scale):
         return gradient_scale, 1.0 - lr
 
-    def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def new_values(self, weight, values, gradient, numbers, direction):
         assert direction is not None
         grown = values[0] * numbers[1] + gradient * numbers[0] * gradient
         return weight - direction * exact_root(grown), (grown,)
@@ -55,28 +47,14 @@ inline void update_values(float *, float, Numbers) {}
 inline float updated_weight(float weight, const float *, float gradient, float, Numbers n) { return weight - gradient * n[0]; }
 """
 
-    def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
+    def numbers(self, lr, update, gradient_scale):
         return (lr * gradient_scale,)
 
-    def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def new_values(self, weight, values, gradient, numbers, direction):
         return weight - gradient * numbers[0], ()
 
 
-def kind_of(
-    rule: UpdateRule = ADAMW,
-    state: StateFormat = EXACT,
-    gradient: torch.dtype = BF16,
-    written: torch.dtype = BF16,
-    splits: bool = False,
-    predicts: bool = False,
-) -> KernelKind:
+def kind_of(rule=ADAMW, state=EXACT, gradient=BF16, written=BF16, splits=False, predicts=False):
     assert rule.kernel_source is not None
     return KernelKind(
         rule.kernel_source,

@@ -10,19 +10,14 @@ documents. A type that builds and computes anything else is an error here, and n
 
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import transformers
-from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support import model_tools
-from tests.support.rounding import assert_close_in_sums
-from tests.support.toy_decoders import MOST_PARAMETERS, VOCAB, causal_types, toy_config, toy_decoder
-from tests.support.transformers_loop import Pair, document_logits, loss_sum, pair_of
+from tests.support.toy_decoders import MOST_PARAMETERS, causal_types, toy_config, toy_decoder
+from tests.support.transformers_loop import compare, pair_of
 from torchround.models import FAMILIES, ModelConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models_of_transformers.md"
@@ -42,70 +37,36 @@ that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokeni
 """
 
 
-@dataclass(frozen=True)
-class ListedModel:
-    """One type of model, and the reason why it is refused; None if it fits."""
-
-    model_type: str
-    reason: str | None
-
-    def row(self) -> str:
-        """Return the row of a table; a type that fits is its only cell."""
-        return f"| `{self.model_type}` | {self.reason} |" if self.reason else f"`{self.model_type}`"
+def row(model_type, reason):
+    """Return the row of a table; a type that fits is its only cell."""
+    return f"| `{model_type}` | {reason} |" if reason else f"`{model_type}`"
 
 
-def look_at(model_type: str) -> ListedModel:
-    """Build a type at toy size and compare it with the reference. Raises `AssertionError` if it computes anything else."""
+def look_at(model_type):
+    """Build a type at toy size and compare it with the reference. Returns the reason of a refusal, None if it fits."""
     family = FAMILIES["transformers"]
     config, is_toy = _config(model_type)
     if config is None:
-        return ListedModel(model_type, "its config has no usual sizes")
+        return "its config has no usual sizes"
     try:
         family.build(family.config_from_hf(config.to_dict()))
     except ModelConfigError as error:
-        return ListedModel(model_type, _reason(str(error), model_type))
+        return _reason(str(error), model_type)
     assert is_toy, f"{model_type} fits, but has no toy size to compare it at"
     theirs = toy_decoder(config)
     assert sum(parameter.numel() for parameter in theirs.parameters()) <= MOST_PARAMETERS, "the toy size is large"
     try:
         pair = pair_of(model_tools, theirs)
     except AttributeError as error:  # raised by the initialiser of transformers
-        return ListedModel(model_type, f"transformers cannot draw its first weights: {error}")
+        return f"transformers cannot draw its first weights: {error}"
     compare(pair)
-    return ListedModel(model_type, None)
+    return None
 
 
-def compare(pair: Pair) -> None:
-    """Check logits, loss and gradients of a packed batch. Raises `AssertionError`."""
-    batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
-    with torch.no_grad():
-        # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
-        expected = document_logits(pair.theirs, batch)
-        assert_close_in_sums(model_tools.all_logits(pair.ours, batch), expected, 1000, "logits")
-    loss = loss_sum(pair.theirs, batch)
-    ours = model_tools.loss_sum(pair.ours, batch)
-    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
-    loss.backward()
-    ours.backward()
-    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
-    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
-    for name, parameter in model_tools.stored_parameters(pair.ours).items():
-        if not parameter.requires_grad:  # a constant that files hold
-            continue
-        _assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
-
-
-def _assert_close_in_norm(found: Tensor | None, expected: Tensor, name: str) -> None:
-    error = (expected if found is None else found - expected).norm()
-    # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
-    # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
-    assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
-
-
-def page(rows: Sequence[ListedModel]) -> str:
+def page(reasons):
     """Return the whole page."""
-    fits = [listed.row() for listed in rows if listed.reason is None]
-    refused = [listed.row() for listed in rows if listed.reason is not None]
+    fits = [row(name, None) for name, reason in reasons.items() if reason is None]
+    refused = [row(name, reason) for name, reason in reasons.items() if reason is not None]
     parts = [
         HEAD.format(version=transformers.__version__),
         f"## Types that fit ({len(fits)})\n\n" + ", ".join(fits) + "\n",
@@ -114,7 +75,7 @@ def page(rows: Sequence[ListedModel]) -> str:
     return "\n".join(parts)
 
 
-def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool]:
+def _config(model_type):
     """Return the toy config; if its class refuses it, the default one, which still shows whether a type is refused."""
     for make, is_toy in ((toy_config, True), (lambda name: CONFIG_MAPPING[name](), False)):
         try:
@@ -124,30 +85,30 @@ def _config(model_type: str) -> tuple[transformers.PreTrainedConfig | None, bool
     return None, False
 
 
-def _reason(message: str, model_type: str) -> str:
+def _reason(message, model_type):
     """Return a refusal without what it says of every type, as a cell."""
     message = message.removeprefix(f"model_type {model_type!r} of transformers ")
     message = message.removeprefix("does not fit torchround's layers: ")
     return " ".join(message.replace("|", "\\|").split())
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Print or write the page, or print the rows of some types."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     types = [name for name in arguments if not name.startswith("--")]
-    rows, wrong = [], []
+    reasons, wrong = {}, []
     for model_type in types or causal_types():
         try:
-            rows.append(look_at(model_type))
+            reasons[model_type] = look_at(model_type)
         except Exception as error:  # noqa: BLE001  (all wrong types are listed)
             wrong.append(f"{model_type}: {type(error).__name__}: {error}"[:300])
     if types:
-        print("\n".join(f"{listed.model_type}: {listed.reason or 'fits'}" for listed in rows))
+        print("\n".join(f"{name}: {reason or 'fits'}" for name, reason in reasons.items()))
     elif not wrong and "--write" in arguments:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        PAGE.write_text(page(reasons), encoding="utf-8")
     else:
-        print(page(rows))
+        print(page(reasons))
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

@@ -1,7 +1,6 @@
 """Real weights for a model built on meta, random micro-batches, one pass, and the tensors of a model of `transformers`."""
 
 import tempfile
-from collections.abc import Callable
 
 import torch
 from safetensors.torch import load_file
@@ -10,13 +9,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from benchmarks.borrowed import peak_of_tensors
-from torchround.layer import IGNORED_LABEL, HFNames, HFTensors, Hidden, LayeredModel, MicroBatch, most_documents
+from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 
 # Versions before 2.15 leave out the attention kernel of the CPU.
 COUNTS_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
 
 
-def measure_peak_bytes(run: Callable[[], object]) -> int:
+def measure_peak_bytes(run):
     """Return the most bytes of tensors alive at once during `run`, without oneDNN.
 
     With it, bfloat16 products take scratch memory on some processors (3 % of a small block on AMD Zen 5).
@@ -25,11 +24,9 @@ def measure_peak_bytes(run: Callable[[], object]) -> int:
         return peak_of_tensors(run)
 
 
-def materialise(
-    model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0, reverse: bool = False
-) -> LayeredModel:
+def materialise(model, dtype=torch.float32, seed=0, reverse=False):
     """Give the model CPU memory in place, keeping ties, and initialise it layer by layer."""
-    real: dict[int, nn.Parameter] = {}
+    real = {}
     for layer in model.layers:
         for module in layer.modules():
             for name, parameter in list(module._parameters.items()):
@@ -45,10 +42,10 @@ def materialise(
     return model
 
 
-def stored_parameters(model: LayeredModel) -> dict[str, nn.Parameter]:
+def stored_parameters(model):
     """Map `<layer>.<parameter>` to the parameter; a tied one appears under its first layer only."""
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
+    found = {}
+    seen = set()
     for layer_name, layer in zip(model.names, model.layers, strict=True):
         for name, parameter in layer.named_parameters():
             if id(parameter) not in seen:
@@ -57,7 +54,7 @@ def stored_parameters(model: LayeredModel) -> dict[str, nn.Parameter]:
     return found
 
 
-def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> MicroBatch:
+def micro_batch(documents, vocab_size, seed=0):
     """Make random tokens. `documents[b]` are the document lengths of sequence b; each row has the same sum."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -72,7 +69,7 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
     return MicroBatch(*columns, max_documents=most_documents(columns[3]))
 
 
-def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
+def load_hf_weights(model, names, theirs):
     """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files.
 
     A weight that its files hold in another way may keep the name that it has in the model.
@@ -83,14 +80,14 @@ def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None
             parameter.copy_(gather(names[name], released))
 
 
-def released_tensors(theirs: nn.Module) -> dict[str, torch.Tensor]:
+def released_tensors(theirs):
     """Return the tensors that transformers writes for this model: experts one by one, without a tied head."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return load_file(f"{folder}/model.safetensors")
 
 
-def gather(hf_names: HFTensors, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def gather(hf_names, tensors):
     """Return the Hugging Face tensor that holds a parameter, or the stack of several, each of one or more parts."""
     if isinstance(hf_names, str):
         return tensors[hf_names]
@@ -99,16 +96,16 @@ def gather(hf_names: HFTensors, tensors: dict[str, torch.Tensor]) -> torch.Tenso
     )
 
 
-def all_names(hf_names: HFNames) -> list[str]:
+def all_names(hf_names):
     """Return the name of every tensor."""
 
-    def flat(names) -> list[str]:
+    def flat(names):
         return [names] if isinstance(names, str) else [name for part in names for name in flat(part)]
 
     return flat(tuple(hf_names.values()))
 
 
-def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
+def released_gradients(theirs):
     """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients.
 
     A weight without a gradient has zeros.
@@ -122,17 +119,17 @@ def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
     return released_tensors(holder)
 
 
-def hidden_before_head(model: LayeredModel, batch: MicroBatch) -> Hidden:
+def hidden_before_head(model, batch):
     hidden = None
     for layer in model.layers[:-1]:
         hidden = layer(hidden, batch)
     return hidden
 
 
-def all_logits(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+def all_logits(model, batch):
     hidden = hidden_before_head(model, batch)
     return model.layers[-1].logits(hidden if isinstance(hidden, torch.Tensor) else hidden[0])
 
 
-def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+def loss_sum(model, batch):
     return model.layers[-1](hidden_before_head(model, batch), batch)

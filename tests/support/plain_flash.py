@@ -2,6 +2,8 @@
 
 import torch
 
+from torchround.models.common import packed_attention
+
 
 def plain_scores(query, key, offsets, window):
     """Return scores `[H, N, N]`, minus infinity for pairs that may not attend, and keys for each query head."""
@@ -37,3 +39,9 @@ def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, lo
         torch.einsum("hnm,nhc->mhc", shares, grad).unflatten(1, (-1, groups)).sum(2),
     )
     return gradients
+
+
+def install(monkeypatch, backward_kernel=plain_backward_kernel):
+    """Let attention by offsets run the plain kernels: layout, offsets, windows and sinks around them are ours to test."""
+    for name, kernel in (("_forward_kernel", plain_forward_kernel), ("_backward_kernel", backward_kernel)):
+        monkeypatch.setattr(packed_attention, name, kernel)

@@ -5,26 +5,22 @@ apart; then over the layers that share it, the last one first; then over calls.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.plain_adamw import adamw_update_
-from torchround.library.sample_batch import SampleBatch, cut
+from torchround.library.sample_batch import cut
 from torchround.library.seeds import drawing, layer_seed
-
-Optimizer = torch.optim.Optimizer
 
 
 class OurAdamW(torch.optim.Optimizer):
     """The engine's own AdamW as an optimizer of named parameters, without the engine."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, named, lr, weight_decay=0.0):
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self) -> None:
+    def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -48,7 +44,7 @@ class PlainNet:
     Weights of other dtypes are copies of those, as in the engine.
     """
 
-    def __init__(self, net: nn.Sequential, make: Callable[..., Optimizer] | None = None, seed: int = 0) -> None:
+    def __init__(self, net, make=None, seed=0):
         self.net = copy.deepcopy(net)
         self.seed = seed
         self.calls = 0
@@ -59,9 +55,9 @@ class PlainNet:
         }
         named = [(name, weight) for name, (_, weight) in self._weights.items()]
         self.optimizer = make(named) if make is not None else None
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients = {}
 
-    def forward_backward(self, inputs: Any, labels: Any, loss_fn: Any, num_micro_batches: int = 3) -> float:
+    def forward_backward(self, inputs, labels, loss_fn, num_micro_batches=3):
         """Add a call's gradients to those of the step and return the sum of its losses."""
         layers, uses = self._layers_of_their_own()
         losses = []
@@ -77,7 +73,7 @@ class PlainNet:
         self.calls += 1
         return sum(losses)
 
-    def step(self) -> None:
+    def step(self):
         """Update the weights, and forget the gradients."""
         assert self.optimizer is not None, "an optimizer is needed to step"
         for parameter, weight in self._weights.values():
@@ -89,7 +85,7 @@ class PlainNet:
             for parameter, weight in self._weights.values():
                 parameter.copy_(weight)
 
-    def _loss(self, layers: Sequence[nn.Module], batch: SampleBatch) -> Tensor:
+    def _loss(self, layers, batch):
         # Devices have a micro-batch in memory of its own. At another alignment kernels may round otherwise.
         own = batch.rebuild()([part.clone() for part in batch.tensors()])
         hidden, labels = own.inputs_and_labels()
@@ -100,13 +96,13 @@ class PlainNet:
             assert batch.loss_fn is not None, "a training batch has a loss"
             return batch.loss_fn(hidden, labels)
 
-    def _layers_of_their_own(self) -> tuple[list[nn.Module], dict[int, list[Tensor]]]:
+    def _layers_of_their_own(self):
         """Return copies of the layers that share nothing, and for each parameter its leaves in the layers' order."""
-        layers: list[nn.Module] = []
-        uses: dict[int, list[Tensor]] = {}
+        layers = []
+        uses = {}
         for layer in self.net._modules.values():
             assert layer is not None, "every member is a module"
-            memo: dict[int, Any] = {}
+            memo = {}
             layers.append(copy.deepcopy(layer, memo))
             for parameter in layer.parameters():
                 if parameter.requires_grad:
@@ -116,7 +112,7 @@ class PlainNet:
         return layers, uses
 
 
-def assert_same_state(found: dict[str, Tensor], net: nn.Module) -> None:
+def assert_same_state(found, net):
     """Assert that a state dict has the net's names, dtypes and bits."""
     expected = net.state_dict()
     assert list(found) == list(expected)

@@ -1,8 +1,6 @@
 """A step's record, for tests of reports and the programs that they start."""
 
-from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from torchround.observe import MetricsFile, StepRecord
 
@@ -38,12 +36,12 @@ ENGINE = {
 }
 
 
-def record(step: int, **changes: object) -> StepRecord:
+def record(step, **changes):
     """Make the record of `step`, with `changes`."""
-    return replace(RECORD, step=step, **changes)  # type: ignore[arg-type]
+    return replace(RECORD, step=step, **changes)
 
 
-def write_run(folder: Path, steps: range, validated: Collection[int] = (), **changes: object) -> Path:
+def write_run(folder, steps, validated=(), **changes):
     """Write the metrics of a run whose loss at step n is 10 / n, and its validation loss a tenth more. Returns `folder`."""
     metrics = MetricsFile(folder / "metrics.jsonl", after_step=steps.start - 1)
     for step in steps:

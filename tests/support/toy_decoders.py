@@ -6,11 +6,9 @@ lost bias would hardly change a logit. So `random_weights` draws larger ones.
 """
 
 import warnings
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,100 +16,42 @@ VOCAB = 64
 # A toy config that is larger than this has kept a default size somewhere.
 MOST_PARAMETERS = 3_000_000
 
-# Keys that a config has in common with this table get its value.
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # windows shorter than a sequence
-    "sliding_window": 9,
-    "sliding_window_size": 9,
-    "local_attention": 9,
-    "attention_window_size": 9,
-    "attention_chunk_size": 16,
-    "max_window_layers": 2,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "shared_experts_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "expert_ffn_hidden_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "zero_expert_num": 2,
-    "intermediate_size_mlp": 48,
-    "dense_intermediate_size": 48,
-    # latent attention
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    # linear attention, state spaces and convolutions
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_dt_rank": 4,
-    "chunk_size": 8,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "time_step_rank": 4,
-    "lru_width": 32,
-    "block_size": 8,
-    # several tables of embeddings
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
-    "num_kv_shared_layers": 2,
-    "dim_model_base": 16,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "num_nextn_predict_layers": 0,
-    # decoders of encoders and decoders
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "dff": 48,
-    "dim_ff": 48,
-    "ffn_hidden_size": 48,
+# Keys that a config has in common with this table get its value. Windows are shorter than a sequence.
+VALUES = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    32: "hidden_size lru_width word_embed_proj_dim",
+    48: (
+        "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim encoder_ffn_dim "
+        "decoder_ffn_dim dff dim_ff ffn_hidden_size"
+    ),
+    4: (
+        "num_hidden_layers num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+        "index_topk linear_num_value_heads linear_num_heads mamba_dt_rank time_step_rank "
+        "encoder_attention_heads decoder_attention_heads"
+    ),
+    2: (
+        "num_key_value_heads eos_token_id max_window_layers num_experts_per_tok num_experts_per_token "
+        "moe_topk moe_k zero_expert_num index_n_heads linear_num_key_heads num_kv_shared_layers "
+        "encoder_layers decoder_layers"
+    ),
+    8: (
+        "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim linear_key_head_dim "
+        "linear_value_head_dim linear_head_dim mamba_d_state mamba_n_heads mamba_d_head mamba_num_heads "
+        "mamba_head_dim mamba_chunk_size chunk_size state_size ssm_state_size block_size "
+        "hidden_size_per_layer_input"
+    ),
+    128: "max_position_embeddings",
+    0.2: "initializer_range",
+    0: "pad_token_id num_nextn_predict_layers",
+    1: ("bos_token_id n_group topk_group num_expert_group first_k_dense_replace num_dense_layers mamba_n_groups"),
+    9: "sliding_window sliding_window_size local_attention attention_window_size",
+    16: "attention_chunk_size q_lora_rank kv_lora_rank qk_head_dim dim_model_base",
+    24: (
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "shared_experts_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size"
+    ),
 }
+SMALL = {key: value for value, keys in VALUES.items() for key in keys.split()}
 
 # Keys that turn dropout on; the toy models have none.
 DROPOUT = (
@@ -126,23 +66,14 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 # Sizes that depend on each other, and lists that give four layers all kinds of layer that the type has.
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "bailing_hybrid": LINEAR | {"num_key_value_heads": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": WINDOWS | {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "dots3_note_text": {
-        "num_key_value_heads": 4,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-        "shared_experts_intermediate_size": 24,
-        "head_dim": 16,
-    },
+    "dots3_note_text": {"num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+    | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8}
+    | {"swa_v_head_dim": 8, "shared_experts_intermediate_size": 24, "head_dim": 16},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3_text": WINDOWS,
@@ -175,13 +106,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
 # Attention to latent vectors: keys and values of every head are made from one vector.
 for _latent in (
@@ -191,7 +117,7 @@ for _latent in (
     OWN[_latent] = {"num_key_value_heads": 4}
 
 
-def toy_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+def toy_config(model_type, **overrides):
     """Return the toy config of a type; `overrides` replace keys. Raises whatever its class raises."""
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
@@ -208,7 +134,7 @@ def toy_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 CALMER = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def toy_decoder(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+def toy_decoder(config, seed=0):
     """Build the decoder of a config in fp32, in evaluation mode, with random weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
@@ -217,7 +143,7 @@ def toy_decoder(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
     return model
 
 
-def random_weights(model: nn.Module, size: float = 0.2, seed: int = 0) -> None:
+def random_weights(model, size=0.2, seed=0):
     """Draw matrices of this size, and move vectors away from the 0 and 1 at which they start."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -229,6 +155,6 @@ def random_weights(model: nn.Module, size: float = 0.2, seed: int = 0) -> None:
                 parameter.add_(0.3 * noise)
 
 
-def causal_types() -> tuple[str, ...]:
+def causal_types():
     """Return every `model_type` of the installed `transformers` that has a model for causal language modelling."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

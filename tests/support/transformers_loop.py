@@ -4,26 +4,26 @@ Every document of a packed batch runs alone through the reference: it has no mas
 could be wrong.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
+from tests.support import model_tools
+from tests.support.rounding import assert_close_in_sums
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import IGNORED_LABEL, HFNames, LayeredModel, MicroBatch
+from torchround.layer import IGNORED_LABEL, HFNames, LayeredModel
 from torchround.models import FAMILIES
-from torchround.pipeline.partition import Partition
 
 # eps well above the rounding of gradients: AdamW would turn the rounding of a vanishing one into a full step.
-ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3}
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-3}
 DECAY, LR, MAX_NORM = 0.1, 1e-3, 1.0
 
 
@@ -40,17 +40,17 @@ class Pair:
     config: Any
     family: str
 
-    def build(self) -> LayeredModel:
+    def build(self):
         """Build the layers once more, on `meta`."""
         return FAMILIES[self.family].build(self.config)
 
 
-def make_pair(tools: Any, model_type: str, family_name: str = "transformers", **overrides: Any) -> Pair:
+def make_pair(tools, model_type, family_name="transformers", **overrides):
     """Build both at toy size, with equal weights."""
     return pair_of(tools, toy_decoder(toy_config(model_type, **overrides)), family_name)
 
 
-def pair_of(tools: Any, theirs: nn.Module, family_name: str = "transformers") -> Pair:
+def pair_of(tools, theirs, family_name="transformers"):
     """Build a model in layer form with the weights of `theirs`."""
     family = FAMILIES[family_name]
     config = family.config_from_hf(theirs.config.to_dict())
@@ -59,7 +59,7 @@ def pair_of(tools: Any, theirs: nn.Module, family_name: str = "transformers") ->
     return Pair(theirs, ours, names, config, family_name)
 
 
-def document_logits(theirs: nn.Module, batch: MicroBatch) -> Tensor:
+def document_logits(theirs, batch):
     """Return the logits `[B, T, V]` of a packed batch, each document by itself."""
     rows = []
     for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
@@ -68,16 +68,46 @@ def document_logits(theirs: nn.Module, batch: MicroBatch) -> Tensor:
     return torch.stack(rows)
 
 
-def loss_sum(theirs: nn.Module, batch: MicroBatch) -> Tensor:
+def loss_sum(theirs, batch):
     """Return the sum of the token losses of a packed batch."""
     logits = document_logits(theirs, batch).float().flatten(0, 1)
     return F.cross_entropy(logits, batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
-def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
+def compare(pair):
+    """Check logits, loss and gradients of a packed batch against those of each document alone."""
+    batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
+    with torch.no_grad():
+        # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
+        expected = document_logits(pair.theirs, batch)
+        assert_close_in_sums(model_tools.all_logits(pair.ours, batch), expected, 1000, "logits")
+    loss = loss_sum(pair.theirs, batch)
+    ours = model_tools.loss_sum(pair.ours, batch)
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
+    pair.theirs.zero_grad()
+    for layer in pair.ours.layers:
+        layer.zero_grad()
+    loss.backward()
+    ours.backward()
+    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
+    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
+    for name, parameter in model_tools.stored_parameters(pair.ours).items():
+        if not parameter.requires_grad:  # a constant that files hold
+            continue
+        assert_close_in_norm(parameter.grad, model_tools.gather(pair.names[name], expected_gradients), name)
+
+
+def assert_close_in_norm(found, expected, name):
+    error = (expected if found is None else found - expected).norm()
+    # 1700 roundings of 2^-24 would be 1e-4; in the norm of a tensor most of them cancel. The second term is for
+    # gradients that vanish but for rounding, such as that of a bias that a softmax does not see.
+    assert error <= 1e-4 * expected.norm() + 1e-6 * expected.numel() ** 0.5, f"{name}: differs by {error}"
+
+
+def reference_training(theirs, steps):
     """Train by `torch.optim.AdamW` over the whole model. Return the loss of each step, the mean over its labels."""
     theirs.train()
-    groups: list[list[nn.Parameter]] = [[], []]
+    groups = [[], []]
     for name, parameter in theirs.named_parameters():
         # Matrices decay. A stack of the experts' biases looks like one.
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
@@ -94,14 +124,14 @@ def reference_training(theirs: nn.Module, steps: Sequence[Sequence[MicroBatch]])
     return losses
 
 
-def store_of(model: LayeredModel, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> HostStore:
+def store_of(model, weights, dtype=torch.float32):
     """Make a store with these weights, by stored name."""
     store = HostStore(model, dtype)
     store.write_weights({name: weights[name].detach() for name in store.weights()})
     return store
 
 
-def engine_of(model: LayeredModel, store: HostStore, partition: Partition, num_devices: int) -> Engine:
+def engine_of(model, store, partition, num_devices):
     """Make an engine with AdamW of the reference loop; every device is a thread."""
     return Engine(
         model,
@@ -113,7 +143,7 @@ def engine_of(model: LayeredModel, store: HostStore, partition: Partition, num_d
     )
 
 
-def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
+def train(engine, steps):
     """Train and wait for the last update. Return the loss of each step."""
     results = []
     for batches in steps:
@@ -123,7 +153,7 @@ def train(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> list[float]:
     return [result.loss() for result in results]
 
 
-def packed_steps(tools: Any, num_steps: int, micro_batches: int = 2, sequences: int = 2) -> list[list[MicroBatch]]:
+def packed_steps(tools, num_steps, micro_batches=2, sequences=2):
     """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences.
 
     The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long.

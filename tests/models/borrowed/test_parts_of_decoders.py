@@ -11,7 +11,6 @@ from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
 from torchround.models.borrowed import remembering
 from torchround.models.borrowed.chunked_head import any_loss_sum
-from torchround.models.borrowed.without_memory import no_memory
 
 FAMILY = FAMILIES["transformers"]
 
@@ -64,25 +63,6 @@ def test_initial_weights_are_the_model_s_own_and_follow_from_the_generator_alone
     assert torch.equal(first["self_attn.q_proj.bias"], torch.zeros(32))
 
 
-def test_every_parameter_has_the_name_that_it_has_in_transformers():
-    made = cut("qwen2")
-    names = set(made.module_names.values())
-    assert names == {name for name, _ in toy_decoder(toy_config("qwen2")).named_parameters()}
-    assert made.module_names.keys() == made.layers.stored_shapes().keys()
-
-
-def test_the_model_of_transformers_stays_as_it_was_built():
-    whole = cut("qwen2").whole
-    assert not [name for name, _ in whole.named_modules() if "shell" in name]
-
-
-def test_a_tied_head_is_stored_once():
-    made = cut("gemma2")
-    assert "head.lm_head.weight" not in made.module_names
-    embedding, head = made.layers.layers[0], made.layers.layers[-1]
-    assert embedding.embed_tokens.weight is head.lm_head.weight
-
-
 def test_a_copy_of_the_layers_shares_one_shell_of_its_own():
     layers = cut("qwen2").layers.layers
     twins = copy.deepcopy(torch.nn.ModuleList(layers))
@@ -107,15 +87,9 @@ def test_arguments_of_one_micro_batch_are_made_once_and_kept_for_one_alone(tools
     assert len(made) == 1
     model.layers[1](hidden, second)
     assert len(made) == 2
-    [shared] = first._derived.values()
-    assert shared.value is None, "masks of the micro-batch before are still there"
-
-
-def test_documents_that_run_alone_wait_for_the_device_once(tools):
-    model = tools.materialise(cut("mamba").layers)
-    batch = tools.micro_batch([[5, 1, 6], [12]], 64)
-    calls = model.layers[1].shell.calls_by_document(torch.zeros(2, 12, 32), batch)
-    assert [(row, begin, end) for row, begin, end, _ in calls] == [(0, 0, 5), (0, 5, 6), (0, 6, 12), (1, 0, 12)]
+    # Masks are large: those of the micro-batch before are made again.
+    model.layers[1](hidden, first)
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -174,17 +148,3 @@ def test_a_block_remembers_only_if_a_text_can_be_continued(monkeypatch):
         remembering, "lengths_of", lambda config, past: (too_late if past else lengths_of)(config, past)
     )
     assert not remembering.remembers(shell, 0)
-
-
-def test_a_meter_counts_products_memory_and_random_numbers():
-    with no_memory() as meter:
-        one, other = torch.empty(3, 4), torch.empty(4, 5)
-        held = one @ other
-        del one
-        torch.empty(1000)
-        assert meter.flops == 2 * 3 * 4 * 5
-        assert meter.alive_bytes() == 4 * (4 * 5 + 3 * 5)
-        assert meter.peak_bytes == 4 * (4 * 5 + 3 * 5 + 1000)
-        assert not meter.drawn
-        F.dropout(held, 0.5)
-    assert meter.drawn

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
-from tests.support.plain_flash import plain_backward_kernel, plain_forward_kernel
+from tests.support import plain_flash
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import longest_document, most_documents
 from torchround.models.common import packed_attention
@@ -54,11 +54,12 @@ def assert_gradients_close(found, expected):
         assert_close_in_sums(one, other, BACKWARD_TERMS, scale=scale)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
-@pytest.mark.parametrize(
-    "document_ids", [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])], ids=["single", "packed", "mixed"]
-)
+SINGLE, PACKED, MIXED = ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])
+ROWS = [(SINGLE, None, False), (SINGLE, 4, True), (SINGLE, 9, False), (PACKED, None, True), (PACKED, 1, False)]
+ROWS += [(PACKED, 4, True), (MIXED, None, False), (MIXED, 4, False), (MIXED, 1, True), (MIXED, 20, True)]
+
+
+@pytest.mark.parametrize(("document_ids", "window", "with_sinks"), ROWS)
 def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
@@ -82,57 +83,35 @@ def test_a_returning_document_id_attends_to_its_earlier_part():
     ]
 
 
-def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
-    document_ids, upstream = ids([8], [8]), torch.randn(2, 8, HEADS, CHANNELS)
-    found = [
-        torch.autograd.grad(attend(*(heads := make_heads(2, 8)), Documents(document_ids, known)), heads, upstream)
-        for known in (1, None)
-    ]
-    for one, other in zip(*found, strict=True):
-        assert_close_in_sums(one, other, BACKWARD_TERMS)
-
-
-def test_offsets_and_masks_are_made_without_reading_from_the_device():
-    # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
-    document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
-    assert document_offsets(document_ids, 4).shape == (9,)
-    assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype", "max_documents", "window", "kernel"),
+    ("device", "dtype", "head_dim", "max_documents", "window", "sinks", "kernel"),
     [
-        ("cpu", torch.float32, 1, None, AttentionKernel.CAUSAL),
-        ("cpu", torch.bfloat16, 1, 64, AttentionKernel.CAUSAL),
-        ("cpu", torch.bfloat16, 1, 63, AttentionKernel.MASK),
-        ("cpu", torch.bfloat16, 4, None, AttentionKernel.MASK),
-        ("cpu", torch.bfloat16, None, None, AttentionKernel.MASK),
-        ("cuda", torch.bfloat16, 1, None, AttentionKernel.CAUSAL),
-        ("cuda", torch.float32, 1, 64, AttentionKernel.CAUSAL),
-        ("cuda", torch.float16, 1, 63, AttentionKernel.OFFSETS),
-        ("cuda", torch.bfloat16, 4, None, AttentionKernel.OFFSETS),
-        ("cuda", torch.float32, 4, None, AttentionKernel.MASK),
-        ("cuda", torch.bfloat16, None, None, AttentionKernel.MASK),
+        ("cpu", torch.float32, 128, 1, None, False, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 128, 1, 64, False, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 128, 1, 63, False, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, 128, 4, None, False, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, 128, None, None, False, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, 128, 1, None, False, AttentionKernel.CAUSAL),
+        ("cuda", torch.float32, 128, 1, 64, False, AttentionKernel.CAUSAL),
+        ("cuda", torch.float16, 128, 1, 63, False, AttentionKernel.OFFSETS),
+        ("cuda", torch.bfloat16, 128, 4, None, False, AttentionKernel.OFFSETS),
+        ("cuda", torch.float32, 128, 4, None, False, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, 128, None, None, False, AttentionKernel.MASK),
+        # Heads that the flash kernel cannot take.
+        *(("cuda", torch.bfloat16, size, 4, None, False, AttentionKernel.MASK) for size in (4, 36, 264)),
+        # Sinks take the kernel that shares keys: the others repeat keys and values for each query head.
+        ("cuda", torch.bfloat16, 64, 1, None, True, AttentionKernel.OFFSETS),
+        ("cuda", torch.bfloat16, 64, 1, None, False, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 64, 1, None, True, AttentionKernel.CAUSAL),
     ],
 )
-def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(device, dtype, max_documents, window, kernel):
-    assert choose_kernel(device, dtype, 128, 64, max_documents, window) is kernel
+def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(
+    device, dtype, head_dim, max_documents, window, sinks, kernel
+):
+    assert choose_kernel(device, dtype, head_dim, 64, max_documents, window, sinks=sinks) is kernel
 
 
-def test_sinks_take_the_kernel_that_shares_keys_also_for_one_document():
-    """The others repeat keys and values for each query head."""
-    arguments = (torch.bfloat16, 64, 64, 1, None)
-    assert choose_kernel("cuda", *arguments, sinks=True) is AttentionKernel.OFFSETS
-    assert choose_kernel("cuda", *arguments, sinks=False) is AttentionKernel.CAUSAL
-    assert choose_kernel("cpu", *arguments, sinks=True) is AttentionKernel.CAUSAL
-
-
-@pytest.mark.parametrize("head_dim", [4, 36, 264])
-def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
-    assert choose_kernel("cuda", torch.bfloat16, head_dim, 64, 4, None) is AttentionKernel.MASK
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4), spare=st.integers(0, 3)
 )
@@ -146,12 +125,10 @@ def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
     assert found.dtype == torch.int32 and found.tolist() == expected
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize("window", [None, 1, 4, 20])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (1, False), (4, True), (20, False)])
 def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
     """Replace the flash kernels by plain ones: the layout, offsets, windows and sinks around them are ours to test."""
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
+    plain_flash.install(monkeypatch)
     document_ids = ids([4, 1, 4], [1, 8])
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
@@ -169,10 +146,9 @@ def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeyp
 
     def backward_kernel(*arguments):
         calls.append((len(arguments[6]) - 1, arguments[7]))
-        return plain_backward_kernel(*arguments)
+        return plain_flash.plain_backward_kernel(*arguments)
 
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", backward_kernel)
+    plain_flash.install(monkeypatch, backward_kernel)
     document_ids, heads = ids([6] * 85 + [2]), make_heads(1, 512)
     documents = Documents(document_ids, most_documents(document_ids), longest_document(document_ids))
     mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
@@ -183,6 +159,13 @@ def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeyp
     mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
     for one, other in zip(found, torch.autograd.grad(mixed.sum(), heads), strict=True):
         assert torch.equal(one, other)
+
+
+def test_offsets_and_masks_are_made_without_reading_from_the_device():
+    # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
+    document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    assert document_offsets(document_ids, 4).shape == (9,)
+    assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
 
 
 def test_the_flash_kernels_take_what_they_are_given():
@@ -199,8 +182,7 @@ def test_the_flash_kernels_take_what_they_are_given():
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
-    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
+    plain_flash.install(monkeypatch)
     compiled = torch.compile(packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
     before = counters["stats"]["unique_graphs"]

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from tests.support.rounding import assert_close_in_sums
 from torchround.models import FAMILIES, ModelConfigError
 from torchround.models.common.experts import GatedExperts, combine, dispatch, make_routes, sort_pairs
-from torchround.models.common.feed_forward import MoE, MoEShape, balance_penalty, expert_load
+from torchround.models.common.feed_forward import MoE, MoEShape
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.models.kernels import grouped
-from torchround.models.kernels.grouped import RowGroups, grouped_product
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
 
@@ -130,31 +129,6 @@ def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(
         assert_close_in_sums(one, other, 4 * (x.shape[-1] + moe.shape.ffn_size + 18))
 
 
-@pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])
-def test_the_loop_brings_the_offsets_to_the_host_once_for_all_products_of_a_block(family, flavor, monkeypatch):
-    moe, x = adapted_block(family, flavor)
-    plain, calls = torch.Tensor.tolist, []
-
-    def counted(tensor):
-        calls.append(tensor.shape)
-        return plain(tensor)
-
-    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    moe(x.requires_grad_()).sum().backward()
-    assert calls == [(moe.shape.num_experts,)]
-
-
-def test_experts_without_tokens_get_a_zero_gradient():
-    moe, x = make_moe(num_chosen=1), torch.randn(1, 3, D)
-    chosen = {int((moe.router.weight @ token).argmax()) for token in x[0]}
-    moe(x).sum().backward()
-    assert len(chosen) < EXPERTS
-    for expert in range(EXPERTS):
-        is_zero = bool((moe.experts.down.grad[expert] == 0).all())
-        assert is_zero == (expert not in chosen)
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(1, 6))
 def test_routes_sort_pairs_by_expert_and_combine_undoes_dispatch(data, num_tokens, num_experts):
@@ -174,36 +148,6 @@ def test_routes_sort_pairs_by_expert_and_combine_undoes_dispatch(data, num_token
     torch.testing.assert_close(combine(rows, routes), choices * tokens, rtol=1e-6, atol=0)
     (combine(rows, routes) * tokens.detach()).sum().backward()
     torch.testing.assert_close(tokens.grad, choices * tokens.detach(), rtol=1e-6, atol=0)
-
-
-def test_the_loop_equals_torchs_grouped_product():
-    rows, weights = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
-    ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
-    upstream = torch.randn(20, 16)
-    found, expected = (grouped_product(rows, weights, RowGroups(ends)), F.grouped_mm(rows, weights, offs=ends))
-    assert_close_in_sums(found, expected, 8)
-    pairs = zip(
-        torch.autograd.grad(found, (rows, weights), upstream),
-        torch.autograd.grad(expected, (rows, weights), upstream),
-        strict=True,
-    )
-    for one, other in pairs:
-        assert_close_in_sums(one, other, 20)  # rows of an expert, or its outputs
-
-
-def test_load_counts_choices_and_sums_probabilities_of_each_sequence():
-    probabilities = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]], [[0.2, 0.5, 0.3], [0.3, 0.4, 0.3]]])
-    chosen = torch.tensor([[[0, 1], [0, 2]], [[1, 2], [1, 0]]])
-    load = expert_load(probabilities, chosen)
-    expected = [[[2.0, 1.0, 1.0], [1.2, 0.3, 0.5]], [[1.0, 2.0, 1.0], [0.5, 0.9, 0.6]]]
-    torch.testing.assert_close(load, torch.tensor(expected))
-
-
-def test_perfect_balance_has_the_least_penalty():
-    even = torch.tensor([[[4.0, 4.0], [4.0, 4.0]]])  # 8 tokens, one choice each
-    skewed = torch.tensor([[[8.0, 0.0], [6.0, 2.0]]])
-    assert balance_penalty(even, 8).item() == 1.0
-    assert balance_penalty(skewed, 8).item() == 1.5
 
 
 def balanced_model(tools):

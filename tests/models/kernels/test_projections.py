@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.support.interpreted import random
 from tests.support.rounding import BF16, FP32, assert_close_in_sums
-from torchround.models.kernels import projections
+from torchround.models.kernels import operation, projections
 from torchround.models.kernels.projections import Projection, project, project_all
 
 BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_gone_by_the_backward_is_made_by_autograd(products):
 
 @pytest.mark.parametrize("wants", ["everything", "no input", "one weight frozen"])
 def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, monkeypatch):
-    monkeypatch.setattr(projections, "uses_fused", lambda tensor: True)
+    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
     layers = [Projection(INPUTS, OUTPUTS, bias=True), Projection(INPUTS, 3)]
     for layer in layers:
         for name, parameter in layer.named_parameters():
