@@ -197,7 +197,7 @@ class Reference:
     def _hidden(self, micro_batch, leaves, older=None, differentiates=False):
         """Yield each layer's value. A stale layer's value is that of older weights, its gradient that of the newest."""
         if self.device != "cpu":
-            micro_batch = micro_batch.with_tensors(tensor.to(self.device) for tensor in micro_batch.tensors())
+            micro_batch = micro_batch.rebuild()([tensor.to(self.device) for tensor in micro_batch.tensors()])
         stale = self._leaves(older) if differentiates and self.stale else None
         hidden = None
         for index, layer in enumerate(self.model.layers):
