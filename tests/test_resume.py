@@ -8,6 +8,7 @@ import torch
 
 import torchround.engine.optimizer_worker
 import torchround.pipeline.plan_report
+from tests.support.faults import PlantedError
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
@@ -50,10 +51,6 @@ RUNS = {
     "muon, sync, split": ([MUON, BFLOAT16], [THREE]),
     "muon, async, compact, two rounds": ([MUON, ASYNC, COMPACT, TWO_ROUNDS, BFLOAT16], [ALONE]),
 }
-
-
-class PlantedError(RuntimeError):
-    pass
 
 
 def fail_at(call):
