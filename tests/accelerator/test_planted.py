@@ -41,6 +41,9 @@ class LateOptimizer(Observer):
 ONE = ShortRun()
 TWO = ShortRun(workers=2)
 REUSED = ShortRun(workers=2, tight_pool=True)
+# Which worker takes a host buffer first is chance, so there are many of them, and this fault has several tries.
+REUSED_OFTEN = replace(REUSED, partition="one layer a stage", micro_batches=4, steps=3)
+TRIES = 5
 PARTS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, tied=True)
 LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
@@ -53,7 +56,7 @@ LATE_LOOK_AHEADS = replace(MATRICES, settings=(("observer", LateOptimizer(GRADIE
 WAITS = {
     "a free slot to pack into": (ONE, hurried(COMPUTE)),
     "packed tensors": (ONE, starved(COMPUTE)),
-    "a free host buffer": (REUSED, hurried(DOWN)),
+    "a free host buffer": (REUSED_OFTEN, hurried(DOWN)),
     "a free slot for an input": (ONE, hurried(UP)),
     "an input in host memory": (ONE, hurried(UP)),
     "an uploaded input": (ONE, starved(UP)),
@@ -160,18 +163,24 @@ def assert_exact(simulator, run, schedule):
     return wanted
 
 
+def is_wrong(found, wanted):
+    """Tell whether a run ended with other bits or a named error."""
+    return not (isinstance(found, Outcome) and found.equals(wanted))
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_and_without_it_the_run_is_exact(simulator, monkeypatch, name):
     fault, run, schedule = FAULTS[name]
     wanted = assert_exact(simulator, run, schedule)
-    if isinstance(fault, Unordered):
-        wrong = outcome(simulator, run, schedule, fault)
-        assert fault.times > 0, "the fault came to no effect"
-    else:
+    if not isinstance(fault, Unordered):
         missed = no_wait_for(monkeypatch, *fault)
         wrong = outcome(simulator, run, schedule)
         assert missed, "no thread would have waited"
-    assert not (isinstance(wrong, Outcome) and wrong.equals(wanted))
+        assert is_wrong(wrong, wanted)
+        return
+    tries = TRIES if run is REUSED_OFTEN else 1
+    assert any(is_wrong(outcome(simulator, run, schedule, fault), wanted) for _ in range(tries))
+    assert fault.times > 0, "the fault came to no effect"
 
 
 @pytest.mark.parametrize("name", EXACT)
