@@ -227,7 +227,7 @@ def rendered(report: PlanReport) -> "Group":
 
 def _host_table(report: PlanReport) -> "Table":
     host: HostMemory = report.host
-    rows = {
+    rows: dict[str, int | str] = {
         "weights": host.weight_bytes,
         "gradients": host.gradient_bytes,
         "optimizer state": host.optimizer_bytes,
@@ -238,15 +238,15 @@ def _host_table(report: PlanReport) -> "Table":
         **({"virtual devices": host.device_bytes} if host.device_bytes else {}),
         "all": host.total_bytes,
     }
-    if report.question.host_bytes is not None:
-        rows["allowed"] = report.question.host_bytes
+    allowed = report.question.host_bytes
+    rows["allowed"] = "no limit was given" if allowed is None else allowed
     if host.mapped_bytes:
         rows["besides, in files: frozen weights"] = host.mapped_bytes
     if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
         rows["besides, about: Python and PyTorch"] = PROGRAM_BYTES
     table = _table("host memory", ("kind",), ("size",))
     for name, size in rows.items():
-        table.add_row(name, size_text(size))
+        table.add_row(name, size if isinstance(size, str) else size_text(size))
     return table
 
 
