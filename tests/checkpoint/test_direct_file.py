@@ -12,8 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchround.checkpoint import Checkpointer, uncached_io
-from torchround.checkpoint.tensor_file import plan_files
+from torchround.checkpoint.tensor_file import memory_of, plan_files
 from torchround.checkpoint.uncached_io import SMALLEST_BLOCK_BYTES, DirectFile
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
@@ -31,13 +30,18 @@ PIECES = st.lists(
 WRITE = os.write
 
 
+def write(path, memories):
+    """Write to a new file with sizes so small that the buffer fills up and some pieces are transferred directly."""
+    with closing(DirectFile(path, buffer_bytes=8192, direct_bytes=4096)) as file:
+        for memory in memories:
+            file.write(memory)
+        file.sync()
+
+
 def written(path, pieces):
     """Write `pieces` of the space, each (start, length), to a new file. Returns the content of the file."""
     path.unlink(missing_ok=True)
-    with closing(DirectFile(path)) as file:
-        for start, length in pieces:
-            file.write(SPACE[start : start + length])
-        file.sync()
+    write(path, [SPACE[start : start + length] for start, length in pieces])
     return path.read_bytes()
 
 
@@ -52,11 +56,12 @@ def address_of(memory):
 class Disk:
     """A disk behind `os.write` that refuses direct transfers unless they are whole blocks in memory and in the file.
 
-    `copied_bytes` are written from other memory than `memories`, so somebody has copied them.
+    `copied_bytes` are written from other memory than `memories`, so somebody has copied them. With `error` it fails.
     """
 
-    def __init__(self, monkeypatch, block_bytes, cut_bytes=None, memories=(SPACE,)):
+    def __init__(self, monkeypatch, block_bytes, cut_bytes=None, memories=(SPACE,), error=None):
         self.block_bytes = block_bytes
+        self.error = error
         self.cut_bytes = cut_bytes  # the first large direct transfer ends there
         self.ranges = [(address_of(memory), len(memory)) for memory in memories]
         self.direct_bytes = self.cached_bytes = self.copied_bytes = self.refused = 0
@@ -66,9 +71,10 @@ class Disk:
     def write(self, descriptor, memory):
         place, address = os.lseek(descriptor, 0, os.SEEK_CUR), address_of(memory)
         is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        self.fail_with(self.error)
         if is_direct and (address | len(memory) | place) % self.block_bytes:
             self.refused += 1
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self.fail_with(errno.EINVAL)
         if is_direct and self.cut_bytes is not None and len(memory) > self.cut_bytes:
             memory, self.cut_bytes = memory[: self.cut_bytes], None
             return self.write_cached(descriptor, memory)
@@ -88,16 +94,12 @@ class Disk:
         return num_written
 
     def pwrite(self, descriptor, memory, place):
-        if len(memory) % self.block_bytes:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.fail_with(errno.EINVAL if len(memory) % self.block_bytes else self.error)
         return len(memory)
 
-
-@pytest.fixture(autouse=True)
-def small_sizes(monkeypatch):
-    """Make the sizes small, so that tests fill the buffer and transfer some pieces directly."""
-    monkeypatch.setattr(uncached_io, "_BUFFER_BYTES", 8192)
-    monkeypatch.setattr(uncached_io, "_DIRECT_BYTES", 4096)
+    def fail_with(self, number):
+        if number is not None:
+            raise OSError(number, os.strerror(number))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -125,16 +127,11 @@ def test_aligned_blocks_are_written_without_a_copy(tmp_path, monkeypatch):
     assert disk.cached_bytes == 1024 and disk.direct_bytes == 512 + 2**16 + 2**18
 
 
-def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache_after_one_warning(
-    tmp_path, monkeypatch, caplog
-):
-    uncached_io._warn_once.cache_clear()
+def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache(tmp_path, monkeypatch):
     pieces = [(0, 2**16), (77, 2**18)]
     disk = Disk(monkeypatch, 2**16)
-    for _ in range(2):
-        assert written(tmp_path / "file", pieces) == given_bytes(pieces)
-    assert disk.direct_bytes == disk.refused == 0 and disk.cached_bytes == 2 * (2**16 + 2**18)
-    assert caplog.text.count("no direct transfers") == 1
+    assert written(tmp_path / "file", pieces) == given_bytes(pieces)
+    assert disk.direct_bytes == disk.refused == 0 and disk.cached_bytes == 2**16 + 2**18
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 512, 5000])
@@ -145,34 +142,16 @@ def test_a_transfer_that_is_cut_short_continues_where_it_stopped(tmp_path, monke
     assert disk.refused == (cut_bytes % 512 != 0)
 
 
-def test_a_platform_without_direct_transfers_writes_ordinary_files(tmp_path, monkeypatch):
-    pieces = [(3, 10_000), (0, 2**18)]
-    monkeypatch.delattr(os, "O_DIRECT")
-    assert written(tmp_path / "file", pieces) == given_bytes(pieces)
-
-
-def failing(number):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-def test_a_file_whose_first_write_fails_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "pwrite", failing(errno.EIO))
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="Input/output"):
-        DirectFile(tmp_path / "file")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(tmp_path, monkeypatch):
+def test_a_disk_that_fails_and_an_existing_file_raise_the_ordinary_errors_and_close_the_file(tmp_path, monkeypatch):
     written(tmp_path / "file", [(0, 10)])
     with pytest.raises(FileExistsError):
         DirectFile(tmp_path / "file")
-    monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left"):
-        written(tmp_path / "file", [(0, 8192)])
+    before = os.listdir("/proc/self/fd")
+    for number in (errno.EIO, errno.ENOSPC):
+        Disk(monkeypatch, 512, error=number)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            written(tmp_path / "file", [(0, 8192)])
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +165,7 @@ def test_the_host_store_is_written_without_a_copy(tmp_path, monkeypatch, family,
     (file,) = plan_files(views)
     memories = [view.view(-1).view(torch.uint8).numpy().data for view in views.values()]
     disk = Disk(monkeypatch, SMALLEST_BLOCK_BYTES, memories=memories)
-    Checkpointer(tmp_path).save(1, views, {})
+    write(tmp_path / "file", [memoryview(file.header), *map(memory_of, file.tensors.values())])
     assert disk.refused == 0 and disk.direct_bytes > 0.9 * file.size_bytes
     odd = [view.nbytes for view in views.values() if view.nbytes % SMALLEST_BLOCK_BYTES or view.nbytes < 4096]
     assert disk.copied_bytes <= len(file.header) + sum(odd)

@@ -1,11 +1,6 @@
-"""A machine, or all, die at any moment of a joint save: the others stop, and one whole checkpoint is there for all.
-
-The machines are threads that exchange values through a barrier. A death raises `Killed` in the machine's thread, which
-nothing catches; the others then fail in their next exchange, as they do once a real machine is lost.
-"""
+"""A machine, or all, die at any moment of a joint save: the others stop, and one whole checkpoint is there for all."""
 
 import itertools
-import json
 import sys
 import threading
 from collections import Counter
@@ -14,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchround.checkpoint import Checkpointer, MachineTeam
+from tests.support.joint_teams import Killed, together
+from torchround.checkpoint import Checkpointer
 
 MACHINES = 2
 ALL = MACHINES  # in the place of a rank: every machine dies
+EVERY_SAVE = list(
+    itertools.product(range(MACHINES + 1), (False, True))
+)  # who dies, and whether the newest step is saved again
 FILE_SYSTEM_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
-
-
-class Killed(BaseException):
-    """The death of a machine."""
 
 
 class Death:
@@ -40,56 +35,6 @@ class Death:
         if self.rank in (rank, ALL) and self.counts[rank] == self.number:
             self.has_come = True
             raise Killed
-
-
-def together(work, shared, death=None):
-    """Return what `work(team)` returns on each machine. `death` counts exchanges; a dead machine's result is None."""
-    barrier, changed = threading.Barrier(MACHINES), threading.Condition()
-    values, files, errors, results = {}, {}, [], [None] * MACHINES
-
-    def team_of(rank):
-        sent, received = itertools.count(), itertools.count()
-
-        def gather(value, what):
-            if death is not None:
-                death.pass_by(rank)
-            values[rank] = json.dumps(value)
-            barrier.wait()
-            found = [json.loads(values[other]) for other in range(MACHINES)]
-            barrier.wait()
-            return found
-
-        # Two machines have one peer each, so a message's number is its place among all of them.
-        def send(peer, data, what):
-            with changed:
-                files[rank, peer, next(sent)] = data.clone()
-                changed.notify_all()
-
-        def receive(peer, into, what):
-            key = peer, rank, next(received)
-            with changed:
-                changed.wait_for(lambda: key in files)
-                into.copy_(files.pop(key))
-
-        return MachineTeam(rank, [f"machine {number}" for number in range(MACHINES)], shared, gather, send, receive)
-
-    def run(rank):
-        try:
-            results[rank] = work(team_of(rank))
-        except (Killed, threading.BrokenBarrierError):
-            barrier.abort()
-        except BaseException as error:  # noqa: BLE001  (raised on the main thread)
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(MACHINES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def tensors_of(rank, step):
@@ -127,7 +72,8 @@ def save(root, shared, step, mark, death=None):
         checkpointer.save(step, tensors_of(team.rank, mark), {"mark": mark})
         return True
 
-    return together(work, shared, death) == [True] * MACHINES
+    before_exchange = death.pass_by if death else lambda rank: None
+    return together(MACHINES, work, shared, before_exchange) == [True] * MACHINES
 
 
 def check(root, shared, former, new):
@@ -140,18 +86,18 @@ def check(root, shared, former, new):
         assert all((tensor == loaded.state["mark"]).all() for tensor in tensors.values()), "a mixture of two saves"
         return loaded.step, loaded.state["mark"]
 
-    found = together(load, shared)
+    found = together(MACHINES, load, shared)
     assert found[0] == found[1] and found[0] in (former, new), f"{found}, expected {former} or {new}"
     # The next save clears what the first death left. A death in it must not take what was loaded.
     step, mark = new
     assert not save(root, shared, step + 1, mark + 1, Death(ALL, 4))
-    assert together(load, shared) == found
+    assert together(MACHINES, load, shared) == found
     assert save(root, shared, step + 1, mark + 1)
     for rank in range(MACHINES):
         assert [path.name for path in folder_of(root, rank, shared).iterdir()] == [f"step-{step + 1}"]
 
 
-def kill_everywhere(root, shared, hooked=None):
+def kill_everywhere(root, shared, saves=EVERY_SAVE, hooked=None):
     """Kill each machine, and all at once, before its 1st, 2nd, .. operation of a save, until a save has no such operation.
 
     The save is of a new step, or of the newest one again. Operations are exchanges and changes of a step's folders, or
@@ -159,7 +105,7 @@ def kill_everywhere(root, shared, hooked=None):
     """
     step, mark, kills = 1, 1, 0
     assert save(root, shared, step, mark)
-    for rank, is_again in itertools.product(range(MACHINES + 1), (False, True)):
+    for rank, is_again in saves:
         for number in itertools.count(1):
             new, death = (step if is_again else step + 1, mark + 1), Death(rank, number)
             if hooked is None:
@@ -187,12 +133,13 @@ def kill_at_file_operations(root, shared):
 
     torch.set_num_threads(1)
     sys.addaudithook(hook)
-    return kill_everywhere(Path(root), shared, hooked)
+    return kill_everywhere(Path(root), shared, hooked=hooked)
 
 
+@pytest.mark.parametrize("saves", [EVERY_SAVE[::3], pytest.param(EVERY_SAVE, marks=pytest.mark.nightly)], ids=len)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "own disks"])
-def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(tmp_path, shared):
-    assert kill_everywhere(tmp_path, shared) >= 24
+def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(tmp_path, shared, saves):
+    assert kill_everywhere(tmp_path, shared, saves) >= 4 * len(saves)
 
 
 @pytest.mark.nightly

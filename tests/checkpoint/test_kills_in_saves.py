@@ -1,5 +1,6 @@
 """SIGKILL before any file-system operation of a save: listed checkpoints are whole, and the newest is never lost."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,28 +22,27 @@ def save(folder, step):
     Checkpointer(folder, keep_latest_k=1).save(step, tensors_of(step), {"step": step})
 
 
+def save_and_die(folder, step, kill_at):
+    """Save, and be killed before the `kill_at`-th operation."""
+    seen = 0
+
+    def hook(event, _):
+        nonlocal seen
+        seen += event in FILE_SYSTEM_EVENTS
+        if event in FILE_SYSTEM_EVENTS and seen == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    save(folder, step)
+
+
 def save_in_child(folder, step, kill_at=0):
     """Save in a forked process, which is killed before its `kill_at`-th operation. Returns whether it was."""
-    child = os.fork()
-    if child == 0:
-        try:
-            seen = 0
-
-            def hook(event, _):
-                nonlocal seen
-                seen += event in FILE_SYSTEM_EVENTS
-                if event in FILE_SYSTEM_EVENTS and seen == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(hook)
-            save(folder, step)
-        except BaseException as error:  # noqa: BLE001  (a child that fails in any way must say so)
-            print(f"the child failed: {error!r}", flush=True)
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), "the child neither saved nor was killed"
-    return code != 0
+    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(folder, step, kill_at))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), "the child neither saved nor was killed"
+    return child.exitcode != 0
 
 
 def check(folder, oldest_allowed):

@@ -39,11 +39,17 @@ def load(checkpoint):
     assert loaded is not None and all(torch.equal(target[name], tensor) for name, tensor in tensors().items())
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, direct):
+@pytest.fixture
+def through_the_cache(monkeypatch):
+    """A platform without direct transfers."""
+    monkeypatch.delattr(os, "O_DIRECT")
+
+
+@pytest.mark.parametrize("written", ["directly", "through_the_cache"])
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, request, written):
     """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
-    if not direct:
-        monkeypatch.delattr(os, "O_DIRECT")
+    if written == "through_the_cache":
+        request.getfixturevalue(written)
     plain = tmp_path / "plain"
     with open(plain, "xb") as file:
         file.write(bytes(FILE_BYTES))
@@ -58,7 +64,7 @@ def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, monkeypatch, 
         assert cached_pages(tensor_file) <= cached_pages(plain) + PAGES // 50
 
 
-def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch):
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch, through_the_cache):
     """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
     told, advise = [], os.posix_fadvise
 
@@ -67,7 +73,6 @@ def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatc
         told.append((nbytes, os.fstat(descriptor).st_size))
         advise(descriptor, offset, nbytes, advice)
 
-    monkeypatch.delattr(os, "O_DIRECT")
     monkeypatch.setattr(os, "posix_fadvise", recorded)
     path = Checkpointer(tmp_path).save(1, tensors(), {})
     *pieces, (last, length) = told
@@ -77,14 +82,11 @@ def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatc
     assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch, there):
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch):
     """Python may have the call although the kernel does not."""
 
     def refuse(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
-    if not there:
-        monkeypatch.delattr(os, "posix_fadvise")
     load(Checkpointer(tmp_path).save(1, tensors(), {}))
