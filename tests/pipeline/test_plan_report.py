@@ -57,6 +57,9 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step():
     assert answer.host.integer_bytes == 2 * (16 * 2048 * 32 + 8 * 4096)
     assert answer.host.activation_bytes == plan.host_activation_bytes
     assert answer.device.total_bytes == plan.device_bytes
+    gains = {change.setting: change.gain for change in answer.faster}
+    auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
+    assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / plan.step_s)
     unknown = report_plan(replace(QUESTION, device=None))
     assert unknown.plan is not None and unknown.tokens_per_s is None and unknown.transfers is None
 
@@ -147,12 +150,6 @@ def test_a_proposed_batch_has_a_micro_batch_for_each_round():
     assert not any("global_batch_size" in change.setting for change in least)
 
 
-def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold():
-    answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
-    assert answer.plan is None and "6.00 GiB are missing" in answer.problem
-    assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
-
-
 def test_a_given_plan_is_judged_as_it_is():
     given = (Partition((6,), 1, (6,)), 2)
     answer = report_plan(replace(QUESTION, given=given))
@@ -160,13 +157,6 @@ def test_a_given_plan_is_judged_as_it_is():
     assert [change.setting for change in answer.faster] == ["engine.plan left out"]
     with pytest.raises(InfeasiblePlanError):
         evaluate_plan(given[0], 2, costs_for(2048, 2, 4), 2, 8, limits=replace(QUESTION, device_bytes=1).limits())
-
-
-def test_every_faster_change_is_as_much_faster_as_is_said():
-    answer = report_plan(QUESTION)
-    gains = {change.setting: change.gain for change in answer.faster}
-    auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
-    assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / answer.plan.step_s)
 
 
 def test_a_small_model_on_many_cards_is_told_to_take_larger_micro_batches():
