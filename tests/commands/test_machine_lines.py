@@ -34,13 +34,6 @@ def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(pr
     assert table["1"][-1] == "(1.00)" and table["8"] == ["without", "work"]
 
 
-def test_the_table_says_which_machines_are_too_few(printed):
-    assert plan_run.main([*DEBUG, *SMALL_HOST, "--machines.planned", "2"]) == 0
-    out = printed.readouterr().out
-    assert re.search(r"^ +1 +does not fit *$", out, re.MULTILINE)
-    assert re.search(r"host +10 Gb/s +25 Gb/s +100 Gb/s +no exchange", out)
-
-
 def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed):
     assert plan_run.main([*DEBUG, *SMALL_HOST]) == 1
     assert "  on 2 such machines: fits\n" in printed.readouterr().out

@@ -60,14 +60,6 @@ def test_the_papers_runs_fit_eight_cards_of_24_gb_and_the_host_that_heads_their_
     assert f"allowed {host_gib} GiB" in re.sub(" +", " ", done.stdout) and "longest sequence" in done.stdout
 
 
-@pytest.mark.nightly
-def test_what_does_not_fit_ends_with_exit_code_1_and_what_would_help(plan):
-    done = plan("--config", "qwen3_235b_lora.toml", *SERVER, "--lora.rank", "0")
-    assert done.returncode == 1
-    assert "GiB are missing" in done.stdout and "lora.rank (adapters on frozen weights): fits" in done.stdout
-    assert plan("--config", "qwen3_235b_lora.toml", *SERVER).returncode == 0
-
-
 def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan):
     """14.8e9 parameters take 14 bytes each with exact state, which is 207 GB, and 8.03 with compact state: 119 GB."""
     # 128 GB are 119.2 GiB.
@@ -75,10 +67,6 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
     arguments += ["--device", "rtx4090", "--host-memory-gib", "119.2"]
     done, told = plan(*arguments), '  with optimizer.state = "compact" (saves 82.09 GiB)'
     assert done.returncode == 1 and f"{told}: fits" in done.stdout
-    large = plan(*arguments, "--training.global_batch_size", "64")
-    assert f"{told} and training.global_batch_size = 16: fits" in large.stdout
-    muon = plan(*arguments, "--optimizer.name", "muon", "--optimizer.state", "compact")
-    assert muon.returncode == 1 and '  with optimizer.name = "adamw" (saves 12.11 GiB): fits' in muon.stdout
     compact = plan(*arguments, "--optimizer.state", "compact")
     assert compact.returncode == 0 and "does not fit" not in compact.stdout
     sizes = dict(re.findall(r"^ +(weights|gradients|optimizer state) +([\d.]+) GiB", compact.stdout, re.MULTILINE))
@@ -128,26 +116,15 @@ def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(plan, capsys, op
     assert f"{option}: given {given}; legal: " in capsys.readouterr().err
 
 
-def lines_of(capsys, *arguments):
-    assert plan_run.main(["--config", "qwen3_32b.toml", "--device", "rtx4090", *arguments]) == 1
-    return capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.nightly
-def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would_do(capsys):
-    lines = lines_of(capsys, "--num-devices", "8", "--host-memory-gib", "300")
+def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would_do(plan):
+    keys = ["--config", "qwen3_32b.toml", "--device", "rtx4090", "--num-devices", "8", "--host-memory-gib"]
+    lines = plan(*keys, "300").stdout.splitlines()
     [flavor] = [line for line in lines if "model.flavor = " in line and line.endswith(": fits")]
     [enough] = [line for line in lines if line.startswith("  as it is, the run fits with ")]
     gib = float(enough.split()[7])
-    keys = ["--config", "qwen3_32b.toml", "--device", "rtx4090", "--num-devices", "8", "--host-memory-gib"]
-    assert plan_run.main([*keys, f"{gib}"]) == 0, "as much as it says is enough"
+    assert plan(*keys, f"{gib}").returncode == 0, "as much as it says is enough"
     assert gib < 800
     name = flavor.split('"')[1]
-    assert plan_run.main([*keys, "300", "--model.flavor", name]) == 0
+    assert plan(*keys, "300", "--model.flavor", name).returncode == 0
     assert "debug" not in name
-
-
-def test_a_run_of_adapters_is_not_told_to_use_adapters(capsys):
-    lines = lines_of(capsys, "--host-memory-gib", "10", "--lora-rank", "8")
-    assert not any("lora.rank" in line for line in lines)
-    assert not any("still does not fit" in line for line in lines)

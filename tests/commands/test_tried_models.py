@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from tests.commands.test_try_model import BYTES, ON_TWO_DEVICES, folders, results, texts
-from torchround.checkpoint import manifest
+from tests.commands.test_try_model import BYTES, ON_TWO_DEVICES, folders, results, texts, write_texts
+from tests.support.hostile_cases import forge_manifest
 from torchround.commands.try_model import main
 from torchround.engine.engine import Engine
 
@@ -33,14 +33,19 @@ TEMPLATE = (
 ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']")
 
 
-@pytest.fixture
-def trained(folders, tmp_path):
-    """Return a function that trains two steps from the released Llama, and returns the run's folder."""
-    (tmp_path / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    """Return a function that trains two steps from the released Llama, once, and returns the run's folder."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
+    write_texts(root)
 
+    @cache
     def run(name, *overrides):
-        assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
-        return Path("outputs") / name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(root)
+            assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
+        return root / "outputs" / name
 
     return run
 
@@ -71,8 +76,7 @@ def test_adapters_of_a_run_are_tried_with_their_base(trained, capsys, maps):
 
 def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders, capsys, tmp_path):
     shutil.copytree(folders["llama3"], tmp_path / "first")
-    release = ("--model.hf_path=first", *ADAPTED, "--lora.map_base=true")
-    run = trained("moved", *release)
+    run = trained("moved", f"--model.hf_path={tmp_path}/first", *ADAPTED, "--lora.map_base=true")
     before = nats(capsys, "--run", run)
     (tmp_path / "first").rename(tmp_path / "second")
     assert main(["--run", str(run), "--prompt", "a"]) == 2
@@ -156,15 +160,14 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, 
     assert "Traceback" not in printed and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, monkeypatch):
-    run = trained("run")
+def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, tmp_path):
+    run = shutil.copytree(trained("run"), tmp_path / "run")
     checkpoints = run / "checkpoints"
     assert main(["--run", str(run), "--step=7", *ASKED]) == 2
     assert "--step: given 7; legal: a step with a checkpoint" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 4)
-        assert trained("newer") == run.parent / "newer"
-    assert main(["--run", "outputs/newer", *ASKED]) == 2
+    newer = shutil.copytree(run, tmp_path / "newer")
+    forge_manifest(newer / "checkpoints" / "step-2", lambda manifest: manifest.update(format=4))
+    assert main(["--run", str(newer), *ASKED]) == 2
     assert "it has format 4, and this version reads up to format 3" in capsys.readouterr().err
     tensors = next((checkpoints / "step-2").glob("tensors-*"))
     content = bytearray(tensors.read_bytes())

@@ -61,7 +61,11 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_texts(tmp_path)
+
+
+def write_texts(folder):
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
 
 def results(capsys, *arguments):
@@ -85,7 +89,10 @@ def their_loss(folder, seq_len):
     return float(every.mean()), len(every)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt_oss", pytest.param("qwen2", marks=pytest.mark.nightly)])
+KINDS = ["llama3", "qwen3", "gpt_oss", pytest.param("qwen2", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_perplexity_of_a_file_is_that_of_transformers(kind, folders, capsys):
     (found,) = results(
         capsys, "--model", str(folders[kind]), "--perplexity", "texts.jsonl", "--seq-len=37", "--batch-size=3"
@@ -112,7 +119,7 @@ def their_texts(folder, prompts, max_tokens):
     return texts
 
 
-@pytest.mark.parametrize("kind", RELEASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_continuations_are_those_of_transformers(kind, folders, capsys):
     found = results(capsys, "--model", str(folders[kind]), "--prompt", *PROMPTS, "--max-tokens=12", "--batch-size=3")
     assert [line["prompt"] for line in found] == PROMPTS
