@@ -74,6 +74,11 @@ def message(tmp_path):
         ("training.learning_rate=1", "; nearest: optimizer.lr"),
         ("optimizer.learning-rate=1", "; nearest: optimizer.lr"),
         ("optimizer.LEARNING_RATE=1", "; nearest: optimizer.lr"),
+        ("training.max_norm=nan", "training.max_norm: given nan; legal: a number of at least 0"),
+        ("lr_schedule.min_lr_factor=1.5", "lr_schedule.min_lr_factor: given 1.5; legal: a number of at least 0"),
+        ("lora.targets=[]", "lora.targets: given []; legal: an array of at least 1"),
+        ("trace.steps=[0]", "trace.steps[0]: given 0; legal: an integer of at least 1"),
+        ('data.sources=[{path="a",weight=0}]', "data.sources[0].weight: given 0; legal: a number above 0"),
         ("training.dtype=float64", 'legal: "float32" or "bfloat16" or "float16"'),
         ("training.dtype=fp16", "; nearest: float16"),
         ("training.dtype=BF16", "; nearest: bfloat16"),
@@ -113,11 +118,6 @@ def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(me
     text = VALID.partition("[training]")[0]
     assert message("training = 3\n" + text) == "run.toml: training: given 3; legal: a table, written [training]"
     assert "optimizer: given 3; legal: a table, written [optimizer]" in message("optimizer = 3\n" + text)
-
-
-def test_a_long_value_is_shortened(message):
-    line = message(VALID, f"--training.steps={'x' * 500}")
-    assert len(line) < 200 and "..." in line
 
 
 BOUNDED = "engine.update=bounded"
@@ -176,6 +176,7 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(message, override
         "lr_schedule.warmup_steps=49",
         'validation.interval_steps=5 validation.sources=[{path="x"}]',
         r'run.name=x run.folder="a\\b" data.sources=[{path="\"é",content="tokens",weight=2.5e-300}] training.max_norm=1e300',
+        "optimizer.lr=1 optimizer.name=adamw optimizer.state=compact optimizer.betas=[0.8,0.9]",
         'engine.plan=auto engine.compile=false engine.device_memory_gib=0.1 lora.targets=["a"] lora.dropout=0.5',
     ],
 )
@@ -183,7 +184,8 @@ def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_f
     (tmp_path / "run.toml").write_text(VALID)
     config = load_config(tmp_path / "run.toml", [f"--{override}" for override in overrides.split(" ")])
     (tmp_path / "config.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "config.toml") == config
+    assert load_config(tmp_path / "config.toml") == config and isinstance(config.optimizer, AdamWTable)
+    assert hash(config.engine) == hash(load_config(tmp_path / "config.toml").engine)
 
 
 def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their_keys(message):
@@ -195,17 +197,6 @@ def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their
 def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(message):
     text = message(VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}")
     assert text == "command line: engine.plan.fused: given 0; legal: an integer of at least 1"
-
-
-@pytest.mark.parametrize("keys", ["", 'name = "adamw"\n', 'name = "adamw"\nstate = "compact"\n'])
-def test_adamw_is_the_default_and_every_key_of_the_chosen_table_comes_back_from_toml(tmp_path, keys):
-    (tmp_path / "run.toml").write_text(f"{VALID}[optimizer]\n{keys}betas = [0.8, 0.9]\n")
-    config = load_config(tmp_path / "run.toml", ["--optimizer.lr=1e-2"])
-    assert isinstance(config.optimizer, AdamWTable)
-    assert (config.optimizer.betas, config.optimizer.lr) == ((0.8, 0.9), 1e-2)
-    (tmp_path / "again.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "again.toml").optimizer == config.optimizer
-    assert 'name = "adamw"' in to_toml(config)
 
 
 # Names that users bring from other trainers.
