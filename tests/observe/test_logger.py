@@ -5,19 +5,15 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT, run_program
 from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, open_metrics
 from torchround.observe.reporters import ConsoleReport
-from torchround.observe.wandb_logger import _connect
-
-ROOT = Path(__file__).resolve().parents[2]
+from torchround.observe.wandb_logger import connect
 
 
 class Failing:
@@ -86,17 +82,17 @@ print("run id:", metrics.wandb_run_id)
 """
 
 
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """Let processes have no settings of wandb from here."""
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+
+
 def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
     """The program's output lines as a dict, and what it wrote to standard error."""
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    result = subprocess.run(
-        [sys.executable, "-c", WANDB_PROGRAM, str(folder), mode, str(resumed_step), run_id],
-        env={**settings, "PYTHONPATH": str(ROOT), "HOME": str(folder), "WANDB_SILENT": "true", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    settings = {"HOME": str(folder), "WANDB_SILENT": "true", **environment}
+    result = run_program("-c", WANDB_PROGRAM, folder, mode, resumed_step, run_id, **settings)
     pairs = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)
     return pairs, result.stderr
 
@@ -122,6 +118,7 @@ def logged_by_wandb(folder, run_id):
     return records
 
 
+@pytest.mark.nightly  # by default the test below logs offline
 def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path):
     first, printed = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline", WANDB_SILENT="false")
     assert "wandb sync" in printed and "engine/" not in printed  # what to do, without dozens of last values
@@ -165,15 +162,14 @@ def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_pa
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("scheme", ["https"])
-def test_a_proxy_is_asked_in_place_of_the_server_behind_it(monkeypatch, closed_port, scheme):
+def test_a_proxy_is_asked_in_place_of_the_server_behind_it(monkeypatch, closed_port):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("no_proxy", "")
-        monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        _connect(f"{scheme}://no-such-host.invalid")
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        connect("https://no-such-host.invalid")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         with pytest.raises(ConnectionRefusedError):
-            _connect(f"{scheme}://127.0.0.1:{closed_port}")
+            connect(f"https://127.0.0.1:{closed_port}")
 
 
 @pytest.mark.nightly

@@ -50,14 +50,13 @@ def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s_unless_weights_ar
 
 
 @pytest.mark.documented
-def test_the_check_names_a_stale_table(tmp_path, monkeypatch, capsys):
+def test_the_check_names_a_stale_table(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- table paci -->\n| old |\n<!-- end -->\n", encoding="utf-8")
-    monkeypatch.setattr(pipeline_tables, "PAGES", (page,))
-    assert pipeline_tables.main(["--check"]) == 1
+    assert pipeline_tables.main(["--check"], [page]) == 1
     assert "page.md: paci" in capsys.readouterr().err
-    assert pipeline_tables.main(["--write"]) == 0
-    assert pipeline_tables.main(["--check"]) == 0
+    assert pipeline_tables.main(["--write"], [page]) == 0
+    assert pipeline_tables.main(["--check"], [page]) == 0
 
 
 @pytest.mark.documented

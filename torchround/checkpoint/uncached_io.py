@@ -27,9 +27,6 @@ PIECE_BYTES = 2**23
 
 # Nearly all disks have one of these block sizes.
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 512, 4096
-_BUFFER_BYTES = 2**22
-# Pieces smaller than this are gathered in the buffer: the writer waits for each direct transfer.
-_DIRECT_BYTES = 2**18
 
 
 class UncachedPass:
@@ -113,11 +110,10 @@ class DirectFile:
     `OSError` as an ordinary file does, and `FileExistsError` if `path` exists.
     """
 
-    def __init__(
-        self, path: Path, buffer_bytes: int = _BUFFER_BYTES, direct_bytes: int = _DIRECT_BYTES
-    ) -> None:
+    def __init__(self, path: Path, buffer_bytes: int = 2**22, direct_bytes: int = 2**18) -> None:
         # A mapping begins at a page, so the buffer is aligned to every disk's blocks.
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
+        # Pieces smaller than this are gathered in the buffer: the writer waits for each direct transfer.
         self._direct_bytes = direct_bytes
         self._held_bytes = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
