@@ -1,10 +1,15 @@
 """One message for everything that is wrong: file, key, given, legal, nearest. Names of other trainers lead here."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from pydantic import ValidationError
+
+from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, parse_command_line, to_toml
 from torchround.config.config import Config
-from torchround.config.key_types import KeyType
+from torchround.config.key_types import KeyType, Table
+from torchround.config.reference import documentation, page
 from torchround.config.usual_names import USUAL_KEYS, USUAL_VALUES
 from torchround.config.validate import all_keys
 
@@ -233,3 +238,26 @@ def test_each_usual_value_leads_to_one_that_a_key_lists():
 def test_a_usual_flag_without_its_table_leads_to_the_key():
     with pytest.raises(ConfigError, match=r"unknown flag --max_steps; .*; nearest: --training\.steps$"):
         parse_command_line(["--config", "debug.toml", "--max_steps", "3"])
+
+
+# Each table and key is documented, and tables cannot be changed.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+TABLES = [value for value in vars(config).values() if isinstance(value, type) and issubclass(value, Table)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_tables_cannot_be_changed_and_tables_and_keys_are_documented(table):
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(table.model_construct(), next(iter(table.model_fields)), 1)
+    fields = [] if table is config.Config else table.model_fields.values()
+    assert all(documentation(part) for part in (table, *fields))
+
+
+def test_the_page_of_all_keys_is_up_to_date_and_has_every_key_under_its_table():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m torchround.config > docs/configuration.md"
+    for table, keys in all_keys().items():
+        # An optimizer's table has a section of its own.
+        section = "".join(text for text in page().split("\n## ") if text.startswith(f"`[{table}]"))
+        assert all(f"\n**`{key}`**: " in section for key in keys), table

@@ -75,14 +75,6 @@ def test_half_lines_and_foreign_lines_are_dropped(tmp_path, rest):
     assert steps_in(path) == [1, 2, 3, 4, 5]
 
 
-def test_a_file_with_nothing_to_drop_is_left_as_it_is(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4))
-    before = path.stat()
-    write(path, range(0), after_step=3)
-    assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
-
-
 def test_a_failed_write_leaves_no_half_line_and_the_next_write_adds_its_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)

@@ -2,19 +2,22 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.check_tree import ROOT
+from tests.support.published_models import by_night
 from tests.support.random_costs import LINKS, costs, limits
+from torchround.commands.plan_run import configured_question, hardware, parser
+from torchround.config import parse_command_line
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.search.kept_choice import items_by_gain
 from torchround.pipeline.simulation.kept_link import KeptLink
 
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
@@ -105,15 +108,6 @@ def test_more_rounds_make_room_for_more():
     assert sum(map(len, chosen.kept)) > sum(map(len, one.kept))
 
 
-def test_equal_parts_are_chosen_evenly_over_the_layers():
-    items = items_by_gain(blocks(32))
-    assert [item.names for item in items[::32]] == [("down",), ("attention",), ("gate_up",)]
-    for number in (4, 8, 16):
-        layers = sorted(item.layer for item in items[:number])
-        gaps = [later - earlier for earlier, later in pairwise(layers)]
-        assert max(gaps) <= 2 * 32 / number
-
-
 def test_a_layer_that_keeps_whole_keeps_all_or_nothing():
     model = blocks(11, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
@@ -150,3 +144,20 @@ def test_a_setting_that_does_not_fit_names_its_key_and_one_that_no_layer_can_fol
         make_plan(blocks(3), 2, 4, keep=KeepRule(("qkv",)))
 
 
+# Keeping activations never shortens the longest sequence that fits: the planner keeps only what there is room for.
+
+
+@pytest.mark.parametrize(
+    "config", by_night(["qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora"])
+)
+def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keeping(config):
+    path = str(ROOT / "configs" / f"{config}.toml")
+    options = parse_command_line(["--config", path, "--engine.compile", "false"])
+    machine = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "745"]
+    card = hardware(parser().parse_args(["--config", path, *machine]), options.config)
+    question = configured_question(options, None, card)
+    assert question.keep_rule().is_open
+    tokens = longest_tokens(replace(question, keep_activations="none"))
+    assert longest_tokens(question) == tokens > 0
+    plan = plan_for(replace(question, seq_len=tokens, micro_batch_size=1, global_batch_size=8))
+    assert card.device_bytes is not None and plan.device_bytes <= card.device_bytes

@@ -1,5 +1,6 @@
 """Files written past the page cache hold the given bytes, on any disk and after any interrupted transfer."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -12,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.checkpoint.tensor_file import memory_of, plan_files
-from torchround.checkpoint.uncached_io import SMALLEST_BLOCK_BYTES, DirectFile
+from torchround.checkpoint.uncached_io import PIECE_BYTES, SMALLEST_BLOCK_BYTES, DirectFile
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
@@ -102,12 +104,6 @@ class Disk:
             raise OSError(number, os.strerror(number))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pieces=PIECES)
-def test_a_file_holds_what_it_was_given(tmp_path, pieces):
-    assert written(tmp_path / "file", pieces) == given_bytes(pieces)
-
-
 @pytest.mark.parametrize("block_bytes", [512, 4096])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=PIECES)
@@ -169,3 +165,87 @@ def test_the_host_store_is_written_without_a_copy(tmp_path, monkeypatch, family,
     assert disk.refused == 0 and disk.direct_bytes > 0.9 * file.size_bytes
     odd = [view.nbytes for view in views.values() if view.nbytes % SMALLEST_BLOCK_BYTES or view.nbytes < 4096]
     assert disk.copied_bytes <= len(file.header) + sum(odd)
+
+
+# A checkpoint leaves no pages in the page cache, and never holds many, written directly or through it.
+
+
+FILE_BYTES = 5 * PIECE_BYTES
+PAGES = FILE_BYTES // mmap.PAGESIZE
+
+
+def tensors():
+    """Make `FILE_BYTES` of tensors, three of them, that end in the middle of pages."""
+    half = FILE_BYTES // 8
+    return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
+
+
+def cached_pages(path):
+    """Count the file's pages that are in the page cache, without bringing any in."""
+    libc, nbytes = ctypes.CDLL(None, use_errno=True), path.stat().st_size
+    residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(nbytes), residency)
+        del start
+    assert not failed, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in residency)
+
+
+def load(checkpoint):
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    loaded = Checkpointer(checkpoint.parent).load_latest(target)
+    assert loaded is not None and all(torch.equal(target[name], tensor) for name, tensor in tensors().items())
+
+
+@pytest.fixture
+def through_the_cache(monkeypatch):
+    """A platform without direct transfers."""
+    monkeypatch.delattr(os, "O_DIRECT")
+
+
+@pytest.mark.parametrize("written", ["directly", "through_the_cache"])
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path, request, written):
+    """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
+    if written == "through_the_cache":
+        request.getfixturevalue(written)
+    plain = tmp_path / "plain"
+    with open(plain, "xb") as file:
+        file.write(bytes(FILE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        assert cached_pages(plain) > PAGES // 2, "a plain file is cached: else nothing is shown below"
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    path = Checkpointer(tmp_path / "checkpoints").save(1, tensors(), {})
+    (tensor_file,) = path.glob("*.safetensors")
+    for use in (lambda path: None, load, verify_checkpoint):
+        use(path)
+        assert cached_pages(tensor_file) <= cached_pages(plain) + PAGES // 50
+
+
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch, through_the_cache):
+    """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
+    told, advise = [], os.posix_fadvise
+
+    def recorded(descriptor, offset, nbytes, advice):
+        assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
+        told.append((nbytes, os.fstat(descriptor).st_size))
+        advise(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", recorded)
+    path = Checkpointer(tmp_path).save(1, tensors(), {})
+    *pieces, (last, length) = told
+    assert last == 0 and [length] == [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(pieces) >= 4 and all(nbytes <= written for nbytes, written in pieces)
+    before = [0, *(nbytes for nbytes, _ in pieces)]
+    assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES
+
+
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch):
+    """Python may have the call although the kernel does not."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    load(Checkpointer(tmp_path).save(1, tensors(), {}))
