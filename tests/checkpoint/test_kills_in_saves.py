@@ -61,10 +61,10 @@ def check(folder, oldest_allowed):
     assert all((tensor == loaded.step).all() for tensor in target.values())
 
 
-def kill_at_every_operation(folder, saved_again):
-    """Kill saves of a new step, or of the newest step again, at their 1st, 2nd, .. operation. Returns how many."""
+def kill_at_operations(folder, saved_again, every):
+    """Kill saves of a new step, or of the newest step again, at each `every`-th operation. Returns how many."""
     torch.set_num_threads(1)
-    folder, step, number = Path(folder), 2, 1
+    folder, step, number, kills = Path(folder), 2, 1, 0
     for before in (1, 2):
         save_in_child(folder, before)
     while save_in_child(folder, step if saved_again else step + 1, number):
@@ -72,12 +72,15 @@ def kill_at_every_operation(folder, saved_again):
         step += 2
         assert not save_in_child(folder, step)
         assert [path.name for path in folder.iterdir()] == [f"step-{step}"], "the next save leaves only itself"
-        number += 1
-    return number - 1
+        number, kills = number + every, kills + 1
+    return kills
 
 
-@pytest.mark.parametrize("saved_again", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(processes, tmp_path, saved_again):
-    function = "tests.checkpoint.test_kills_in_saves:kill_at_every_operation"
-    child = processes.run(function, str(tmp_path / "run"), saved_again, folder=tmp_path)
-    assert 15 <= child.wait() < 99, child.text()
+BY_NIGHT = [pytest.param(saved_again, 1, marks=pytest.mark.nightly) for saved_again in (True, False)]
+
+
+@pytest.mark.parametrize(("saved_again", "every"), [(True, 2), *BY_NIGHT])
+def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(processes, tmp_path, saved_again, every):
+    function = "tests.checkpoint.test_kills_in_saves:kill_at_operations"
+    child = processes.run(function, str(tmp_path / "run"), saved_again, every, folder=tmp_path)
+    assert 15 // every <= child.wait() < 99, child.text()

@@ -8,6 +8,9 @@ from collections import defaultdict
 from torchround.checkpoint import MachineTeam
 
 
+LIMIT_S = 120.0  # of a hang
+
+
 class Killed(BaseException):
     """The death of a machine, which nothing catches."""
 
@@ -18,7 +21,7 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
     `before_exchange(rank)` may raise `Killed`. The others then fail in their next exchange, as they do once a real
     machine is lost, and the result of a machine that did not finish is None. Any other error is raised here.
     """
-    barrier, changed = threading.Barrier(num_machines), threading.Condition()
+    barrier, changed = threading.Barrier(num_machines, timeout=LIMIT_S), threading.Condition()
     values, files, errors, results = {}, {}, [], [None] * num_machines
     names = [f"machine {number}" for number in range(num_machines)]
 
@@ -41,7 +44,7 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
         def receive(peer, into, what):
             key = peer, rank, next(received[peer])
             with changed:
-                changed.wait_for(lambda: key in files or barrier.broken)
+                changed.wait_for(lambda: key in files or barrier.broken, LIMIT_S)
                 if key not in files:
                     raise threading.BrokenBarrierError
                 into.copy_(files.pop(key))

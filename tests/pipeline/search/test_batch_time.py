@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, costs, limits, partitions
@@ -40,7 +40,6 @@ def test_a_rank_is_the_exact_step_time_or_less(data, costs, update, devices, mic
             assert rank == pytest.approx(exact, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=100)  # they take milliseconds
 @given(
     data=st.data(),
     costs=costs(jobs=True),
