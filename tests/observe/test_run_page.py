@@ -148,7 +148,8 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
     # A record after the limit is a part of the same line.
     hidden = json.dumps({"step": 3, "loss": 1.0})
     with open(run / "metrics.jsonl", "a") as file:
-        file.write("x" * loss_curve.MOST_LINE_BYTES + hidden[:-1] + " " * loss_curve.MOST_LINE_BYTES + "}\n")
+        file.write("x" * loss_curve.MOST_LINE_BYTES + hidden + "\n")
+        file.write(hidden[:-1] + " " * loss_curve.MOST_LINE_BYTES + "}\n")
     add(run, {"step": 4, "loss": 2.0})
     assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
 
