@@ -19,7 +19,6 @@ from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
 from torchround.pipeline.plan_report import fits, longest_tokens, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
-from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle
 from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
@@ -266,8 +265,6 @@ def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(set
 # Several machines before a run: wire times of the published models, shares of the batch, and memory of each machine.
 
 
-# Llama 3.1 8B: an embedding, 32 blocks, a head with its norm.
-LLAMA_8B = (128256 * 4096, *[218_112_000] * 32, 128256 * 4096 + 4096)
 # Seven layers of 4 MiB parameters each, and who uses them.
 LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
 
@@ -275,14 +272,6 @@ LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tu
 def asked(count, gbit_per_s=None, **changes):
     rate = None if gbit_per_s is None else usable_bytes_per_s(gbit_per_s)
     return replace(QUESTION, parameters=LAYERS, machines=PlannedMachines(count, rate), **changes)
-
-
-@pytest.mark.parametrize(("gbit_per_s", "seconds"), [(10, 14.3), (100, 1.4)])
-def test_an_8b_model_on_two_machines_is_on_the_wire_for_the_counted_seconds(gbit_per_s, seconds):
-    bundles = tuple(ExchangedBundle(numel, (index,)) for index, numel in enumerate(LLAMA_8B))
-    exchange = Exchange(bundles, 2, usable_bytes_per_s(gbit_per_s), 2, 2)
-    # 2 bytes of gradient out and 2 of weights back per parameter, for the half that the other machine owns.
-    assert sum(exchange.wire_bytes(1)) / exchange.bytes_per_s == pytest.approx(seconds, abs=0.05)
 
 
 def test_the_batch_is_split_over_the_machines():

@@ -3,14 +3,12 @@
 import importlib.util
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts import muon_table, pipeline_tables
 from torchround.commands.simulate_schedules import main
-from torchround.pipeline.plan_report import plan_for
 
 SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
@@ -34,19 +32,6 @@ def test_a_table_in_a_page_is_what_simulation_gives(path, name):
 @pytest.mark.documented
 def test_the_table_of_muons_work_on_devices_is_what_simulation_gives():
     assert muon_table.muon_table() in pipeline_tables.PAGES[1].read_text(encoding="utf-8")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", range(len(pipeline_tables.MODELS)))
-def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s_unless_weights_are_tied(model):
-    question = pipeline_tables.counted(model)
-    plan = plan_for(replace(question, update="bounded"))
-    if question.costs().shared:
-        # The head waits for the last gradient of the matrix that it shares with the embedding.
-        assert plan.bubble < plan_for(question).bubble
-    else:
-        assert plan.bubble <= 0.01
-    assert 0 < plan.stale_layers <= sum(plan.partition.forward)
 
 
 @pytest.mark.documented

@@ -7,7 +7,6 @@ from collections import defaultdict
 
 from torchround.checkpoint import MachineTeam
 
-
 LIMIT_S = 120.0  # of a hang
 
 
