@@ -116,13 +116,6 @@ def machine(name, **times):
     return replace(usual, **times)
 
 
-def machine_line(monkeypatch, shown, columns=300):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    stream = io.StringIO()
-    ConsoleReport(1000, stream=stream).log(shown)
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize(
     "slow", [{"busy_s": 1.2}, {"optimizer_s": 1.2}, {"data_s": 0.2}], ids=lambda times: next(iter(times))
 )
@@ -130,13 +123,13 @@ def test_the_slowest_machine_is_the_one_whose_own_work_takes_longest(slow, monke
     # The waits for others are longest where the work is shortest, so they must not count.
     machines = (machine("machine 0 (a)", peers_wait_s=1.0), machine("machine 1 (b)", **slow))
     assert record(1, machines=machines).slowest == 1
-    assert "machine 1 (b) slowest (+20 %)" in machine_line(monkeypatch, record(1, machines=machines))
+    assert "machine 1 (b) slowest (+20 %)" in line(monkeypatch, 300, machines=machines)
 
 
 def test_machines_that_are_about_as_fast_are_not_named(monkeypatch):
     machines = (machine("machine 0 (a)"), machine("machine 1 (b)", busy_s=SLOW_MACHINE - 0.01))
-    assert "slowest" not in machine_line(monkeypatch, record(1, machines=machines))
-    assert "slowest" not in machine_line(monkeypatch, record(1))
+    assert "slowest" not in line(monkeypatch, 300, machines=machines)
+    assert "slowest" not in line(monkeypatch, 300)
 
 
 def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
