@@ -80,10 +80,10 @@ def test_each_command_has_an_entry_point_in_the_clone(processes, tmp_path):
         assert child.wait() == 0 and "usage: " in child.text(), child.text()
 
 
-def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(processes, tmp_path):
-    for words in ([], ["benchmarks"], ["plan", "--help"]):
-        child = processes.run("tests.commands.test_front_door:is_left_early", words, folder=tmp_path)
-        assert child.wait() in (0, 141) and child.text() == "", (words, child.text())
+@pytest.mark.parametrize("words", [[], ["plan", "--help"], pytest.param(["benchmarks"], marks=pytest.mark.nightly)])
+def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(processes, tmp_path, words):
+    child = processes.run("tests.commands.test_front_door:is_left_early", words, folder=tmp_path)
+    assert child.wait() in (0, 141) and child.text() == "", (words, child.text())
 
 
 @pytest.mark.parametrize(("redirection", "code", "said"), [(">/dev/full", 1, "cannot be written"), (">&-", 0, "")])

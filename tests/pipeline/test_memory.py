@@ -48,11 +48,6 @@ def test_a_device_holds_the_slots_of_two_consecutive_stages_and_the_peak_of_one(
     assert memory.total_bytes == 130 + 220 + 48 + 28 + 120 + 9
 
 
-def test_more_devices_than_stages_may_run_the_largest_stage_twice_in_a_row():
-    memory = device_memory(PARTITION, LAYERS, 4, 4, MemoryLimits())
-    assert memory.weights_bytes == 2 * 70 and memory.gradients_bytes == 2 * 120
-
-
 def jobs_of_devices(partition, num_devices, passes):
     """List the stage jobs of each device in these passes, each an evaluation or a step of so many rounds."""
     tasks = []
