@@ -19,7 +19,8 @@ MACHINES = 2
 ALL = MACHINES  # in the place of a rank: every machine dies
 # Who dies, and whether the newest step is saved again.
 EVERY_SAVE = list(itertools.product(range(MACHINES + 1), (False, True)))
-FILE_SYSTEM_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
+CHANGES = ["os.mkdir", "os.rename", "os.remove", "os.rmdir"]
+FILE_SYSTEM_EVENTS = ["open", *CHANGES, "os.scandir", "os.listdir"]
 
 
 class Death:
@@ -165,23 +166,23 @@ def save_alone(folder, step):
     Checkpointer(folder, keep_latest_k=1).save(step, tensors_of_step(step), {"step": step})
 
 
-def save_and_die(folder, step, kill_at):
-    """Save, and be killed before the `kill_at`-th operation."""
+def save_and_die(folder, step, events, kill_at):
+    """Save, and be killed before the `kill_at`-th of the events."""
     seen = 0
 
     def hook(event, _):
         nonlocal seen
-        seen += event in FILE_SYSTEM_EVENTS
-        if event in FILE_SYSTEM_EVENTS and seen == kill_at:
+        seen += event in events
+        if event in events and seen == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     save_alone(folder, step)
 
 
-def save_in_child(folder, step, kill_at=0):
-    """Save in a forked process, which is killed before its `kill_at`-th operation. Returns whether it was."""
-    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(folder, step, kill_at))
+def save_in_child(folder, step, events=(), kill_at=0):
+    """Save in a forked process, which is killed before the `kill_at`-th event. Returns whether it was."""
+    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(folder, step, events, kill_at))
     child.start()
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL), "the child neither saved nor was killed"
@@ -204,26 +205,27 @@ def check_alone(folder, oldest_allowed):
     assert all((tensor == loaded.step).all() for tensor in target.values())
 
 
-def kill_at_operations(folder, saved_again, every):
-    """Kill saves of a new step, or of the newest step again, at each `every`-th operation. Returns how many."""
+def kill_at_every_event(folder, saved_again, events):
+    """Kill saves of a new step, or of the newest step again, at their 1st, 2nd, .. event. Returns how many."""
     torch.set_num_threads(1)
-    folder, step, number, kills = Path(folder), 2, 1, 0
+    folder, step, number = Path(folder), 2, 1
     for before in (1, 2):
         save_in_child(folder, before)
-    while save_in_child(folder, step if saved_again else step + 1, number):
+    while save_in_child(folder, step if saved_again else step + 1, events, number):
         check_alone(folder, step)
         step += 2
         assert not save_in_child(folder, step)
         assert [path.name for path in folder.iterdir()] == [f"step-{step}"], "the next save leaves only itself"
-        number, kills = number + every, kills + 1
-    return kills
+        number += 1
+    return number - 1
 
 
-BY_NIGHT = [pytest.param(saved_again, 1, marks=pytest.mark.nightly) for saved_again in (True, False)]
+# By default before each change of the disk, at night before what only reads it too.
+BY_NIGHT = [pytest.param(saved_again, FILE_SYSTEM_EVENTS, marks=pytest.mark.nightly) for saved_again in (True, False)]
 
 
-@pytest.mark.parametrize(("saved_again", "every"), [(True, 2), *BY_NIGHT])
-def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(processes, tmp_path, saved_again, every):
-    function = "tests.checkpoint.test_kills_in_saves:kill_at_operations"
-    child = processes.run(function, str(tmp_path / "run"), saved_again, every, folder=tmp_path)
-    assert 15 // every <= child.wait() < 99, child.text()
+@pytest.mark.parametrize(("saved_again", "events"), [(True, CHANGES), *BY_NIGHT], ids=["changes", "again", "new"])
+def test_a_kill_in_a_save_leaves_only_whole_checkpoints_and_loses_none(processes, tmp_path, saved_again, events):
+    function = "tests.checkpoint.test_kills_in_saves:kill_at_every_event"
+    child = processes.run(function, str(tmp_path / "run"), saved_again, events, folder=tmp_path)
+    assert 2 * len(events) <= child.wait() < 99, child.text()

@@ -250,11 +250,6 @@ def test_a_file_of_prompts_has_one_in_each_line(folders, capsys, tmp_path):
 # Mistakes.
 
 
-def broken(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def remove_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 

@@ -21,7 +21,6 @@ from torchround.observe.run_page import write_page
 WIDTH, HEIGHT = 1300, 1400
 NARROW = 400  # pixels, the width of a telephone
 PANELS = ["loss", "lr", "grad_norm", "tokens_per_s", "bubble", "device_memory", "host_memory"]
-Point = tuple[float, float]
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
