@@ -84,7 +84,7 @@ PUBLISHED = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> int:
     """Print, write or check the tables. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n\n".join(table() for table in TABLES.values()))
         return 0
     stale = []
-    for path in PAGES:
+    for path in pages:
         page = path.read_text(encoding="utf-8")
         for name in tables_in(page):
             table = TABLES[name]()

@@ -1,17 +1,17 @@
 """Loads of tensors that are stored in another form than the wanted one: piece by piece, in any order of the files."""
 
+import shutil
+
 import pytest
 import torch
 
-from tests.support.machines import run_machines
+from tests.support.joint_teams import together
 from torchround.checkpoint import (
     Checkpointer,
     Conversion,
     DamagedCheckpointError,
     ForeignCheckpointError,
-    MachineTeam,
     load_checkpoint,
-    step_folder,
     tensor_file,
 )
 from torchround.checkpoint.conversion import ReadingPlan, layout_of
@@ -91,17 +91,16 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "file_bytes"),
+    ("stored", "wanted"),
     [
-        (halves(whole_values()), whole_values(), 1),  # a file for each tensor, upper halves first
-        (dict(sorted(halves(whole_values()).items())), whole_values(), 2**30),
-        (whole_values(), halves(whole_values()), 2**30),
+        (halves(whole_values()), whole_values()),
+        (dict(sorted(halves(whole_values()).items())), whole_values()),
+        (whole_values(), halves(whole_values())),
     ],
-    ids=["two become one, in files", "two become one, lower first", "one becomes two"],
+    ids=["two become one", "two become one, lower first", "one becomes two"],
 )
-def test_stored_tensors_become_others_in_any_order_in_pieces(tmp_path, monkeypatch, stored, wanted, file_bytes):
+def test_stored_tensors_become_others_in_any_order_in_pieces(tmp_path, monkeypatch, stored, wanted):
     """A tensor that is stored as it is wanted is read in place beside them."""
-    monkeypatch.setattr(tensor_file, "FILE_BYTES", file_bytes)
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     path, converter = Checkpointer(tmp_path).save(3, {**stored, **FROZEN}, {}), HalvesConverter()
     target = room_for({**wanted, **FROZEN})
@@ -135,38 +134,43 @@ def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_
     assert_equal(target, whole_values())
 
 
-def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflows_no_tensor(tmp_path, monkeypatch):
+def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflows_no_tensor(tmp_path):
     path = Checkpointer(tmp_path / "run").save(3, halves(whole_values()), {})
     longer = {name: tensor.repeat(1, 3) for name, tensor in halves(whole_values()).items()}
-    other, read = Checkpointer(tmp_path / "other").save(3, longer, {}), step_folder.read_tensor_file
-    monkeypatch.setattr(step_folder, "read_tensor_file", lambda file, tensors: read(other / file.name, tensors))
+    other = Checkpointer(tmp_path / "other").save(3, longer, {})
+
+    class Replaces(HalvesConverter):
+        """It is asked once all headers are read."""
+
+        def conversions(self, stored, wanted):
+            shutil.copy(other / "tensors-00000.safetensors", path)
+            return super().conversions(stored, wanted)
+
     with pytest.raises(DamagedCheckpointError, match="has checksum"):
-        load_checkpoint(path, room_for(whole_values()), converter=HalvesConverter())
+        load_checkpoint(path, room_for(whole_values()), converter=Replaces())
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_machines_read_halves_that_others_saved(tmp_path, shared):
     """Three machines load what two saved, and the files lie on the disks of two."""
 
-    def checkpointer_of(group):
-        folder = tmp_path / ("run" if shared else f"disk{group.rank}")
-        return Checkpointer(folder, team=MachineTeam.of(group, shared))
+    def checkpointer_of(team):
+        return Checkpointer(tmp_path / ("run" if shared else f"disk{team.rank}"), team=team)
 
-    def save(group):
-        own = {key: t for key, t in halves(whole_values()).items() if key.endswith(f"/{NAMES[group.rank]}")}
-        checkpointer_of(group).save(3, own, {})
+    def save(team):
+        own = {key: t for key, t in halves(whole_values()).items() if key.endswith(f"/{NAMES[team.rank]}")}
+        checkpointer_of(team).save(3, own, {})
 
-    def load(group):
+    def load(team):
         # Machine 2 has b, machine 1 nothing, machine 0 a.
-        own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[group.rank]
+        own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[team.rank]
         target = room_for({name: whole_values()[name] for name in own})
-        loaded = checkpointer_of(group).load_latest(target, converter=HalvesConverter())
-        return loaded, all(torch.equal(tensor, whole_values()[name]) for name, tensor in target.items())
+        loaded = checkpointer_of(team).load_latest(target, converter=HalvesConverter())
+        assert_equal(target, {name: whole_values()[name] for name in own})
+        return loaded.step == 3 and loaded.converted == whole_values().keys()
 
-    run_machines(2, save)
-    for loaded, is_equal in run_machines(3, load):
-        assert loaded is not None and loaded.step == 3 and is_equal
-        assert loaded.converted == whole_values().keys()
+    together(2, save, shared)
+    assert all(together(3, load, shared))
 
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
@@ -175,21 +179,3 @@ def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
     own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
     assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
     assert plan.needed({}) == frozenset()
-
-
-def test_a_save_writes_tensors_of_the_new_formats_in_place(tmp_path):
-    """Codes, scales and residuals go to the file from their own memory, as weights do."""
-    numbers = torch.arange(64 * 512).view(64, 512)
-    tensors = {
-        "weights/a": torch.randn(64, 512).bfloat16(),
-        "residual/a": numbers.to(torch.int16),
-        "exp_avg/a": numbers.to(torch.int8),
-        "exp_avg_scale/a": torch.rand(256).bfloat16(),
-        "exp_avg_sq/a": numbers.to(torch.uint8),
-    }
-    [file] = tensor_file.plan_files(tensors)
-    assert list(file.tensors) == list(tensors), "whole blocks keep their order"
-    assert all(file.tensors[name] is tensor for name, tensor in tensors.items()), "a tensor was copied"
-    target = room_for(tensors)
-    load_checkpoint(Checkpointer(tmp_path / "run").save(1, tensors, {}), target)
-    assert_equal(target, tensors)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.support.hostile_cases import forge_file, forge_manifest
 from torchround.checkpoint import (
     Checkpointer,
-    CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
     NoCheckpointError,
@@ -178,14 +177,6 @@ def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_fille
     flipped(TENSORS)(path)  # a byte of a tensor that is not read into anything
     with pytest.raises(DamagedCheckpointError, match=f"{TENSORS} has checksum"):
         load_checkpoint(path, target, lambda name: name.startswith(("master/", "other/")))
-
-
-def test_the_error_names_every_checkpoint_if_none_can_be_used(tmp_path):
-    checkpointer = two_checkpoints(tmp_path)
-    without("state.json")(tmp_path / "step-1")
-    cut(TENSORS)(tmp_path / "step-2")
-    with pytest.raises(CheckpointError, match=rf"(?s)step-2: {TENSORS}.*step-1: state.json is missing"):
-        checkpointer.load_latest(state_of(0))
 
 
 def test_a_path_without_a_checkpoint_is_an_error_that_proposes_the_newest_intact_one(tmp_path):

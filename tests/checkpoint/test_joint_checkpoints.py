@@ -1,24 +1,25 @@
 """Checkpoints of several machines: saved together, loaded on any number of machines, in one folder or on disks of their own."""
 
+import itertools
 import json
 import shutil
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.disks import files_limited_to
-from tests.support.machines import run_machines
+from tests.support.joint_teams import together
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
     ForeignCheckpointError,
-    MachineTeam,
     NoCheckpointError,
     load_checkpoint,
     verify_checkpoint,
 )
-from torchround.checkpoint.step_folder import read_file
-from torchround.machines.errors import MachineError
 
 STATE = {"tokens": 12_345_678_901, "loss_scale": 0.1, "config": {"run": {"name": "é"}}}
 NAMES = [f"{kind}/block.{layer}.w" for layer in range(6) for kind in ("weights", "exp_avg", "exp_avg_sq")]
@@ -51,97 +52,83 @@ def folder_of(root, rank, shared):
     return root / ("run" if shared else f"disk{rank}/run")
 
 
-def saves(root, shared, *steps, **keep):
-    def save(group):
-        team = MachineTeam.of(group, shared)
-        checkpointer = Checkpointer(folder_of(root, group.rank, shared), **keep, team=team)
+def save(root, shared, num_machines, *steps, **keep):
+    def work(team):
+        checkpointer = Checkpointer(folder_of(root, team.rank, shared), **keep, team=team)
         for step in steps:
-            own_state = {**STATE, "rank": group.rank, "step": step}
-            checkpointer.save(step, owned_by(group.rank, group.size, step), own_state)
+            own_state = {**STATE, "rank": team.rank, "step": step}
+            checkpointer.save(step, owned_by(team.rank, team.size, step), own_state)
 
-    return save
-
-
-def loads(root, shared, **keep):
-    def load(group):
-        team = MachineTeam.of(group, shared)
-        checkpointer = Checkpointer(folder_of(root, group.rank, shared), **keep, team=team)
-        tensors = wanted_by(group.rank, group.size)
-        loaded = checkpointer.load_latest(tensors)
-        return loaded, loaded is not None and equal(tensors, whole_state(loaded.step))
-
-    return load
+    together(num_machines, work, shared)
 
 
-def errors_of(function, num_machines=2):
-    """Return the message of the `CheckpointError` that `function` raises on each machine."""
+def load(root, shared, num_machines, **options):
+    """Return what each machine loads, or the message of its `CheckpointError`."""
 
-    def message(group):
-        with pytest.raises(CheckpointError) as caught:
-            function(group)
-        return str(caught.value)
+    def work(team):
+        tensors = wanted_by(team.rank, team.size)
+        try:
+            loaded = Checkpointer(folder_of(root, team.rank, shared), team=team).load_latest(tensors)
+        except CheckpointError as error:
+            return str(error)
+        assert loaded is None or equal(tensors, whole_state(loaded.step))
+        return loaded
 
-    return run_machines(num_machines, message)
+    return together(num_machines, work, shared, **options)
+
+
+def loaded_steps(*arguments):
+    return {loaded.step for loaded in load(*arguments)}
 
 
 def test_what_three_machines_save_together_any_number_loads_bit_for_bit(tmp_path):
-    run_machines(3, saves(tmp_path, True, 3))
+    save(tmp_path, True, 3, 3)
     path = tmp_path / "run" / "step-3"
-    names = sorted(file.name for file in path.iterdir())
-    assert names == [
-        "manifest.json",
-        "state.json",
-        *(f"tensors-{number:05d}.safetensors" for number in (0, 100_000, 200_000)),
-    ]
+    tensor_files = [f"tensors-{number:05d}.safetensors" for number in (0, 100_000, 200_000)]
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "state.json", *tensor_files]
     assert json.loads((path / "state.json").read_text()) == {**STATE, "rank": 0, "step": 3}
     assert verify_checkpoint(path) == 3
     # One machine reads it like any other.
     alone = {name: torch.zeros_like(tensor) for name, tensor in whole_state(3).items()}
     assert load_checkpoint(path, alone).state == {**STATE, "rank": 0, "step": 3} and equal(alone, whole_state(3))
     for num_machines in (2, 4):
-        for loaded, is_equal in run_machines(num_machines, loads(tmp_path, True)):
-            assert loaded is not None and loaded.step == 3 and loaded.path == path and is_equal
+        assert {(loaded.step, loaded.path) for loaded in load(tmp_path, True, num_machines)} == {(3, path)}
     # What one machine saved, several load.
     Checkpointer(tmp_path / "run").save(5, whole_state(5), STATE)
-    for loaded, is_equal in run_machines(2, loads(tmp_path, True)):
-        assert loaded is not None and loaded.step == 5 and loaded.state == STATE and is_equal
+    assert all(loaded.step == 5 and loaded.state == STATE for loaded in load(tmp_path, True, 2))
 
 
-def test_a_machine_reads_only_the_files_that_hold_its_tensors(tmp_path, monkeypatch):
-    run_machines(3, saves(tmp_path, True, 3))
-    read = []
+def test_a_machine_reads_only_the_files_that_hold_its_tensors(tmp_path):
+    save(tmp_path, True, 3, 3)
+    opened, is_loading = Counter(), [True]
 
-    def noting(path, name, manifest, tensors):
-        read.append((name, "weights/block.0.w" in tensors))
-        read_file(path, name, manifest, tensors)
+    def note(event, details):
+        if event == "open" and is_loading and str(details[0]).startswith(f"{tmp_path}/run/step-3/tensors"):
+            opened[Path(details[0]).name] += 1
 
-    monkeypatch.setattr("torchround.checkpoint.joint_load.read_file", noting)
-    run_machines(3, loads(tmp_path, True))
-    # Three machines as before: each reads its own file, and the frozen tensor's.
-    assert sorted(read) == sorted(
-        [("tensors-00000.safetensors", first) for first in (True, False, False)]
-        + [(f"tensors-{rank}00000.safetensors", False) for rank in (1, 2)]
-    )
+    sys.addaudithook(note)  # which can never be removed
+    load(tmp_path, True, 3)
+    is_loading.clear()
+    # One machine reads a header for all. Then each reads its own file, and that of the frozen tensor.
+    assert [opened[f"tensors-{rank}00000.safetensors"] for rank in (1, 2)] == [2, 2]
+    assert opened["tensors-00000.safetensors"] == 1 + 3
 
 
 def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_travels(tmp_path):
-    run_machines(3, saves(tmp_path, False, 1, 2, keep_latest_k=1))
+    save(tmp_path, False, 3, 1, 2, keep_latest_k=1)
     for rank in range(3):
         names = {file.name for file in (tmp_path / f"disk{rank}/run/step-2").iterdir()}
         assert names == {"manifest.json", "state.json", f"tensors-{rank * 100_000:05d}.safetensors"}
         assert not (tmp_path / f"disk{rank}/run/step-1").exists()
-    manifests = {(tmp_path / f"disk{rank}/run/step-2/manifest.json").read_bytes() for rank in range(3)}
-    assert len(manifests) == 1
+    assert len({(tmp_path / f"disk{rank}/run/step-2/manifest.json").read_bytes() for rank in range(3)}) == 1
     # The same machines in another order: every file comes from another machine.
     for rank in range(3):
         (tmp_path / f"disk{rank}").rename(tmp_path / f"moved{(rank + 1) % 3}")
     for rank in range(3):
         (tmp_path / f"moved{rank}").rename(tmp_path / f"disk{rank}")
-    for loaded, is_equal in run_machines(3, loads(tmp_path, False)):
-        assert loaded is not None and loaded.state["rank"] == 0 and is_equal
+    assert all(loaded.state["rank"] == 0 for loaded in load(tmp_path, False, 3))
     # More machines than before: the new one has nothing.
-    for loaded, is_equal in run_machines(4, loads(tmp_path, False)):
-        assert loaded is not None and loaded.step == 2 and is_equal
+    assert loaded_steps(tmp_path, False, 4) == {2}
     # The files of all put together are one whole checkpoint.
     for rank in range(1, 3):
         shutil.copytree(tmp_path / f"disk{rank}/run", tmp_path / "disk0/run", dirs_exist_ok=True)
@@ -149,64 +136,70 @@ def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_
 
 
 def test_a_file_that_no_machine_has_is_named_with_the_machines_asked_and_an_older_step_is_taken(tmp_path, caplog):
-    run_machines(3, saves(tmp_path, False, 1, 2))
+    save(tmp_path, False, 3, 1, 2)
     shutil.rmtree(tmp_path / "disk1/run/step-2")
-    for loaded, is_equal in run_machines(3, loads(tmp_path, False)):
-        assert loaded is not None and loaded.step == 1 and is_equal
-    missing = "tensors-100000.safetensors is on none of machine 0 (node0), machine 1 (node1), machine 2 (node2)"
+    assert loaded_steps(tmp_path, False, 3) == {1}
+    missing = "tensors-100000.safetensors is on none of machine 0, machine 1, machine 2"
     assert f"step-2: {missing}; trying the checkpoint before step 2" in caplog.text
     # Two machines without the third: neither step is whole.
-    messages = errors_of(loads(tmp_path, False), 2)
+    messages = load(tmp_path, False, 2)
     assert len(set(messages)) == 2, "each names its own folder"
     assert all("none of the checkpoints" in text and text.count("on none of machine 0") == 2 for text in messages)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, shared, caplog):
-    run_machines(2, saves(tmp_path, shared, 1, 2))
+    save(tmp_path, shared, 2, 1, 2)
     damaged = folder_of(tmp_path, 1, shared) / "step-2" / "tensors-100000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    for loaded, is_equal in run_machines(2, loads(tmp_path, shared)):
-        assert loaded is not None and loaded.step == 1 and is_equal
-    assert "machine 1 (node1): tensors-100000.safetensors has checksum" in caplog.text
+    assert loaded_steps(tmp_path, shared, 2) == {1}
+    assert "machine 1: tensors-100000.safetensors has checksum" in caplog.text
 
 
-def test_a_sender_that_cannot_read_its_file_fails_the_load_on_all(tmp_path, monkeypatch):
-    run_machines(2, saves(tmp_path, False, 1))
+def test_a_file_that_vanishes_at_any_moment_of_a_load_fails_it_on_all_or_on_none(tmp_path):
+    """It is the sender's, and the frozen tensor in it is for all."""
+    found = []
+    for number in itertools.count(1):
+        root, left = tmp_path / str(number), [number]
+        save(root, False, 2, 1)
 
-    def refuse(file, memory):
-        return OSError("the disk says no")
+        def vanish(rank, root=root, left=left):
+            left[0] -= rank == 0
+            if left[0] == 0:
+                (root / "disk0/run/step-1/tensors-00000.safetensors").unlink(missing_ok=True)
 
-    monkeypatch.setattr("torchround.checkpoint.joint_load._fill", refuse)
-    messages = errors_of(loads(tmp_path, False))
-    assert all("machine 0 (node0): tensors-00000.safetensors cannot be read: the disk says no" in m for m in messages)
+        outcomes = load(root, False, 2, before_exchange=vanish)
+        assert len({isinstance(outcome, str) for outcome in outcomes}) == 1, outcomes
+        found.append(outcomes[0])
+        if left[0] > 0:
+            break
+    assert any("machine 0: tensors-00000.safetensors cannot be read" in str(outcome) for outcome in found)
+    assert found[-1].step == 1
 
 
 def test_tensors_of_another_model_are_refused_with_the_same_message_on_all(tmp_path):
-    run_machines(2, saves(tmp_path, True, 1, 2))
+    save(tmp_path, True, 2, 1, 2)
 
-    def load(group):
-        tensors = wanted_by(group.rank, group.size)
-        if group.rank == 1:
+    def load(team):
+        tensors = wanted_by(team.rank, team.size)
+        if team.rank == 1:
             tensors["weights/block.9.w"] = torch.zeros(2)
         with pytest.raises(ForeignCheckpointError) as caught:
-            Checkpointer(tmp_path / "run", team=MachineTeam.of(group)).load_latest(tensors)
+            Checkpointer(tmp_path / "run", team=team).load_latest(tensors)
         assert caught.value.state["step"] == 2
         return str(caught.value)
 
-    messages = run_machines(2, load)
-    assert len(set(messages)) == 1 and "step-2: 1 tensors are not this model's: weights/block.9.w" in messages[0]
+    [message] = set(together(2, load))
+    assert "step-2: 1 tensors are not this model's: weights/block.9.w" in message
 
 
 def test_a_given_checkpoint_is_loaded_together_and_one_that_is_nowhere_is_named(tmp_path):
-    run_machines(2, saves(tmp_path, False, 1))
+    save(tmp_path, False, 2, 1)
 
-    def load(group):
-        tensors = wanted_by(group.rank, group.size)
-        folder = folder_of(tmp_path, group.rank, shared=False)
-        team = MachineTeam.of(group, shares_folder=False)
+    def load(team):
+        tensors, folder = wanted_by(team.rank, team.size), folder_of(tmp_path, team.rank, shared=False)
         loaded = load_checkpoint(folder / "step-1", tensors, team=team)
         with pytest.raises(NoCheckpointError, match="legal: one checkpoint, such as .*step-1"):
             load_checkpoint(folder, tensors, team=team)
@@ -214,44 +207,23 @@ def test_a_given_checkpoint_is_loaded_together_and_one_that_is_nowhere_is_named(
             load_checkpoint(folder / "step-7", tensors, team=team)
         return loaded.step == 1 and equal(tensors, whole_state(1))
 
-    assert run_machines(2, load) == [True, True]
+    assert together(2, load, shared=False) == [True, True]
 
 
-@pytest.mark.parametrize(("shared", "failing"), [(True, 0), (True, 1), (False, 1)])
+@pytest.mark.parametrize(("shared", "failing"), [(True, 0), (False, 1)])
 def test_a_disk_that_fails_on_one_machine_fails_the_save_on_all_and_the_next_succeeds(tmp_path, shared, failing):
-    run_machines(2, saves(tmp_path, shared, 1))
+    save(tmp_path, shared, 2, 1)
 
-    def save(group):
-        team = MachineTeam.of(group, shared)
-        checkpointer = Checkpointer(folder_of(tmp_path, group.rank, shared), keep_latest_k=1, team=team)
-        tensors = owned_by(group.rank, group.size, 2)
-        if group.rank == failing:  # only its file is too large
+    def fail(team):
+        tensors = owned_by(team.rank, team.size, 2)
+        if team.rank == failing:  # only its file is too large
             tensors["weights/large"] = torch.zeros(2**20)
-        with pytest.raises(CheckpointError) as caught:
-            checkpointer.save(2, tensors, STATE)
-        return str(caught.value)
+        with pytest.raises(CheckpointError, match=f"step 2 could not be written(.|\n)*machine {failing}: "):
+            Checkpointer(folder_of(tmp_path, team.rank, shared), keep_latest_k=1, team=team).save(2, tensors, STATE)
 
     with files_limited_to(2**20):
-        messages = run_machines(2, save)
+        together(2, fail, shared)
     for rank in range(2):
         assert [path.name for path in folder_of(tmp_path, rank, shared).iterdir()] == ["step-1"]
-    assert all("step 2 could not be written" in text and f"(node{failing}): " in text for text in messages)
-    run_machines(2, saves(tmp_path, shared, 2, keep_latest_k=1))
-    for loaded, is_equal in run_machines(2, loads(tmp_path, shared)):
-        assert loaded is not None and loaded.step == 2 and is_equal
-
-
-def test_a_machine_that_dies_in_a_save_wakes_the_others_and_leaves_the_checkpoint_before(tmp_path):
-    run_machines(2, saves(tmp_path, True, 1))
-
-    def save(group):
-        if group.rank == 1:
-            group.fail("planted")
-            return
-        with pytest.raises(MachineError, match=r"machine 1 \(node1\).*planted"):
-            saves(tmp_path, True, 2)(group)
-
-    run_machines(2, save)
-    assert Checkpointer(tmp_path / "run").complete_steps() == [1]
-    run_machines(2, saves(tmp_path, True, 3, keep_latest_k=1))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"]
+    save(tmp_path, shared, 2, 2, keep_latest_k=1)
+    assert loaded_steps(tmp_path, shared, 2) == {2}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_run import small_runs
 from torchround.commands import plan_run
 
 ROOT = Path(__file__).parents[2]
-SERVER = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "800"]
 
 
 @dataclass(frozen=True)
@@ -30,44 +30,6 @@ def plan(capsys, monkeypatch):
     return call
 
 
-# Of the released models; of the last one, adapters of rank 32 on four projections in 94 blocks: 4096 -> 8192 and back,
-# 4096 -> 512 twice.
-TRAINED = {
-    "qwen3_1_7b": 1.72e9,
-    "llama3_1_8b": 8.03e9,
-    "gpt_oss_20b": 20.9e9,
-    "qwen3_32b": 32.8e9,
-    "qwen3_235b_lora": 94 * 32 * (2 * (4096 + 8192) + 2 * (4096 + 512)),
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [pytest.param(*item, marks=[] if "1_7b" in item[0] else pytest.mark.nightly) for item in TRAINED.items()],
-)
-def test_the_papers_runs_fit_eight_cards_of_24_gb_and_the_host_that_heads_their_file(plan, config, parameters):
-    header = re.match(
-        r"# 8 x RTX 4090 \(24 GB\), (\d+) GB of host memory", (ROOT / "configs" / f"{config}.toml").read_text()
-    )
-    assert header is not None
-    host_gib = f"{int(header[1]) * 1e9 / 2**30:.2f}"
-    done = plan("--config", f"{config}.toml", *SERVER[:-1], host_gib)
-    assert done.returncode == 0, done.stderr
-    optimizer_gib = re.search(r"optimizer state +([\d.]+)", done.stdout)
-    assert optimizer_gib is not None
-    # A residual of 2 bytes and two values of 4.
-    assert float(optimizer_gib[1]) == pytest.approx(10 * parameters / 2**30, rel=0.01)
-    assert f"allowed {host_gib} GiB" in re.sub(" +", " ", done.stdout) and "longest sequence" in done.stdout
-
-
-@pytest.mark.nightly
-def test_what_does_not_fit_ends_with_exit_code_1_and_what_would_help(plan):
-    done = plan("--config", "qwen3_235b_lora.toml", *SERVER, "--lora.rank", "0")
-    assert done.returncode == 1
-    assert "GiB are missing" in done.stdout and "lora.rank (adapters on frozen weights): fits" in done.stdout
-    assert plan("--config", "qwen3_235b_lora.toml", *SERVER).returncode == 0
-
-
 def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan):
     """14.8e9 parameters take 14 bytes each with exact state, which is 207 GB, and 8.03 with compact state: 119 GB."""
     # 128 GB are 119.2 GiB.
@@ -75,10 +37,6 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
     arguments += ["--device", "rtx4090", "--host-memory-gib", "119.2"]
     done, told = plan(*arguments), '  with optimizer.state = "compact" (saves 82.09 GiB)'
     assert done.returncode == 1 and f"{told}: fits" in done.stdout
-    large = plan(*arguments, "--training.global_batch_size", "64")
-    assert f"{told} and training.global_batch_size = 16: fits" in large.stdout
-    muon = plan(*arguments, "--optimizer.name", "muon", "--optimizer.state", "compact")
-    assert muon.returncode == 1 and '  with optimizer.name = "adamw" (saves 12.11 GiB): fits' in muon.stdout
     compact = plan(*arguments, "--optimizer.state", "compact")
     assert compact.returncode == 0 and "does not fit" not in compact.stdout
     sizes = dict(re.findall(r"^ +(weights|gradients|optimizer state) +([\d.]+) GiB", compact.stdout, re.MULTILINE))
@@ -128,26 +86,60 @@ def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(plan, capsys, op
     assert f"{option}: given {given}; legal: " in capsys.readouterr().err
 
 
-def lines_of(capsys, *arguments):
-    assert plan_run.main(["--config", "qwen3_32b.toml", "--device", "rtx4090", *arguments]) == 1
-    return capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.nightly
-def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would_do(capsys):
-    lines = lines_of(capsys, "--num-devices", "8", "--host-memory-gib", "300")
+def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would_do(plan):
+    keys = ["--config", "qwen3_32b.toml", "--device", "rtx4090", "--num-devices", "8", "--host-memory-gib"]
+    lines = plan(*keys, "300").stdout.splitlines()
     [flavor] = [line for line in lines if "model.flavor = " in line and line.endswith(": fits")]
     [enough] = [line for line in lines if line.startswith("  as it is, the run fits with ")]
     gib = float(enough.split()[7])
-    keys = ["--config", "qwen3_32b.toml", "--device", "rtx4090", "--num-devices", "8", "--host-memory-gib"]
-    assert plan_run.main([*keys, f"{gib}"]) == 0, "as much as it says is enough"
+    assert plan(*keys, f"{gib}").returncode == 0, "as much as it says is enough"
     assert gib < 800
     name = flavor.split('"')[1]
-    assert plan_run.main([*keys, "300", "--model.flavor", name]) == 0
+    assert plan(*keys, "300", "--model.flavor", name).returncode == 0
     assert "debug" not in name
 
 
-def test_a_run_of_adapters_is_not_told_to_use_adapters(capsys):
-    lines = lines_of(capsys, "--host-memory-gib", "10", "--lora-rank", "8")
-    assert not any("lora.rank" in line for line in lines)
-    assert not any("still does not fit" in line for line in lines)
+# What `torchround plan` and `--dry-run` say about several machines.
+
+
+__all__ = ["small_runs"]
+
+TWO_CARDS = ["--config", "debug.toml", "--device", "rtx4090", "--num-devices", "2"]
+SMALL_HOST = ["--host-memory-gib", "0.0296"]
+
+
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    return capsys
+
+
+def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(printed):
+    machines = ["--machines.planned", "4", "--machines.gbit_per_s", "0.9"]
+    assert plan_run.main([*TWO_CARDS, *machines]) == 0
+    out = printed.readouterr().out
+    assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out
+    assert re.search(r"link: (\S+) MiB of gradients out, \1 MiB of weights back", out)
+    assert re.search(r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out)
+    head, *rows = (line.split() for line in out.partition("tokens/s of all machines, with")[2].splitlines()[2:])
+    assert " ".join(head) == "machines micro-batches host 0.9 Gb/s no exchange"
+    table = {row[0]: row[1:] for row in rows[1:6]}
+    assert list(table) == ["1", "2", "4", "8", "16"]
+    assert table["1"][-1] == "(1.00)" and table["8"] == ["without", "work"]
+
+
+def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed):
+    assert plan_run.main([*TWO_CARDS, *SMALL_HOST]) == 1
+    assert "  on 2 such machines: fits\n" in printed.readouterr().out
+
+
+def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(small_runs, capsys):
+    machines = ["--machines.planned=2", "--engine.plan=none", "--engine.measure_steps=0"]
+    assert small_runs("run", *machines, "--dry-run") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 machines share each step of 4 micro-batches, at most 2 on each" in out
+    assert "2 micro-batches in 1 round(s)" in out and "messages of other machines" in out
+    assert "exchange per step on the busiest link" in out
+    assert small_runs("run", *machines) == 0
+    assert "4 micro-batches in 1 round(s)" in " ".join(capsys.readouterr().out.split())

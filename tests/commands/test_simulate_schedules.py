@@ -66,14 +66,6 @@ def test_costs_of_a_model_are_counted_for_a_card(tmp_path):
     assert at_least_s < schedules["1f1b"]["makespan_s"] < 3 * at_least_s / COMPUTE_EFFICIENCY
 
 
-def test_trace_and_plot_are_written(small_costs, tmp_path):
-    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--schedules", "gpipe,paci"]
-    files = ["--trace", str(tmp_path / "trace.json"), "--plot", str(tmp_path / "picture.png")]
-    assert main([*arguments, *files]) == 0
-    processes = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert len(processes) == 4 and (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
     files = {"json": tmp_path / "out.json", "trace": tmp_path / "out.trace", "plot": tmp_path / "out.svg"}
@@ -86,17 +78,6 @@ def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(s
     for kind in files:
         assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
         assert "there is no folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("schedule", "fused"), [("roundpipe_sync", True), ("gpipe", False)])
-def test_a_picture_names_what_was_simulated_its_devices_and_tasks_of_both_kinds(small_costs, tmp_path, schedule, fused):
-    picture = tmp_path / "picture.svg"
-    arguments = ["--costs", str(small_costs), "--device", "rtx4090", "--devices", "2", "--microbatches", "4"]
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        assert main([*arguments, "--schedules", schedule, "--plot", str(picture)]) == 0
-    words = re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
-    assert {"device 0", "device 1"} < set(words) and "device 2" not in words
-    assert ("both in one" in words) is fused
 
 
 @pytest.mark.parametrize("schedule", ["roundpipe_sync", pytest.param("roundpipe_async", marks=pytest.mark.nightly)])

@@ -2,11 +2,16 @@
 
 import json
 import math
+import shutil
+import threading
+from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -17,10 +22,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import train
+from tests.support.hostile_cases import forge_manifest
 from torchround.commands.generation_files import byte_tokenizer_files
 from torchround.commands.try_model import main
 from torchround.config import TokenizerTable
 from torchround.data import build_tokenizer
+from torchround.engine.engine import Engine
 
 SHAPE = {
     "vocab_size": 260,
@@ -61,7 +69,11 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_texts(tmp_path)
+
+
+def write_texts(folder):
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
 
 def results(capsys, *arguments):
@@ -85,7 +97,10 @@ def their_loss(folder, seq_len):
     return float(every.mean()), len(every)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt_oss", pytest.param("qwen2", marks=pytest.mark.nightly)])
+KINDS = ["llama3", "qwen3", "gpt_oss", pytest.param("qwen2", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_perplexity_of_a_file_is_that_of_transformers(kind, folders, capsys):
     (found,) = results(
         capsys, "--model", str(folders[kind]), "--perplexity", "texts.jsonl", "--seq-len=37", "--batch-size=3"
@@ -112,7 +127,7 @@ def their_texts(folder, prompts, max_tokens):
     return texts
 
 
-@pytest.mark.parametrize("kind", RELEASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_continuations_are_those_of_transformers(kind, folders, capsys):
     found = results(capsys, "--model", str(folders[kind]), "--prompt", *PROMPTS, "--max-tokens=12", "--batch-size=3")
     assert [line["prompt"] for line in found] == PROMPTS
@@ -132,3 +147,189 @@ def test_equal_prompts_are_drawn_apart(folders, capsys):
     drawn = ("--model", str(folders["llama3"]), "--temperature=1.5", "--max-tokens=9")
     one, other = results(capsys, *drawn, "--prompt", "twice", "twice")
     assert one["text"] != other["text"]
+
+
+# What `try_model` opens: runs, exports, adapters on their base, chats; and one message for each mistake in its arguments.
+
+
+CONFIG = """
+model = {{ family = "llama3", hf_path = "{release}" }}
+data = {{ sources = [{{ path = "texts.jsonl" }}] }}
+training = {{ steps = 2, seq_len = 24, global_batch_size = 2, dtype = "float32" }}
+engine = {{ devices = "cpu", num_devices = 2, cpu_threads = 1, measure_steps = 0 }}
+optimizer = {{ lr = 0.05 }}
+checkpoint = {{ interval_steps = 1, keep_latest_k = 0, export = "weights" }}
+"""
+TEMPLATE = (
+    "{% for message in messages %}<|bos|>{{ message.role }}: {{ message.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
+)
+ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']")
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    """Return a function that trains two steps from the released Llama, once, and returns the run's folder."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
+    write_texts(root)
+
+    @cache
+    def run(name, *overrides):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(root)
+            assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
+        return root / "outputs" / name
+
+    return run
+
+
+def nats(capsys, *arguments):
+    capsys.readouterr()
+    (found,) = results(capsys, *map(str, arguments), "--perplexity", "texts.jsonl", "--seq-len=24")
+    return float(found["nats_per_token"])
+
+
+def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, capsys):
+    run = trained("run")
+    newest = nats(capsys, "--run", run)
+    assert newest == nats(capsys, "--run", run, "--step=2") == nats(capsys, "--model", run / "export" / "step-2")
+    assert len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
+
+
+@pytest.mark.parametrize("maps", [pytest.param("false", marks=pytest.mark.nightly), "true"])
+def test_adapters_of_a_run_are_tried_with_their_base(trained, capsys, maps):
+    run = trained("lora", *ADAPTED, f"--lora.map_base={maps}")
+    alone = trained("alone", *ADAPTED, f"--lora.map_base={maps}", "--checkpoint.export=adapters")
+    found = nats(capsys, "--run", run)
+    assert found != nats(capsys, "--run", run, "--step=1")
+    # Merged in, they are rounded once more.
+    assert found == pytest.approx(nats(capsys, "--model", run / "export" / "step-2"), abs=1e-5)
+    assert found == nats(capsys, "--model", alone / "export" / "step-2")
+
+
+def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders, capsys, tmp_path):
+    shutil.copytree(folders["llama3"], tmp_path / "first")
+    run = trained("moved", f"--model.hf_path={tmp_path}/first", *ADAPTED, "--lora.map_base=true")
+    before = nats(capsys, "--run", run)
+    (tmp_path / "first").rename(tmp_path / "second")
+    assert main(["--run", str(run), "--prompt", "a"]) == 2
+    assert "first" in capsys.readouterr().err
+    assert nats(capsys, "--run", run, "--model.hf_path=second") == before
+
+
+def test_another_type_than_the_files_is_converted(trained, folders, capsys):
+    exact, rounded = (nats(capsys, "--model", folders["llama3"], f"--dtype={name}") for name in ("float32", "bfloat16"))
+    assert exact != rounded and exact == pytest.approx(rounded, rel=0.05)
+
+
+def test_chats_are_written_by_the_template_up_to_the_answer(folders, capsys, tmp_path):
+    folder = shutil.copytree(folders["llama3"], tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "<|eos|> or not"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + json.dumps("hello") + "\n")
+    chats = ("--model", str(folder), "--chat", "--prompts", "chats.jsonl", "--max-tokens=8")
+    guarded, plain = results(capsys, *chats)
+    assert (guarded["prompt"], plain["prompt"]) == ("<|eos|> or not", "hello")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    found = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert plain["text"] == BYTES.decode_known([token for token in found if token != BYTES.eos_id])
+
+
+def test_a_file_of_prompts_has_one_in_each_line(folders, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("first\n\n  second\n")
+    (tmp_path / "prompts.jsonl").write_text('"a\\nb"\n{"prompt": "c"}\n')
+    for file, expected in (("prompts.txt", ["first", "  second"]), ("prompts.jsonl", ["a\nb", "c"])):
+        found = results(capsys, "--model", str(folders["llama3"]), "--prompts", file, "--max-tokens=1")
+        assert [line["prompt"] for line in found] == expected
+
+
+# Mistakes.
+
+
+def remove_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+ASKED, TOY = ("--prompt", "a"), ("--model", "toy")
+MISTAKES = {
+    "no run": (("--run", "outputs/x", *ASKED), "there is no outputs/x/config.toml"),
+    "a hub name": (("--model", "Qwen/Qwen3", *ASKED), "not downloaded"),
+    "a folder of something else": (("--model", ".", *ASKED), "config.json cannot be read"),
+    "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
+    "a file without prompts": ((*TOY, "--prompts", "empty.txt"), "empty.txt holds no prompt"),
+    "a missing file of prompts": ((*TOY, "--prompts", "none.txt"), "none.txt cannot be read"),
+    "a line that is no prompt": ((*TOY, "--prompts", "odd.jsonl"), "odd.jsonl, line 2"),
+    "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
+    "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
+    "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "--content: given"),
+    "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
+    "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
+    "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
+    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: engine.devices"),
+    "a device that is too small": ((*TOY, "--engine.device_memory_gib=0.00001", *ASKED), "on a device, which has"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, tmp_path):
+    shutil.copytree(folders["llama3"], tmp_path / "toy")
+    remove_tokenizer(shutil.copytree(folders["llama3"], tmp_path / "untold"))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "odd.jsonl").write_text('"one"\n{"text": "two"}\n')
+    before = sorted(tmp_path.rglob("*"))
+    arguments, message = MISTAKES[name]
+    # Keys given twice: the last one counts.
+    assert main([*ON_TWO_DEVICES, *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed, printed
+    assert "Traceback" not in printed and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, tmp_path):
+    run = shutil.copytree(trained("run"), tmp_path / "run")
+    checkpoints = run / "checkpoints"
+    assert main(["--run", str(run), "--step=7", *ASKED]) == 2
+    assert "--step: given 7; legal: a step with a checkpoint" in capsys.readouterr().err
+    newer = shutil.copytree(run, tmp_path / "newer")
+    forge_manifest(newer / "checkpoints" / "step-2", lambda manifest: manifest.update(format=4))
+    assert main(["--run", str(newer), *ASKED]) == 2
+    assert "it has format 4, and this version reads up to format 3" in capsys.readouterr().err
+    tensors = next((checkpoints / "step-2").glob("tensors-*"))
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    assert main(["--run", str(run), *ASKED]) == 2
+    printed = capsys.readouterr().err
+    assert tensors.name in printed and "--step N tries another checkpoint" in printed
+    assert main(["--run", str(run), "--step=1", *ASKED]) == 0
+    shutil.rmtree(checkpoints)
+    assert main(["--run", str(run), *ASKED]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_a_model_without_finite_logits_is_a_fault_and_no_traceback(folders, capsys, tmp_path):
+    folder = shutil.copytree(folders["llama3"], tmp_path / "spoilt")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"].fill_(torch.nan)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (found,) = results(capsys, "--model", str(folder), "--perplexity", "texts.jsonl")
+    assert found["perplexity"] is None and found["tokens"] > 0
+    assert main(["--model", str(folder), *ASKED, *ON_TWO_DEVICES]) == 1
+    printed = capsys.readouterr().err
+    assert "logits are not numbers" in printed and "Traceback" not in printed
+
+
+def test_control_c_ends_the_command_and_its_threads(folders, capsys, monkeypatch):
+    threads = threading.active_count()
+
+    def interrupted(self, batches):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "forward", interrupted)
+    assert main(["--model", str(folders["llama3"]), *ASKED, *ON_TWO_DEVICES]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert threading.active_count() == threads

@@ -30,12 +30,6 @@ def refusal(path, *overrides):
     return str(caught.value)
 
 
-def test_a_minimal_file_takes_all_other_keys_from_the_defaults(tmp_path):
-    config = load_config(write(tmp_path, "a.toml", MINIMAL))
-    assert (config.model.flavor, config.training.steps, config.engine.update) == ("debug", 1000, "sync")
-    assert config.data.sources[0].path == "corpus.txt"
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -56,13 +50,6 @@ def test_a_missing_file_is_named_with_every_path_that_was_tried(here):
     assert os.path.join("configs", "nowhere.toml") in message
     for folder in ("", ".", "/", here):
         assert "no such file" in refusal(folder)
-
-
-def test_a_key_replaces_its_base_and_all_others_are_inherited(tmp_path):
-    write(tmp_path, "base.toml", MINIMAL + "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nbetas = [0.1, 0.2]")
-    child = write(tmp_path, "child.toml", 'base = "base.toml"\n[training]\nsteps = 7\n[optimizer]\nbetas = [0.3, 0.4]')
-    config = load_config(child)
-    assert (config.training.steps, config.training.seq_len, config.optimizer.betas) == (7, 64, (0.3, 0.4))
 
 
 def test_a_base_is_relative_to_the_file_that_names_it_and_may_have_a_base(tmp_path):

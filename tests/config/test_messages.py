@@ -1,10 +1,15 @@
 """One message for everything that is wrong: file, key, given, legal, nearest. Names of other trainers lead here."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from pydantic import ValidationError
+
+from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, parse_command_line, to_toml
 from torchround.config.config import Config
-from torchround.config.key_types import KeyType
+from torchround.config.key_types import KeyType, Table
+from torchround.config.reference import documentation, page
 from torchround.config.usual_names import USUAL_KEYS, USUAL_VALUES
 from torchround.config.validate import all_keys
 
@@ -43,24 +48,17 @@ def message(tmp_path):
         ("trainig.steps=3", "trainig: unknown table; legal: run, model, "),
         ("trainig.steps=3", "; nearest: training"),
         ("training.steps=two", 'training.steps: given "two"; legal: an integer of at least 1'),
-        ("training.steps=-2", "given -2; legal: an integer of at least 1"),
-        ("training.steps=1.5", "given 1.5; legal: an integer"),
         ("training.steps=true", "given true; legal: an integer"),
-        ("training.steps=2024-01-01", "given 2024-01-01; legal: an integer"),
         ("training.steps=9223372036854775808", "at most 9223372036854775807"),
         ("training.steps=0x" + "f" * 5000, "given an integer too long to print"),
         ("optimizer.lr=inf", "optimizer.lr: given inf; legal: a number above 0"),
-        ("optimizer.lr=0", "given 0; legal: a number above 0"),
         ("optimizer.betas=[0.9]", "optimizer.betas: given [0.9]; legal: an array of 2, each element a number"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; legal: a number of at least 0 and below 1"),
         ("optimizer.name=adam", 'optimizer.name: given "adam"; legal: "adamw"'),
-        ("optimizer.name=3", 'optimizer.name: given 3; legal: "adamw"'),
         ("optimizer.state=small", 'given "small"; legal: "exact" or "compact"'),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),
         ("optimizer.momentum=0.9", 'betas, eps; it is a key of optimizer.name = "muon"'),
         ("engine.update=asyncc", 'given "asyncc"; legal: "sync" or "async" or "bounded"; nearest: async'),
-        ("engine.update=Async", 'given "Async"; legal: "sync" or "async" or "bounded"; nearest: async'),
-        ("engine.rounds=autoo", 'given "autoo"; legal: an integer of at least 1 or "auto"; nearest: auto'),
         ("engine.plan=3", "given 3; legal: a table {forward, fused, backward, rounds, kept} or a string"),
         ("engine.plan={fused=0}", "engine.plan.forward: missing; legal: an array, each element an integer"),
         ("engine.plan.fused=0", "engine.plan.fused: given 0; legal: an integer of at least 1"),
@@ -68,15 +66,16 @@ def message(tmp_path):
         ("data.sources=[{}]", "data.sources[0].path: missing; legal: a string"),
         ('data.sources=[{path="a"}, {path=1}]', "data.sources[1].path: given 1; legal: a string"),
         ('data.sources=[{pathh="a"}]', "data.sources[0].pathh: unknown key"),
-        ("data.shuffle=yes", 'given "yes"; legal: true or false'),
         ("run.name=7", """; as a string: --run.name '"7"'"""),
         ("run.name=a/b", 'given "a/b"; legal: a string of letters, digits, '),
         ("training.learning_rate=1", "; nearest: optimizer.lr"),
-        ("optimizer.learning-rate=1", "; nearest: optimizer.lr"),
-        ("optimizer.LEARNING_RATE=1", "; nearest: optimizer.lr"),
+        ("training.max_norm=nan", "training.max_norm: given nan; legal: a number of at least 0"),
+        ("lr_schedule.min_lr_factor=1.5", "lr_schedule.min_lr_factor: given 1.5; legal: a number of at least 0"),
+        ("lora.targets=[]", "lora.targets: given []; legal: an array of at least 1"),
+        ("trace.steps=[0]", "trace.steps[0]: given 0; legal: an integer of at least 1"),
+        ('data.sources=[{path="a",weight=0}]', "data.sources[0].weight: given 0; legal: a number above 0"),
         ("training.dtype=float64", 'legal: "float32" or "bfloat16" or "float16"'),
         ("training.dtype=fp16", "; nearest: float16"),
-        ("training.dtype=BF16", "; nearest: bfloat16"),
         ("lr_schedule.decay=constant", "; nearest: none"),
     ],
 )
@@ -113,11 +112,6 @@ def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(me
     text = VALID.partition("[training]")[0]
     assert message("training = 3\n" + text) == "run.toml: training: given 3; legal: a table, written [training]"
     assert "optimizer: given 3; legal: a table, written [optimizer]" in message("optimizer = 3\n" + text)
-
-
-def test_a_long_value_is_shortened(message):
-    line = message(VALID, f"--training.steps={'x' * 500}")
-    assert len(line) < 200 and "..." in line
 
 
 BOUNDED = "engine.update=bounded"
@@ -176,6 +170,7 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(message, override
         "lr_schedule.warmup_steps=49",
         'validation.interval_steps=5 validation.sources=[{path="x"}]',
         r'run.name=x run.folder="a\\b" data.sources=[{path="\"é",content="tokens",weight=2.5e-300}] training.max_norm=1e300',
+        "optimizer.lr=1 optimizer.name=adamw optimizer.state=compact optimizer.betas=[0.8,0.9]",
         'engine.plan=auto engine.compile=false engine.device_memory_gib=0.1 lora.targets=["a"] lora.dropout=0.5',
     ],
 )
@@ -183,7 +178,8 @@ def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_f
     (tmp_path / "run.toml").write_text(VALID)
     config = load_config(tmp_path / "run.toml", [f"--{override}" for override in overrides.split(" ")])
     (tmp_path / "config.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "config.toml") == config
+    assert load_config(tmp_path / "config.toml") == config and isinstance(config.optimizer, AdamWTable)
+    assert hash(config.engine) == hash(load_config(tmp_path / "config.toml").engine)
 
 
 def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their_keys(message):
@@ -195,17 +191,6 @@ def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their
 def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(message):
     text = message(VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}")
     assert text == "command line: engine.plan.fused: given 0; legal: an integer of at least 1"
-
-
-@pytest.mark.parametrize("keys", ["", 'name = "adamw"\n', 'name = "adamw"\nstate = "compact"\n'])
-def test_adamw_is_the_default_and_every_key_of_the_chosen_table_comes_back_from_toml(tmp_path, keys):
-    (tmp_path / "run.toml").write_text(f"{VALID}[optimizer]\n{keys}betas = [0.8, 0.9]\n")
-    config = load_config(tmp_path / "run.toml", ["--optimizer.lr=1e-2"])
-    assert isinstance(config.optimizer, AdamWTable)
-    assert (config.optimizer.betas, config.optimizer.lr) == ((0.8, 0.9), 1e-2)
-    (tmp_path / "again.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "again.toml").optimizer == config.optimizer
-    assert 'name = "adamw"' in to_toml(config)
 
 
 # Names that users bring from other trainers.
@@ -242,3 +227,26 @@ def test_each_usual_value_leads_to_one_that_a_key_lists():
 def test_a_usual_flag_without_its_table_leads_to_the_key():
     with pytest.raises(ConfigError, match=r"unknown flag --max_steps; .*; nearest: --training\.steps$"):
         parse_command_line(["--config", "debug.toml", "--max_steps", "3"])
+
+
+# Each table and key is documented, and tables cannot be changed.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+TABLES = [value for value in vars(config).values() if isinstance(value, type) and issubclass(value, Table)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_tables_cannot_be_changed_and_tables_and_keys_are_documented(table):
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(table.model_construct(), next(iter(table.model_fields)), 1)
+    fields = [] if table is config.Config else table.model_fields.values()
+    assert all(documentation(part) for part in (table, *fields))
+
+
+def test_the_page_of_all_keys_is_up_to_date_and_has_every_key_under_its_table():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m torchround.config > docs/configuration.md"
+    for table, keys in all_keys().items():
+        # An optimizer's table has a section of its own.
+        section = "".join(text for text in page().split("\n## ") if text.startswith(f"`[{table}]"))
+        assert all(f"\n**`{key}`**: " in section for key in keys), table

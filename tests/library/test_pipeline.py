@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
+from tests.support.processes import run_program
 from torchround import CpuDevice, Partition, Pipeline
 from torchround.engine.errors import EngineUsageError
 from torchround.library.refusals import PipelineUsageError
@@ -45,11 +44,7 @@ def batches(count=4, samples=7):
 ONE_EACH = Partition((1,) * 5, 1, (1,) * 5)
 
 
-@pytest.mark.parametrize(
-    ("devices", "partition"),
-    [(1, None), (3, None), (1, Partition((), 6, ())), ([CpuDevice(0), CpuDevice(1)], ONE_EACH)]
-    + [(2, Partition((2, 2), 2, (1, 3)))],
-)
+@pytest.mark.parametrize(("devices", "partition"), [(3, None), ([CpuDevice(0), CpuDevice(1)], ONE_EACH)])
 def test_losses_and_weights_are_those_of_a_plain_loop(devices, partition):
     net = mlp()
     loop = PlainNet(net, ADAMW)
@@ -280,13 +275,10 @@ def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():
         import sys, torch
         from torch import nn
         from torchround import Pipeline
-        pipeline = Pipeline(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), 3)
+        pipeline = Pipeline(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), 3)
         for _ in range(2):
-            pipeline.forward_backward(*torch.randn(2, 1536, 512), nn.functional.mse_loss, 12, lazy=True)
+            pipeline.forward_backward(*torch.randn(2, 768, 512), nn.functional.mse_loss, 6, lazy=True)
             pipeline.step()
         sys.exit(3)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", inspect.cleandoc(program)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (3, "")
+    assert run_program("-c", inspect.cleandoc(program), code=3).stderr == ""

@@ -2,17 +2,20 @@
 
 import fcntl
 import io
+import json
 import os
 import re
 import struct
 import termios
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
-from tests.support.step_records import record
-from torchround.observe.record import PromptSample
-from torchround.observe.reporters import ConsoleReport, duration
+from tests.support.step_records import ENGINE, record
+from torchround.observe import MetricsFile
+from torchround.observe.record import MachineTimes, PromptSample
+from torchround.observe.reporters import SLOW_MACHINE, ConsoleReport, duration
 
 
 class Clock:
@@ -102,3 +105,44 @@ def test_continuations_follow_their_line_and_cannot_command_the_terminal():
     report = ConsoleReport(1000, stream=stream, **AT_NOON)
     report.log(record(12, samples=(PromptSample("one\nprompt", " and\x1b[31m\nmore"), PromptSample("b", ""))))
     assert stream.getvalue().splitlines()[1:] == ["one", "          prompt» and\\x1b[31m", "          more", "b»"]
+
+
+# The times of several machines in a record: each machine's own, the slowest named, on the console and in the file.
+
+
+def machine(name, **times):
+    """Make the times of a machine whose own work takes 1 s, with changes."""
+    usual = MachineTimes(name, 2.0, 0.0, 1.0, 0.5, 0.1, 0.2, 3.0, 40.0)
+    return replace(usual, **times)
+
+
+@pytest.mark.parametrize(
+    "slow", [{"busy_s": 1.2}, {"optimizer_s": 1.2}, {"data_s": 0.2}], ids=lambda times: next(iter(times))
+)
+def test_the_slowest_machine_is_the_one_whose_own_work_takes_longest(slow, monkeypatch):
+    # The waits for others are longest where the work is shortest, so they must not count.
+    machines = (machine("machine 0 (a)", peers_wait_s=1.0), machine("machine 1 (b)", **slow))
+    assert record(1, machines=machines).slowest == 1
+    assert "machine 1 (b) slowest (+20 %)" in line(monkeypatch, 300, machines=machines)
+
+
+def test_machines_that_are_about_as_fast_are_not_named(monkeypatch):
+    machines = (machine("machine 0 (a)"), machine("machine 1 (b)", busy_s=SLOW_MACHINE - 0.01))
+    assert "slowest" not in line(monkeypatch, 300, machines=machines)
+    assert "slowest" not in line(monkeypatch, 300)
+
+
+def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
+    machines = (machine("machine 0 (a)", busy_s=1.5), machine("machine 1 (b)", sent_gib=2.0))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.log(record(1, machines=machines))
+    metrics.log(record(2))
+    metrics.close()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "machines" not in second
+    assert first["machines"]["slowest"] == 0
+    assert first["machines"]["name"] == ["machine 0 (a)", "machine 1 (b)"]
+    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5, saved_gib=0.5).machine_times("machine 1 (b)")
+    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5, 0.5)
+    assert MachineTimes.from_dict(json.loads(json.dumps(own.as_dict()))) == own
+    assert first["machines"]["busy_s"] == [1.5, 1.0] and first["machines"]["sent_gib"] == [3.0, 2.0]

@@ -21,7 +21,6 @@ from torchround.observe.run_page import write_page
 WIDTH, HEIGHT = 1300, 1400
 NARROW = 400  # pixels, the width of a telephone
 PANELS = ["loss", "lr", "grad_norm", "tokens_per_s", "bubble", "device_memory", "host_memory"]
-Point = tuple[float, float]
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -229,24 +228,3 @@ def test_continuations_are_shown_as_text_below_the_panels(browser, tmp_path):
     assert shown.text == f"of first{hostile}" and not browser.find_elements(By.TAG_NAME, "img")
     browser.set_window_size(NARROW, HEIGHT)
     assert shown.rect["width"] <= browser.execute_script("return document.documentElement.clientWidth")
-
-
-@pytest.mark.nightly
-def test_a_narrow_window_shows_every_panel_in_its_width(browser, tmp_path):
-    browser.set_window_size(NARROW, HEIGHT)
-    show(browser, two_runs(tmp_path, second="a-name-of-many-letters" * 6))
-    # Below a browser's least window width the page is told its width in another way.
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": NARROW, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True},
-    )
-    try:
-        browser.refresh()
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= NARROW
-        for figure in browser.find_elements(By.TAG_NAME, "figure"):
-            assert figure.rect["x"] >= 0 and figure.rect["x"] + figure.rect["width"] <= NARROW
-            texts = [text.rect for text in figure.find_elements(By.CSS_SELECTOR, "text.x")]
-            assert len(texts) >= 2
-            assert all(a["x"] + a["width"] <= b["x"] for a, b in pairwise(texts)), "numbers overlap"
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from tests.support.step_records import ENGINE, write_run
 from torchround.commands import draw_page, plot_loss
 from torchround.commands.draw_page import main
 from torchround.observe import loss_curve, run_page
+from torchround.observe.loss_curve import draw_curves, draw_run, read_losses
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
 
@@ -111,6 +113,9 @@ def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
+        '{"step": 3, "lo',
+        "[1]",
+        '{"loss": 1.0}',
         '{"step": 3, "loss": NaN}',
         '{"step": 3, "loss": [1], "engine": 5, "lr": "high"}',
         '{"step": true, "loss": 9.0}',
@@ -129,20 +134,22 @@ def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path, li
         file.write(line.encode("utf-8", "surrogateescape"))
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
+    # A picture may go further than a page.
+    assert [step for step in loss_curve.read_losses(tmp_path / "run").steps if step < 2**53] == [1, 2]
 
 
-def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(tmp_path, monkeypatch, capsys):
+def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(tmp_path, capsys):
     """A run's folder may come from a stranger."""
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
     assert main([str(tmp_path / "pipe")]) == 2
     assert "not an ordinary file" in capsys.readouterr().err
     run = write_run(tmp_path / "run", range(1, 3))
-    monkeypatch.setattr(loss_curve, "MOST_LINE_BYTES", 2**12)
     # A record after the limit is a part of the same line.
     hidden = json.dumps({"step": 3, "loss": 1.0})
     with open(run / "metrics.jsonl", "a") as file:
-        file.write("x" * 2**12 + hidden[:-1] + " " * 2**12 + "}\n")
+        file.write("x" * loss_curve.MOST_LINE_BYTES + hidden + "\n")
+        file.write(hidden[:-1] + " " * loss_curve.MOST_LINE_BYTES + "}\n")
     add(run, {"step": 4, "loss": 2.0})
     assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
 
@@ -161,21 +168,18 @@ def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values):
     assert (max(p.high for p in points), min(p.low for p in points)) == (max(given), min(given))
 
 
-def test_a_run_has_a_picture_and_a_page_if_it_has_a_step(tmp_path, caplog, monkeypatch):
+def test_a_run_has_a_picture_and_a_page_if_it_has_a_step(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").touch()
     draw_pictures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and not caplog.messages
     draw_pictures(write_run(tmp_path, range(1, 4)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
-
-    def full(path, text):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(run_page, "write_whole", full)
+    (tmp_path / "page.html").unlink()
+    (tmp_path / "page.html").mkdir()
     with caplog.at_level(logging.WARNING):
         draw_pictures(tmp_path)
     (warning,) = caplog.messages
-    assert "page.html" in warning and "no space left" in warning
+    assert "page.html" in warning and "directory" in warning
 
 
 def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_name_and_duration(tmp_path, capsys):
@@ -240,3 +244,59 @@ def test_a_page_has_the_newest_continuations_of_each_run(tmp_path):
     add(folder, {"step": 4, "loss": 1.0, "samples": 7})
     (run,) = figures(page_of(folder))["runs"]
     assert run["samples"] == [3, [["a", "\\x1b"]]], "what is no continuation is left out"
+
+
+# The picture of a run's losses: everything in its metrics is drawn, and a failure is only a warning.
+
+
+PNG = b"\x89PNG"
+
+
+def test_the_curve_of_a_resumed_run_has_all_its_parts_and_no_step_twice(tmp_path):
+    write_run(tmp_path, range(1, 8))
+    write_run(tmp_path, range(5, 11))  # resumed from the checkpoint after step 4
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 11, "loss": 2.0, "validation_loss": 2.5}) + "\n")
+    curve = read_losses(tmp_path)
+    assert curve.steps == list(range(1, 12))
+    assert curve.losses == [*(10.0 / step for step in range(1, 11)), 2.0]
+    assert (curve.validated_steps, curve.validation_losses) == ([11], [2.5])
+
+
+@pytest.mark.parametrize(("steps", "name"), [(300, "costs $5 and _more_"), (2, "_hidden")])
+def test_a_run_that_has_ended_has_a_picture(tmp_path, steps, name):
+    folder = write_run(tmp_path / name, range(1, steps + 1), validation_loss=1.0)
+    (folder / "loss.png").write_text("the picture before")
+    draw_run(folder)
+    assert (folder / "loss.png").read_bytes().startswith(PNG)
+    assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def test_runs_without_a_curve_have_no_picture(tmp_path, caplog):
+    draw_run(write_run(tmp_path / "one step", range(1, 2)))
+    assert not (tmp_path / "one step" / "loss.png").exists() and not caplog.messages
+    draw_run(tmp_path)
+    assert len(caplog.messages) == 1, "no metrics"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    with pytest.raises(ValueError, match="no loss"):
+        draw_curves([read_losses(tmp_path)], tmp_path / "loss.png")
+
+
+def test_a_machine_without_matplotlib_gets_one_warning_and_no_failure(tmp_path, monkeypatch, caplog):
+    write_run(tmp_path, range(1, 4))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level(logging.WARNING):
+        draw_run(tmp_path)
+    (warning,) = caplog.messages
+    assert "loss.png was not drawn: ModuleNotFoundError" in warning
+
+
+def test_the_command_draws_several_runs_over_each_other(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
+    picture = tmp_path / "both.png"
+    assert plot_loss.main([*map(str, runs), "--output", str(picture)]) == 0
+    assert capsys.readouterr().out == f"{picture}\n"
+    assert picture.read_bytes().startswith(PNG)
+    assert plot_loss.main([str(tmp_path / "missing")]) == 2
+    printed = capsys.readouterr().err
+    assert "missing/metrics.jsonl" in printed and "Errno" not in printed

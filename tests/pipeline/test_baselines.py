@@ -169,7 +169,9 @@ def test_gis_warms_up_with_fewer_forwards_and_a_smaller_group_trades_memory_for_
             uniform("gis", devices, 8, chunks, group=outside)
 
 
-@pytest.mark.parametrize(("devices", "chunks", "backward_s"), [(4, 2, 3.0), (8, 4, 2.0)])
+@pytest.mark.parametrize(
+    ("devices", "chunks", "backward_s"), [(4, 2, 3.0), pytest.param(8, 4, 2.0, marks=pytest.mark.nightly)]
+)
 def test_bubbles_and_activation_memory_of_table_1(devices, chunks, backward_s):
     micro_batches, t_f, t_b, t_w = 4 * devices, 1.0, backward_s / 2, backward_s / 2
     work_s, model = micro_batches * chunks * (t_f + t_b + t_w), devices * chunks

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HeldPass, held_cuts, held_kept, kept_cuts, most_buffers
-from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_tasks, step_tasks
+from torchround.pipeline.host_buffers import HeldPass, most_buffers
+from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
 from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_bytes, keeping_layers
 
-FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
+FORWARD, BACKWARD = StageKind.FORWARD, StageKind.BACKWARD
 
 
 def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
@@ -144,7 +144,7 @@ def test_the_planner_counts_kept_activations_as_the_engine_reserves_them(
     batch = HostBatch((0, 0, 1), outputs, (512, 256), 1, validates, keepable)
     pool = PoolCount(batch, num_devices, update)
     most = Counter()
-    for pair in pool._pairs(partition, rounds, keeping_layers(kept)):
+    for pair in pool.pairs(partition, rounds, keeping_layers(kept)):
         most |= most_buffers(
             pair, num_devices, batch.buffer_bytes, lambda layer, size: batch.kept_bytes(kept, layer, size)
         )
@@ -172,18 +172,6 @@ def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():
     assert most_alive([tasks], 2, 0) == 4
     held = HeldPass(tuple(task.stage for task in tasks), ({0: 4},), 0)
     assert most_buffers([held], 2, lambda cut, size: 1) == {1: 4}
-
-
-def test_a_micro_batch_holds_more_up_to_the_fused_stage_and_less_after_it():
-    # Backward stages start at 4, 2 and 0: the inputs of layers 4 and 2 wait for them.
-    stages = Partition((3, 3), 1, (2, 2, 2)).stages()
-    assert held_cuts(stages) == [[], [2, 3], [2, 4, 6], [2, 4, 6], [2, 4], [2], []]
-    assert held_kept(stages, {0, 3, 4, 6}) == [[], [0], [0, 3, 4], [0, 3, 4], [0, 3], [0], []]
-    # Those of stale layers wait too. The fused stage takes its input at once, so no backward stage needs it.
-    assert held_cuts(stages, 3) == [[], [1, 2, 3], [1, 2, 3, 4, 6], [1, 2, 3, 4, 6], [1, 2, 3, 4], [1, 2], []]
-    assert kept_cuts(stages, 6) == {1, 2, 3, 4, 5} and kept_cuts(stages) == {2, 4}
-    forwards = (Stage(FORWARD, 0, 2), Stage(FORWARD, 2, 3))
-    assert held_cuts(forwards) == [[], [2], []] and held_kept(forwards, {0, 1, 2}) == [[], [], []]
 
 
 def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.counted_rules import ADAMW, COMPACT_ADAMW, COMPACT_MUON, FULL, MUON, SPLIT
 from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.memory import (
     MemoryLimits,
     ParameterCounts,
@@ -20,8 +21,9 @@ from torchround.pipeline.memory import (
     rounds_in_flight,
     stage_gradient_bytes,
     stage_weight_bytes,
+    weight_space,
 )
-from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
+from torchround.pipeline.partition import Partition, StageKind, evaluation_stages, evaluation_tasks, step_tasks
 from torchround.pipeline.update_costs import UpdateCosts
 
 # weights, gradients, activations, boundary, workspace
@@ -37,23 +39,13 @@ PARTITION = Partition((3,), 1, (2, 1))
 
 
 def test_a_device_holds_the_slots_of_two_consecutive_stages_and_the_peak_of_one():
-    memory = device_memory(PARTITION, LAYERS, 1, 4, MemoryLimits(integer_bytes=7))
+    memory = device_memory(PARTITION, LAYERS, 1, 4, MemoryLimits(integer_bytes=7, constant_bytes=9))
     assert memory.weights_bytes == 70 + 60  # the forward stage and the head
     assert memory.gradients_bytes == 120 + 100  # the next step's head, after this one's embedding
     assert memory.staging_bytes == 6 * 8
     assert memory.integers_bytes == 4 * 7
     assert memory.compute_bytes == 30 + 90  # the head; both blocks together need 85
-    assert memory.total_bytes == 130 + 220 + 48 + 28 + 120
-
-
-def test_constant_buffers_of_the_layers_are_counted_once():
-    without, beside = (device_memory(PARTITION, LAYERS, 2, 4, MemoryLimits(constant_bytes=n)) for n in (0, 9))
-    assert beside.total_bytes == without.total_bytes + 9 and beside.constant_bytes == 9
-
-
-def test_more_devices_than_stages_may_run_the_largest_stage_twice_in_a_row():
-    memory = device_memory(PARTITION, LAYERS, 4, 4, MemoryLimits())
-    assert memory.weights_bytes == 2 * 70 and memory.gradients_bytes == 2 * 120
+    assert memory.total_bytes == 130 + 220 + 48 + 28 + 120 + 9
 
 
 def jobs_of_devices(partition, num_devices, passes):
@@ -125,17 +117,16 @@ def test_rounds_in_flight_are_all_that_devices_can_begin_while_one_is_unfinished
     ids=["adamw", "compact adamw", "muon", "compact muon"],
 )
 def test_host_bytes_per_trained_parameter_of_split_weights(rule, expected):
-    """Each holds a 16-bit gradient, 16-bit device weights (two versions in async), a residual or an fp32 weight, and state."""
+    """Each holds a 16-bit gradient, 16-bit device weights (two versions in async), a residual or an fp32 weight, and state.
+
+    With fp32 weights it holds 2 or 4 bytes of weights, 2 of gradient and 12 of the optimizer in float16.
+    """
+    for update, element, whole in (("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)):
+        assert host_state(ParameterCounts(1000), update, 1, element, element, FULL).total_bytes == 1000 * whole
     for update, nbytes in expected.items():
         updates = UpdateCosts((rule,), splits_weights=True, predicts=update == "predict")
         memory = host_state(ParameterCounts(64_000), "async" if update == "predict" else update, 1, 2, 2, updates)
         assert memory.total_bytes == 64_000 * nbytes
-
-
-def test_host_bytes_per_trained_parameter_of_fp32_weights():
-    """2 or 4 weights, 2 gradient and 12 optimizer in float16; 4 bytes a number in float32."""
-    for update, element, expected in (("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)):
-        assert host_state(ParameterCounts(1000), update, 1, element, element, FULL).total_bytes == 1000 * expected
 
 
 def test_each_rule_counts_for_its_own_parameters():
@@ -164,7 +155,45 @@ def test_frozen_tied_and_summed_parameters_cost_what_they_hold():
     assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2, FULL).gradient_bytes == 6 * 900 + 8 * 100
 
 
-def test_a_limit_that_makes_no_sense_is_refused():
-    for wrong in ({"recompute": "all"}, {"device_bytes": -1}, {"host_bytes": -1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            MemoryLimits(**wrong)
+# The stages of passes whose layers must stay with their devices.
+
+
+@st.composite
+def cases(draw):
+    forward = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=5)))
+    backward = forward[::-1]
+    partition = Partition(forward, draw(st.integers(1, 4)), backward)
+    sizes = draw(st.lists(st.integers(1, 100), min_size=partition.num_layers, max_size=partition.num_layers))
+    return partition, sizes, draw(st.integers(1, 5))
+
+
+@given(cases())
+def test_a_layer_stays_with_its_device_in_the_space_that_there_is(case):
+    partition, sizes, num_devices = case
+
+    def bytes_of(stage):
+        return sum(sizes[stage.start : stage.stop])
+
+    stages = forward_stages(partition, num_devices, bytes_of)
+    assert [stage.start for stage in stages] == [0, *(stage.stop for stage in stages[:-1])]
+    assert stages[-1].stop == partition.num_layers
+    cuts = {stage.start for stage in evaluation_stages(partition)}
+    assert cuts <= {stage.start for stage in stages}
+    if stages == evaluation_stages(partition):
+        return
+    assert len(stages) % num_devices == 0
+    space = weight_space(partition, num_devices, bytes_of)
+    twice = [*stages, *stages]
+    for index in range(len(stages)):
+        assert bytes_of(twice[index]) + bytes_of(twice[index + num_devices]) <= space
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
+def test_equal_layers_are_cut_as_far_as_needed(num_devices):
+    stages = forward_stages(Partition((3, 3), 2, (3, 3)), num_devices, lambda stage: stage.stop - stage.start)
+    assert len(stages) == -(-3 // num_devices) * num_devices
+
+
+def test_too_few_layers_leave_the_stages_as_they_are():
+    partition = Partition((1,), 1, (1,))
+    assert forward_stages(partition, 3, lambda stage: 1) == evaluation_stages(partition)

@@ -1,18 +1,24 @@
 """The answers before a run, against hand-made figures and against the planner itself."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from tests.support.counted_rules import COMPACT_ADAMW, COMPACT_VALUE, FULL
+from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.pipeline.kept_report import report_kept
+from torchround.pipeline.machine_memory import STAGED_BYTES, landing_bytes, owned_parameters
+from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
+from torchround.pipeline.machine_shares import assign_owners, step_share
 from torchround.pipeline.memory import GIB
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, PlanError, split_evenly
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
-from torchround.pipeline.plan_report import fits, longest_tokens, report_plan
+from torchround.pipeline.plan_report import fits, longest_tokens, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.run_question import RunQuestion
+from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
@@ -57,6 +63,9 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step():
     assert answer.host.integer_bytes == 2 * (16 * 2048 * 32 + 8 * 4096)
     assert answer.host.activation_bytes == plan.host_activation_bytes
     assert answer.device.total_bytes == plan.device_bytes
+    gains = {change.setting: change.gain for change in answer.faster}
+    auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
+    assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / plan.step_s)
     unknown = report_plan(replace(QUESTION, device=None))
     assert unknown.plan is not None and unknown.tokens_per_s is None and unknown.transfers is None
 
@@ -147,12 +156,6 @@ def test_a_proposed_batch_has_a_micro_batch_for_each_round():
     assert not any("global_batch_size" in change.setting for change in least)
 
 
-def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold():
-    answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
-    assert answer.plan is None and "6.00 GiB are missing" in answer.problem
-    assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
-
-
 def test_a_given_plan_is_judged_as_it_is():
     given = (Partition((6,), 1, (6,)), 2)
     answer = report_plan(replace(QUESTION, given=given))
@@ -160,13 +163,6 @@ def test_a_given_plan_is_judged_as_it_is():
     assert [change.setting for change in answer.faster] == ["engine.plan left out"]
     with pytest.raises(InfeasiblePlanError):
         evaluate_plan(given[0], 2, costs_for(2048, 2, 4), 2, 8, limits=replace(QUESTION, device_bytes=1).limits())
-
-
-def test_every_faster_change_is_as_much_faster_as_is_said():
-    answer = report_plan(QUESTION)
-    gains = {change.setting: change.gain for change in answer.faster}
-    auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
-    assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / answer.plan.step_s)
 
 
 def test_a_small_model_on_many_cards_is_told_to_take_larger_micro_batches():
@@ -199,3 +195,185 @@ def test_weights_are_hidden_by_as_many_micro_batches_as_take_as_long():
     layer = LayerCost("block", 1.0, 2.0, weight_bytes=6000, boundary_bytes=500)
     assert micro_batches_to_hide(layer, 1e-6) == pytest.approx(6.0 / (1.0 - 0.5))
     assert micro_batches_to_hide(replace(layer, boundary_bytes=1000), 1e-6) == float("inf")
+
+
+# What a plan keeps, in figures: groups of layers, bytes, load and seconds.
+
+
+PARTS = (KeptCost("attention", MIB, 0.1), KeptCost("down", 2 * MIB, 0.4))
+
+
+def keeping_costs(tokens, sequences, accumulate_bytes):
+    """Build four blocks of 1 s and 2 s for each sequence, and a head."""
+    block = LayerCost("block", 1.0, 2.0, MIB, 2 * MIB, MIB, 4096, keepable=PARTS)
+    blocks = [replace(block, name=f"block.{index}") for index in range(4)]
+    return Costs((*blocks, LayerCost("head", 1.0, 2.0, MIB, 2 * MIB, MIB)))
+
+
+KEEPING = RunQuestion(
+    costs_for=keeping_costs,
+    parameters=ParameterCounts(trained=1000),
+    updates=FULL,
+    seq_len=1024,
+    global_batch_size=8,
+    micro_batch_size=1,
+    num_devices=2,
+    device=DeviceSpec("card", 24, MIB / 1e6),
+    device_bytes=GIB,
+    given=(Partition((2, 2), 1, (2, 2)), 1),
+    given_kept=(("down",), ("attention", "down"), ("down",), ("down",), ()),
+)
+
+
+def test_the_report_counts_bytes_load_and_seconds():
+    plan = plan_for(KEEPING)
+    report = report_kept(KEEPING, plan, KEEPING.costs())
+    assert report is not None
+    assert [(group.number, group.first, group.last, group.names) for group in report.groups] == [
+        (3, "block.0", "block.3", ("down",)),
+        (1, "block.1", "block.1", ("attention", "down")),
+    ]
+    assert report.micro_batch_bytes == 9 * MIB
+    assert report.step_bytes == report.host_bytes == 8 * 9 * MIB
+    assert report.saved_s == pytest.approx(8 * 1.7 / 2)
+    # Each of the two links moves 1000 MiB per second each way.
+    assert report.load == pytest.approx(8 * 9 / (2 * 1e3 * plan.step_s))
+    assert "6.8 s" in report.lines(timed=True)[-1] and "saves" not in report.lines(timed=False)[-1]
+
+
+def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():
+    bare = replace(KEEPING, given_kept=())
+    plans = plan_for(KEEPING), plan_for(bare)
+    moved = [plan_transfers(plan, KEEPING.costs(), 1.0, "stage", 0.5) for plan in plans]
+    assert moved[0].up_bytes - moved[1].up_bytes == 8 * 9 * MIB
+    assert moved[0].down_bytes - moved[1].down_bytes == 8 * 9 * MIB
+    answers = report_plan(KEEPING), report_plan(bare)
+    assert answers[0].device and answers[1].device and answers[0].plan
+    assert answers[0].device.kept_bytes == 2 * (3 + 5) * MIB and answers[1].device.kept_bytes == 0
+    assert answers[0].device.total_bytes == answers[0].plan.device_bytes
+    assert answers[1].kept is None
+
+
+@pytest.mark.parametrize(("setting", "is_kept"), [("auto", False), ("all", True)])
+def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting, is_kept):
+    """Their copies take the time of the processors that compute."""
+    question = replace(KEEPING, given=None, given_kept=None, keep_activations=setting, rounds=1)
+    narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
+    assert bool(plan_for(narrow).kept) is is_kept
+
+
+# Several machines before a run: wire times of the published models, shares of the batch, and memory of each machine.
+
+
+# Seven layers of 4 MiB parameters each, and who uses them.
+LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
+
+
+def asked(count, gbit_per_s=None, **changes):
+    rate = None if gbit_per_s is None else usable_bytes_per_s(gbit_per_s)
+    return replace(QUESTION, parameters=LAYERS, machines=PlannedMachines(count, rate), **changes)
+
+
+def test_the_batch_is_split_over_the_machines():
+    plans = {count: plan_for(asked(count)) for count in (1, 2, 3, 8)}
+    assert {count: plan.num_micro_batches for count, plan in plans.items()} == {1: 8, 2: 4, 3: 3, 8: 1}
+    assert asked(3).longest_micro_batch == asked(1).longest_micro_batch == 2
+    # The integers and losses that the host holds are those of the machine's own micro-batches.
+    alone, third = (asked(count).host_batch().integers_and_losses_bytes() for count in (1, 3))
+    assert third * 8 == alone * 3
+
+
+def test_an_exchange_over_a_fast_network_is_hidden_in_async_and_a_slow_one_sets_the_pace():
+    hidden = asked(2, 100, update="async", device_bytes=120 * MIB)
+    plan, costs = plan_for(hidden), hidden.costs()
+    report = report_exchange(hidden, plan, costs)
+    assert report.step_s == pytest.approx(plan.step_s, rel=1e-9) and report.exposed_s < 1e-9 * plan.step_s
+    slow = asked(2, 0.01, update="async", device_bytes=120 * MIB)
+    report = report_exchange(slow, plan, costs)
+    # Each link carries seven layers of 8 MiB in each step: gradients of the owner's four or three, weights of the others.
+    assert report.step_s == pytest.approx(7 * 8 * MIB / usable_bytes_per_s(0.01), rel=1e-6)
+    assert report.exposed_s == pytest.approx(report.step_s - plan.step_s)
+
+
+def test_changed_weights_are_a_quarter_of_the_bytes_back_and_gradients_stay():
+    whole = asked(4, 10)
+    changed = replace(whole, machines=replace(whole.machines, sends_changed=True))
+    plan = plan_for(whole)
+    before, after = (report_exchange(question, plan, whole.costs()) for question in (whole, changed))
+    assert after.gradient_bytes == before.gradient_bytes and after.weight_bytes == before.weight_bytes / 4
+
+
+def test_each_machine_holds_all_weights_and_its_share_of_the_state():
+    alone = asked(1).state()
+    for count in (2, 4, 7):
+        state = asked(count).state()
+        owned = -(-7 // count) * 4 * MIB
+        assert owned_parameters(LAYERS, count) == owned
+        assert state.weight_bytes == alone.weight_bytes
+        assert state.optimizer_bytes == 12 * owned
+        # The sums of owned gradients, and the window: two of seven equal parts.
+        assert state.gradient_bytes == 4 * owned + 2 * 2 * 4 * MIB
+
+
+def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
+    many = ParameterCounts(100 * MIB, bundles=((MIB, 1),) * 100)
+    assert landing_bytes(many, 2) == int(0.12 * 2 * 100 * MIB)
+    assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2) == 2 * 51 * MIB
+
+
+def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():
+    question = asked(3)
+    plan = plan_for(question)
+    rows = machine_rows(question, plan)
+    assert [row.count for row in rows] == [1, 2, 3, 4, 8, 16]
+    assert rows[-1].problem == "without work" and not rows[-1].step_s
+    for row in rows[:-1]:
+        # 10, 25 and 100 Gb/s, and no exchange at all: faster networks never make longer steps.
+        assert len(row.step_s) == 4 and sorted(row.step_s, reverse=True) == list(row.step_s)
+    assert rows[2].step_s[-1] == pytest.approx(plan.step_s)
+    assert rows[0].step_s == (pytest.approx(plan_for(asked(1)).step_s),) * 4
+
+
+def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so():
+    question = asked(2, host_bytes=400 * MIB)
+    rows = machine_rows(question, plan_for(question))
+    assert rows[0].problem == "does not fit" and rows[1].host_bytes <= 400 * MIB
+    assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES
+
+
+# Shares of several machines: together they are one machine's step, and owners are balanced.
+
+
+@pytest.mark.parametrize(("num_machines", "rounds"), [(1, 3), (2, 2), (3, 1), (4, 3)])
+def test_machines_together_run_the_rounds_of_one_machine(num_machines, rounds):
+    for count in range(1, 30):
+        shares = [step_share(count, rounds, machine, num_machines) for machine in range(num_machines)]
+        total = min(num_machines * rounds, count)
+        expected = dict(enumerate(split_evenly(count, total)))
+        found = {}
+        for share in shares:
+            assert share.total_rounds == total and share.total_micro_batches == count
+            # The engine cuts a machine's own micro-batches into its own rounds.
+            cuts = split_evenly(len(share.micro_batches), len(share.rounds)) if share.rounds else []
+            for local, (round_index, cut) in enumerate(zip(share.rounds, cuts, strict=True)):
+                assert round_index == local * num_machines + share.machine
+                found[round_index] = tuple(share.micro_batches[index] for index in cut)
+        assert found == {index: tuple(cut) for index, cut in expected.items()}
+
+
+def test_a_machine_may_have_nothing_to_compute_and_impossible_shares_are_refused():
+    share = step_share(2, 2, machine=3, num_machines=4)
+    assert share.micro_batches == share.rounds == () and share.total_rounds == 2
+    for arguments in ((0, 1, 0, 1), (4, 0, 0, 1), (4, 1, 2, 2)):
+        with pytest.raises(PlanError, match="no share of"):
+            step_share(*arguments)
+
+
+def test_owners_are_balanced_by_size_and_ties_go_to_the_lower_rank():
+    assert assign_owners([10, 10, 10, 10], 2) == (0, 1, 0, 1)
+    assert assign_owners([1, 2, 9, 3], 2) == (1, 1, 0, 1)
+    assert assign_owners([5, 5], 4) == (0, 1)
+    for sizes in itertools.product((1, 4, 7), repeat=6):
+        owners = assign_owners(sizes, 3)
+        loads = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == m) for m in range(3)]
+        assert max(loads) - min(loads) <= max(sizes)

@@ -42,24 +42,10 @@ def test_devices_take_turns_only_if_turns_move_clearly_more_than_both_together(u
     assert bool(use_of_links(rates).turns) == takes_turns
 
 
-def test_copies_that_disturb_each_other_beyond_their_share_take_turns():
-    """Together they move less than one of them alone, as the paper measured."""
-    rates = rates_of([0, 0], uplink=0.7 * DEVICE_RATE)
-    [link] = find_shared_links(rates)
-    assert link.takes_turns and link.kept == pytest.approx(0.35)
-    assert link.turns_gain == pytest.approx(1 / 0.7)
-
-
 def test_a_slow_device_beside_a_fast_one_does_not_hold_it_up():
     """A card with 4 lanes and one with 16 below a switch with 16: turns would leave the uplink idle."""
     rates = LinkRates([25e9, 6e9], {(0, 1): (19e9, 6e9)})
     assert find_shared_links(rates) == []
-
-
-def test_one_disturbed_measurement_joins_no_links():
-    rates = rates_of([0, 0, 1, 1])
-    disturbed = LinkRates(rates.alone, {**rates.together, (1, 2): (DEVICE_RATE / 3, DEVICE_RATE / 3)})
-    assert [link.devices for link in find_shared_links(disturbed)] == [(0, 1), (2, 3)]
 
 
 def test_pairs_that_were_not_measured_share_nothing_and_the_line_says_so():

@@ -7,6 +7,7 @@ import torch
 
 from scripts.check_tree import ROOT
 from scripts.compare_checkouts import RUNS, differences, joined, main
+from tests.support.reference import halves
 
 
 @pytest.mark.nightly
@@ -34,13 +35,8 @@ def test_a_value_that_one_side_lacks_is_a_difference():
 
 
 def test_a_weight_in_two_halves_is_compared_as_the_value_that_they_make():
-    """The halves are made by integers here: the upper half of the bits plus 0x8000, and what is left."""
     weight = torch.tensor([1.0, -1.0 - 2.0**-8, 1.0 + 2.0**-8, 3e38, -1e-42, 0.1, -0.0])
-    tensors = {"weights/w": torch.empty(7, dtype=torch.bfloat16), "residual/w": torch.empty(7).short()}
-    for index, bits in enumerate(weight.view(torch.int32).tolist()):
-        upper = (bits + 0x8000) >> 16
-        tensors["weights/w"].view(torch.int16)[index] = upper
-        tensors["residual/w"][index] = bits - (upper << 16)
+    tensors = dict(zip(("weights/w", "residual/w"), halves(weight), strict=True))
     found = joined("weights/w", tensors["weights/w"], tensors)
     assert torch.equal(found.view(torch.int32), weight.view(torch.int32))
     assert joined("weights/other", weight, tensors) is weight

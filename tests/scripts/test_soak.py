@@ -1,12 +1,11 @@
 """The soak: a few iterations, its report of a run whose result was altered, and its limit on time."""
 
-import json
 import re
 
 import pytest
-import xxhash
 
 from scripts.soak import main, newest
+from tests.support.hostile_cases import forge_file
 from torchround.checkpoint import verify_checkpoint
 
 
@@ -16,12 +15,7 @@ def alter_a_weight(run):
     tensors = path / "tensors-00000.safetensors"
     content = bytearray(tensors.read_bytes())
     content[-4] ^= 1
-    tensors.write_bytes(content)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["xxh3_128"]
-    manifest["files"][tensors.name]["xxh3_128"] = xxhash.xxh3_128_hexdigest(bytes(content))
-    manifest["xxh3_128"] = xxhash.xxh3_128_hexdigest(json.dumps(manifest).encode())
-    (path / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    forge_file(tensors, bytes(content))
     assert verify_checkpoint(path) == 12
 
 

@@ -6,16 +6,17 @@ apart; then over the layers that share it, the last one first; then over calls.
 
 import copy
 
+import numpy as np
 import torch
 from torch import nn
 
-from tests.support.plain_adamw import adamw_update_
+from tests.support.reference import adamw_moments
 from torchround.library.sample_batch import cut
 from torchround.library.seeds import drawing, layer_seed
 
 
 class OurAdamW(torch.optim.Optimizer):
-    """The engine's own AdamW as an optimizer of named parameters, without the engine."""
+    """The engine's AdamW as the reference computes it, as an optimizer of named parameters."""
 
     def __init__(self, named, lr, weight_decay=0.0):
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
@@ -23,19 +24,12 @@ class OurAdamW(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state |= {name: torch.zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
-                state["step"] = state.get("step", 0) + 1
-                flat = parameter.detach().view(-1)
-                adamw_update_(
-                    *(flat, state["exp_avg"], state["exp_avg_sq"], parameter.grad.reshape(-1), flat),
-                    lr=group["lr"],
-                    betas=(0.9, 0.999),
-                    eps=1e-8,
-                    weight_decay=group["weight_decay"],
-                    bias_correction_step=state["step"],
-                )
+                number, first, second = self.state[parameter].get("kept", (0, np.float32(0), np.float32(0)))
+                gradient, weight = parameter.grad.numpy(), parameter.detach().numpy()
+                lr, number = group["lr"], number + 1
+                first, second, step = adamw_moments(first, second, gradient, lr, (0.9, 0.999), 1e-8, number)
+                weight[:] = weight * np.float32(1 - lr * group["weight_decay"]) + step(first, second)
+                self.state[parameter]["kept"] = number, first, second
 
 
 class PlainNet:

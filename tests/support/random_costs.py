@@ -3,11 +3,13 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import strategies as st
 
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.simulation import step_time
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink
 from torchround.pipeline.simulation.simulator import simulate
@@ -128,3 +130,13 @@ def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, *
         if task.device >= 0:
             ends[task.step] = max(ends[task.step], end)
     return (ends[-1] - ends[settled - 1]) / counted
+
+
+def in_both_ways(steady_state_s, *arguments):
+    """Return the steady state by Karp's theorem without waiting, and by waiting until the state repeats."""
+    found = []
+    for most_steps in (0, 200):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_time, "MAX_WARM_UP_STEPS", most_steps)
+            found.append(steady_state_s(*arguments))
+    return found

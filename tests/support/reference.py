@@ -245,21 +245,14 @@ class Reference:
             self._adamw(name, weight.view(-1).numpy(), gradient * np.float32(by), lr)
 
     def _adamw(self, name, weight, gradient, lr):
-        table, one = self.table, np.float32
-        beta1, beta2 = table.betas
+        table = self.table
         rate = getattr(table, "adamw_lr", None)
         lr = lr if rate is None else lr * (rate / table.lr)
         decay = table.weight_decay if name in self.decayed else 0.0
-        first, second = (self.values[name][kind] for kind in (FIRST, SECOND))
-        first = (gradient - first) * one(1 - beta1) + first
-        second = second * one(beta2) + (gradient * one(1 - beta2)) * gradient
-        minus_step = one(-lr / (1 - beta1**self.updates))
-        root_scale = one((1 - beta2**self.updates) ** -0.5)
-
-        def step(first, second):
-            return (first * minus_step) / (np.sqrt(second) * root_scale + one(table.eps))
-
-        weight[:] = weight * one(1 - lr * decay) + step(first, second)
+        first, second, step = adamw_moments(
+            *(self.values[name][kind] for kind in (FIRST, SECOND)), gradient, lr, table.betas, table.eps, self.updates
+        )
+        weight[:] = weight * np.float32(1 - lr * decay) + step(first, second)
         self._keep(name, {FIRST: first, SECOND: second})
         if self.update_kind == "predict":
             kept = self.values[name]
@@ -333,6 +326,19 @@ def _square(gradient):
 
 
 # Number formats.
+
+
+def adamw_moments(first, second, gradient, lr, betas, eps, number):
+    """Return the moments after update `number`, counted from 1, and a function of moments that gives the weights' step."""
+    one, (beta1, beta2) = np.float32, betas
+    minus_step = one(-lr / (1 - beta1**number))
+    root_scale = one((1 - beta2**number) ** -0.5)
+
+    def step(first, second):
+        return (first * minus_step) / (np.sqrt(second) * root_scale + one(eps))
+
+    first = (gradient - first) * one(1 - beta1) + first
+    return first, second * one(beta2) + (gradient * one(1 - beta2)) * gradient, step
 
 
 def halves(weight):

@@ -169,11 +169,17 @@ def toy_engine(
     )
 
 
-def train(engine: Engine, batches: Sequence[Sequence[MicroBatch]], lr: float = 1e-2) -> list[float]:
+def train(
+    engine: Engine,
+    batches: Sequence[Sequence[MicroBatch]],
+    lr: float | None = 1e-2,
+    after: Callable[[], object] = lambda: None,
+) -> list[float]:
     results = []
     for micro_batches in batches:
         results.append(engine.forward_backward(micro_batches))
         engine.step(lr)
+        after()
     engine.drain()
     return [result.loss() for result in results]
 

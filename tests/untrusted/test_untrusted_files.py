@@ -7,9 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.untrusted import data_limits
-from torchround.untrusted.data_limits import check_token_ids, read_bounded_line, split_bounded_lines
-from torchround.untrusted.strict_json import MOST_NESTED, is_nested_deeper, parse_json
+from torchround.untrusted.data_limits import (
+    MOST_BLANK_LINES,
+    MOST_LINE_BYTES,
+    check_token_ids,
+    read_bounded_line,
+    split_bounded_lines,
+)
+from torchround.untrusted.strict_json import MOST_NESTED, parse_json
 from torchround.untrusted.tensor_header import TensorEntry, read_tensor_header
 
 ITEM_BYTES = {"F32": 4, "U8": 1}
@@ -41,9 +46,6 @@ def test_entries_come_in_the_order_of_the_header_with_the_start_of_their_bytes(t
 def test_a_header_of_an_impossible_length_is_not_read(tmp_path, length):
     with pytest.raises(EOFError, match=f"its header would take {length} of"):
         read(written(tmp_path / "file", {"w": WHOLE}, length=length))
-
-
-def test_a_header_longer_than_the_caller_allows_is_not_read(tmp_path):
     with pytest.raises(EOFError, match="its header would take"):
         read(written(tmp_path / "file", {"w": WHOLE}), most_header_bytes=20)
 
@@ -91,10 +93,6 @@ def test_the_error_of_a_repeated_name_says_which():
         parse_json('{"b": [{"a": 1, "c": 2, "a": 1}]}')
 
 
-def test_the_same_name_in_different_objects_is_legal():
-    assert parse_json('{"a": {"a": 1}}') == {"a": {"a": 1}}
-
-
 @pytest.mark.parametrize("ends", ["[]", ('{"a":', "}")], ids=["lists", "objects"])
 def test_nesting_is_limited(ends):
     def nested(depth):
@@ -104,10 +102,6 @@ def test_nesting_is_limited(ends):
     for depth in (MOST_NESTED + 1, 100_000):
         with pytest.raises(ValueError, match="nested too deeply"):
             parse_json(nested(depth))
-
-
-def test_depth_counts_lists_and_objects_alike():
-    assert is_nested_deeper([{"a": [1]}], 2) and not is_nested_deeper([{"a": [1]}], 3)
 
 
 @settings(max_examples=80, deadline=None)
@@ -120,21 +114,21 @@ def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data, size):
     assert list(split_bounded_lines(iter(chunks))) == expected
 
 
-def test_a_line_at_the_limit_is_read_and_a_longer_one_refused(monkeypatch):
-    monkeypatch.setattr(data_limits, "MOST_LINE_BYTES", 5)
-    assert list(split_bounded_lines(iter([b"12", b"345\n", b"6"]))) == [b"12345", b"6"]
-    assert read_bounded_line(io.BytesIO(b"1234\n6")) == b"1234\n"
+def test_a_line_beyond_the_limit_is_refused_and_one_at_the_limit_is_not():
+    most = bytes(MOST_LINE_BYTES)
+    assert len(read_bounded_line(io.BytesIO(most))) == MOST_LINE_BYTES
+    assert [len(line) for line in split_bounded_lines(iter([most, b"\n6"]))] == [MOST_LINE_BYTES, 1]
     with pytest.raises(ValueError, match="longer than"):
-        list(split_bounded_lines(iter([b"12", b"345", b"6"])))
+        read_bounded_line(io.BytesIO(bytes(MOST_LINE_BYTES + 1)))
     with pytest.raises(ValueError, match="longer than"):
-        read_bounded_line(io.BytesIO(b"123456"))
+        list(split_bounded_lines(iter([most, b"6"])))
 
 
-def test_blank_lines_are_refused_only_in_long_rows(monkeypatch):
-    monkeypatch.setattr(data_limits, "MOST_BLANK_LINES", 3)
-    assert len(list(split_bounded_lines(iter([b"\n\n\nx\n\n\n\ny\n"])))) == 8
-    with pytest.raises(ValueError, match="more than 3 blank lines in a row"):
-        list(split_bounded_lines(iter([b"\n\n", b"\n\n"])))
+def test_blank_lines_are_refused_only_in_long_rows():
+    blank = b"\n" * MOST_BLANK_LINES
+    assert len(list(split_bounded_lines(iter([blank + b"x\n", blank + b"y\n"])))) == 2 * MOST_BLANK_LINES + 2
+    with pytest.raises(ValueError, match="blank lines in a row"):
+        list(split_bounded_lines(iter([blank, b"\n"])))
 
 
 @pytest.mark.parametrize("ids", [[], [0], [5, 3, 2**24]])
@@ -150,7 +144,7 @@ def test_distinct_ids_in_range_are_legal(ids):
         ([True], "True is not a token id"),
         (["1"], "'1' is not a token id"),
         ([1, 2, 1], "several tokens have the id 1"),
-        ([*range(200_000), 199_999], "several tokens have the id 199999"),  # found without a search for each id
+        ([*range(50_000), 49_999], "several tokens have the id 49999"),  # found without a search for each id
     ],
 )
 def test_other_ids_are_refused_with_the_reason(ids, reason):

@@ -27,9 +27,6 @@ PIECE_BYTES = 2**23
 
 # Nearly all disks have one of these block sizes.
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 512, 4096
-_BUFFER_BYTES = 2**22
-# Pieces smaller than this are gathered in the buffer: the writer waits for each direct transfer.
-_DIRECT_BYTES = 2**18
 
 
 class UncachedPass:
@@ -113,9 +110,11 @@ class DirectFile:
     `OSError` as an ordinary file does, and `FileExistsError` if `path` exists.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, buffer_bytes: int = 2**22, direct_bytes: int = 2**18) -> None:
         # A mapping begins at a page, so the buffer is aligned to every disk's blocks.
-        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
+        self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
+        # Pieces smaller than this are gathered in the buffer: the writer waits for each direct transfer.
+        self._direct_bytes = direct_bytes
         self._held_bytes = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -141,15 +140,15 @@ class DirectFile:
             # The file's position must be a whole block before a direct transfer: `gap_bytes` fill it up.
             gap_bytes = -self._held_bytes % self._block_bytes
             whole_bytes = (len(rest) - gap_bytes) // self._block_bytes * self._block_bytes
-            if whole_bytes >= _DIRECT_BYTES and (_address(rest) + gap_bytes) % self._block_bytes == 0:
+            if whole_bytes >= self._direct_bytes and (_address(rest) + gap_bytes) % self._block_bytes == 0:
                 self._hold(rest[:gap_bytes])
                 self._put_held()
                 self._put(rest[gap_bytes : gap_bytes + whole_bytes])
                 rest = rest[gap_bytes + whole_bytes :]
             else:
-                copied = rest[: _BUFFER_BYTES - self._held_bytes]
+                copied = rest[: len(self._buffer) - self._held_bytes]
                 self._hold(copied)
-                if self._held_bytes == _BUFFER_BYTES:
+                if self._held_bytes == len(self._buffer):
                     self._put_held()
                 rest = rest[len(copied) :]
         # Without direct transfers the buffer is empty, and all that is left goes through the page cache.

@@ -61,7 +61,7 @@ class WandbLogger:
         if mode == "online":
             try:
                 # The library itself tries for a minute and a half before it says that there is no network.
-                _connect(str(wandb.setup().settings.base_url))
+                connect(str(wandb.setup().settings.base_url))
                 self._run = start("online")
             except Exception as error:  # noqa: BLE001  (without a page the figures are still wanted)
                 logger.warning(
@@ -101,7 +101,7 @@ class WandbLogger:
         self._run.finish()
 
 
-def _connect(url: str) -> None:
+def connect(url: str) -> None:
     """Connect to the server of a URL, or to the proxy in front of it, and hang up. Raises `OSError` within seconds."""
     parts = urlsplit(url)
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)

@@ -92,7 +92,7 @@ class PoolCount:
 
         `kept` names what each layer keeps; it is empty if no layer keeps anything.
         """
-        pairs = self._pairs(partition, rounds, keeping_layers(kept))
+        pairs = self.pairs(partition, rounds, keeping_layers(kept))
         if self._is_even and not any(kept):
             return self._even_bytes(partition, rounds, pairs)
         if any(kept):
@@ -106,7 +106,7 @@ class PoolCount:
         """Compute all that the pool needs for a plan, in bytes; `kept` is as in `boundary_bytes`."""
         return self.boundary_bytes(partition, rounds, kept) + self.batch.integers_and_losses_bytes()
 
-    def _pairs(
+    def pairs(
         self, partition: Partition, rounds: int, kept: frozenset[int] = frozenset()
     ) -> list[tuple[HeldPass, HeldPass]]:
         """List the pairs of consecutive passes that a run has: steps, and validations if there are any."""

@@ -87,12 +87,12 @@ def compiler_text(kind: AcceleratorKind) -> str:
     return "Inductor compiled a kernel, which ran"
 
 
-def disk_text(folder: Path) -> str:
+def disk_text(folder: Path, num_bytes: int = DISK_BYTES) -> str:
     """Measure the disk of a folder that is there, past the page cache, and say its rates. Leaves nothing behind."""
     path = folder / f"{DISK_FILE}-{os.getpid()}"
-    content = mmap.mmap(-1, DISK_BYTES)  # begins at a page, as direct transfers demand
+    content = mmap.mmap(-1, num_bytes)  # begins at a page, as direct transfers demand
     # A disk may store zeros without writing them.
-    content.write(np.random.default_rng().bytes(DISK_BYTES))
+    content.write(np.random.default_rng().bytes(num_bytes))
     try:
         written_s = _write(path, content)
         read_s = _read(path, content)
@@ -104,10 +104,10 @@ def disk_text(folder: Path) -> str:
             path.unlink()
     free_bytes = free_bytes_at(folder)
     free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
-    where = f"{size_text(DISK_BYTES)} once, in {folder}{free}"
+    where = f"{size_text(num_bytes)} once, in {folder}{free}"
     if read_s is None:
-        return f"{_rate(DISK_BYTES, written_s)} written through the page cache and synced, reads not measured: {where}"
-    return f"{_rate(DISK_BYTES, written_s)} written, {_rate(DISK_BYTES, read_s)} read, past the page cache: {where}"
+        return f"{_rate(num_bytes, written_s)} written through the page cache and synced, reads not measured: {where}"
+    return f"{_rate(num_bytes, written_s)} written, {_rate(num_bytes, read_s)} read, past the page cache: {where}"
 
 
 def link_text(device: Device) -> str:
@@ -156,7 +156,7 @@ def _read(path: Path, content: mmap.mmap) -> float | None:
         return None
     try:
         begin_s, view, done = time.perf_counter(), memoryview(content), 0
-        while done < DISK_BYTES:
+        while done < len(content):
             if not (got := os.preadv(descriptor, [view[done : done + 2**23]], done)):
                 return None
             done += got

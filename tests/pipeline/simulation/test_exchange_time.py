@@ -1,71 +1,55 @@
 """The simulated exchange against the step time of one machine, closed forms and what the links must carry."""
 
 import math
-import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
-MODES = ("sync", "async")
+SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async"])}
 
 
-def random_run(seed):
-    """Draw a partition, its costs, devices, the micro-batches of each round and the trained parameters of each layer."""
-    draw = random.Random(seed)
-
-    def cut(total):
-        counts = []
-        while total:
-            counts.append(draw.randint(1, total))
-            total -= counts[-1]
-        return tuple(counts)
-
-    layers = [
-        LayerCost(f"{index}", draw.uniform(0.5, 2), draw.uniform(1, 4), optimizer_s=draw.choice([0, 0.3]))
-        for index in range(draw.randint(3, 9))
-    ]
-    split, rounds = draw.randint(1, len(layers) - 1), draw.randint(1, 3)
-    partition = Partition(cut(split), len(layers) - split, cut(split))
-    sizes = [len(part) for part in split_evenly(draw.randint(rounds, 12), rounds)]
-    bundles = tuple(
-        ExchangedBundle(draw.randint(1, 100), (index,), layer.optimizer_s) for index, layer in enumerate(layers)
-    )
-    return partition, Costs(tuple(layers), 0.1), draw.randint(1, 5), sizes, bundles
+@st.composite
+def exchanges(draw):
+    """Draw a partition, the times of its stages, the micro-batches of each round, and a bundle for each layer."""
+    drawn = draw(costs(max_layers=9))
+    rounds = draw(st.integers(1, 3))
+    sizes = [len(part) for part in split_evenly(draw(st.integers(rounds, 12)), rounds)]
+    partition = draw(partitions(drawn.num_layers))
+    layers = enumerate(drawn.layers)
+    bundles = [ExchangedBundle(draw(st.integers(1, 100)), (index,), layer.optimizer_s) for index, layer in layers]
+    return partition, stage_times(partition, drawn, rounds=rounds), sizes, tuple(bundles)
 
 
-def seconds(seed, update, num_machines, bytes_per_s):
-    partition, costs, devices, sizes, bundles = random_run(seed)
+def seconds(drawn, devices, update, num_machines, bytes_per_s):
+    partition, times, sizes, bundles = drawn
     exchange = Exchange(bundles, num_machines, bytes_per_s, 2, 2)
-    times = stage_times(partition, costs, rounds=len(sizes))
     return exchange_step_seconds(partition, times, sizes, devices, update, exchange)
 
 
-@pytest.mark.parametrize("update", MODES)
-@pytest.mark.parametrize("seed", range(6))
-def test_one_machine_takes_the_step_time_of_its_plan(update, seed):
-    partition, costs, devices, sizes, _ = random_run(seed)
-    times = stage_times(partition, costs, rounds=len(sizes))
+@given(drawn=exchanges(), **SIZES)
+def test_one_machine_takes_the_step_time_of_its_plan(drawn, devices, update):
+    _, times, sizes, _ = drawn
     alone_s = step_seconds(times, devices, sum(sizes), len(sizes), update)
-    assert seconds(seed, update, 1, 1.0) == pytest.approx(alone_s, rel=1e-9)
+    assert seconds(drawn, devices, update, 1, 1.0) == pytest.approx(alone_s, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("update", MODES)
-@pytest.mark.parametrize("seed", range(4))
-def test_no_step_is_shorter_than_what_its_links_must_carry(update, seed):
-    _, _, _, sizes, bundles = random_run(seed)
-    for num_machines, rate in ((2, 20.0), (3, 60.0), (4, 5.0)):
-        exchange = Exchange(bundles, num_machines, rate, 2, 2)
-        gradients, weights = exchange.wire_bytes(len(sizes))
-        step_s = seconds(seed, update, num_machines, rate)
-        # The busiest link of the gradients may be another one than that of the weights, but in `sync` one follows the other.
-        least_s = (gradients + weights if update == "sync" else max(gradients, weights)) / rate
-        assert step_s >= least_s * (1 - 1e-12)
-        assert step_s >= seconds(seed, update, num_machines, math.inf) * (1 - 1e-12)
-        assert step_s <= seconds(seed, update, num_machines, rate / 2) * (1 + 1e-12)
+@given(drawn=exchanges(), machines=st.integers(2, 4), rate=st.sampled_from([5.0, 20.0, 60.0]), **SIZES)
+def test_no_step_is_shorter_than_what_its_links_must_carry(drawn, devices, update, machines, rate):
+    _, _, sizes, bundles = drawn
+    gradients, weights = Exchange(bundles, machines, rate, 2, 2).wire_bytes(len(sizes))
+    step_s = seconds(drawn, devices, update, machines, rate)
+    # The busiest link of the gradients may be another one than that of the weights, but in `sync` one follows the other.
+    least_s = (gradients + weights if update == "sync" else max(gradients, weights)) / rate
+    assert step_s >= least_s * (1 - 1e-12)
+    assert step_s >= seconds(drawn, devices, update, machines, math.inf) * (1 - 1e-12)
+    assert step_s <= seconds(drawn, devices, update, machines, rate / 2) * (1 + 1e-12)
 
 
 def two_equal_layers(update, bytes_per_s):
@@ -93,4 +77,4 @@ def test_the_busiest_link_carries_the_share_of_all_other_machines():
     tied = (ExchangedBundle(100, (0, 3)), ExchangedBundle(100, (1,)))
     assert Exchange(tied, 2, 1.0, 2, 2).wire_bytes(1) == (2 * 2 * 100, 2 * 100)
     with pytest.raises(ValueError, match="bounded"):
-        seconds(0, "bounded", 2, 1.0)
+        two_equal_layers("bounded", 1.0)

@@ -1,0 +1,70 @@
+"""Machines that save and load together, as threads that exchange values through a barrier: no network, and deaths on demand."""
+
+import itertools
+import json
+import threading
+from collections import defaultdict
+
+from torchround.checkpoint import MachineTeam
+
+LIMIT_S = 120.0  # of a hang
+
+
+class Killed(BaseException):
+    """The death of a machine, which nothing catches."""
+
+
+def together(num_machines, work, shared=True, before_exchange=lambda rank: None):
+    """Return what `work(team)` returns on each machine. Machine r is called `machine r`.
+
+    `before_exchange(rank)` may raise `Killed`. The others then fail in their next exchange, as they do once a real
+    machine is lost, and the result of a machine that did not finish is None. Any other error is raised here.
+    """
+    barrier, changed = threading.Barrier(num_machines, timeout=LIMIT_S), threading.Condition()
+    values, files, errors, results = {}, {}, [], [None] * num_machines
+    names = [f"machine {number}" for number in range(num_machines)]
+
+    def team_of(rank):
+        sent, received = defaultdict(itertools.count), defaultdict(itertools.count)
+
+        def gather(value, what):
+            before_exchange(rank)
+            values[rank] = json.dumps(value)
+            barrier.wait()
+            found = [json.loads(values[other]) for other in range(num_machines)]
+            barrier.wait()
+            return found
+
+        def send(peer, data, what):
+            with changed:
+                files[rank, peer, next(sent[peer])] = data.clone()
+                changed.notify_all()
+
+        def receive(peer, into, what):
+            key = peer, rank, next(received[peer])
+            with changed:
+                changed.wait_for(lambda: key in files or barrier.broken, LIMIT_S)
+                if key not in files:
+                    raise threading.BrokenBarrierError
+                into.copy_(files.pop(key))
+
+        return MachineTeam(rank, names, shared, gather, send, receive)
+
+    def run(rank):
+        try:
+            results[rank] = work(team_of(rank))
+        except BaseException as error:  # noqa: BLE001  (raised on the main thread)
+            if not isinstance(error, Killed | threading.BrokenBarrierError):
+                errors.append(error)
+            barrier.abort()
+            with changed:
+                changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(num_machines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
