@@ -121,6 +121,7 @@ def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path):
         '{"step": true, "loss": 9.0}',
         '{"step": 1e400, "loss": 9.0}',
         f'{{"step": {10**30}, "loss": 9.0}}',
+        f'{{"step": {10**400}, "loss": 9.0}}',
         f'{{"step": 3, "loss": {10**400}}}',
         '{"step": 3, "engine": {"busy_s": [null, {}], "device_peak_gib": "x"}}',
         "[" * 10_000,
@@ -134,8 +135,7 @@ def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path, li
         file.write(line.encode("utf-8", "surrogateescape"))
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
-    # A picture may go further than a page.
-    assert [step for step in loss_curve.read_losses(tmp_path / "run").steps if step < 2**53] == [1, 2]
+    assert loss_curve.read_losses(tmp_path / "run").steps == [1, 2]
 
 
 def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(tmp_path, capsys):

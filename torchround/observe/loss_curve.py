@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "loss.png"
+MOST_STEP = 2**53  # a float, and a number of JavaScript, is exact up to here
 MOST_LINE_BYTES = 2**20  # of a line; one of eight devices has about 2 KiB
 WIDTH_INCHES, HEIGHT_INCHES = 8.0, 4.5
 DOTS_PER_INCH = 120
@@ -78,7 +79,8 @@ def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[
 
     Raises `OSError` if the folder has none.
 
-    A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step, is left out.
+    A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step below `MOST_STEP`, is
+    left out.
     """
     path = folder / METRICS_FILE
     try:
@@ -92,7 +94,7 @@ def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[
         for line in _lines(file):
             record = _parsed(line)
             step = record.get("step")
-            if type(step) is int:
+            if type(step) is int and 0 <= step < MOST_STEP:
                 yield step, record
 
 

@@ -34,7 +34,6 @@ PAGE_FILE, CONFIG_FILE = "page.html", "config.toml"
 MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
 MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
-MOST_STEP = 2**53  # JavaScript's numbers are exact up to here
 MOST_DEVICES = 256  # with curves of their own
 MOST_NAME = 200  # letters of a run's name
 MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of each
@@ -203,7 +202,7 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
     best: tuple[float, int] | None = None
     before_s = elapsed_s = 0.0
     for step, record in read_records(folder):
-        if not newest < step < MOST_STEP:
+        if step <= newest:
             continue
         newest, last = step, record
         now_s = finite_number(record.get("elapsed_s")) or 0.0
