@@ -1,12 +1,13 @@
 """Records that cannot be used: the run stops or continues without them, and the message names file and line."""
 
-import gzip
 import json
 
 import pytest
 
-from tests.support.batch_contents import content, documents, loader_of, write_lines
+from tests.support.batch_contents import content, loader_of, write_lines
+from torchround.config import DataTable, SourceTable
 from torchround.data import DataError
+from torchround.data.opening import open_sources
 
 pytestmark = pytest.mark.usefixtures("small_groups")
 
@@ -21,8 +22,22 @@ def until_it_stops(loader, message):
 
 GOOD = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
 ASKED = '{"instruction": "q", "output": "a"'
+
+
+def marked(**marks):
+    """Return a conversation whose answer has these marks."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **marks}]
+    return json.dumps({"messages": turns})
+
+
 BAD = [
-    ("messages", "broken", "not valid JSON"),
+    ("text", "broken", "not valid JSON"),
+    ("text", '["no object"]', "a JSON list, not an object"),
+    ("text", '{"body": "b", "also": 1}', "no field 'text'; fields: also, body .*key field"),
+    ("text", '{"text": 7}', "the text is a int"),
+    ("text", '{"text": null}', "the text is null"),
+    ("text", '{"text": "\udcff"}', r"not valid UTF-8 \(byte 0xff"),
+    ("text", '{"a":' * 100_000, "not valid JSON"),
     ("messages", '{"text": "x"}', r"no field 'messages' or 'conversations'; fields: text .*content = \"text\""),
     ("messages", '{"messages": []}', "at least one message"),
     ("messages", '{"messages": ["x"]}', "message 0 is a str"),
@@ -32,8 +47,17 @@ BAD = [
     ("messages", '{"messages": [{"role": "user", "content": "x"}]}', "no message of the assistant; roles: user"),
     ("messages", GOOD.replace("]}", '], "tools": "{"}'), "field 'tools' is not valid JSON"),
     ("messages", GOOD.replace('"user"', '"stranger"'), "error in chat template .*no stranger here"),
-    ("messages", GOOD.replace('"q"', '"\udcff"'), "not valid UTF-8 .byte 0xff"),
     ("messages", GOOD[:-1] + ', "system": 7}', "field 'system' is a int"),
+    ("messages", marked(weight=0.5), r"message 1 \(assistant\): weight = 0.5; legal"),
+    ("messages", marked(weight="0"), "weight = '0'; legal"),
+    ("messages", marked(train="no"), "train = 'no'; legal"),
+    ("messages", marked(weight=1, train=False), "weight = 1 and train = False contradict"),
+    ("messages", marked(train_detail=[{"begin_offset": 0}]), "train_detail is not supported"),
+    (
+        "messages",
+        GOOD.replace('"q"', '[{"type": "text", "text": "q"}, {"type": "image_url"}]'),
+        "part 1 .* 'image_url'",
+    ),
     ("messages", '{"conversations": [{"from": 7, "value": "v"}]}', "message 0 has no role; fields: from"),
     ("alpaca", '{"instruction": "q"}', "no field 'output'; fields: instruction"),
     ("alpaca", '{"instruction": "q", "outputs": "a"}', "no field 'output'; .*; nearest: outputs"),
@@ -44,24 +68,41 @@ BAD = [
     ("alpaca", ASKED + ', "history": "h"}', "field 'history' is not a list of pairs"),
     ("alpaca", ASKED + ', "history": [["q"]]}', "field 'history' is not a list of pairs"),
     ("alpaca", ASKED + ', "history": [["q", 7]]}', r"message 1 \(assistant\): the content is a int"),
+    ("prompt_completion", '{"prompt": "a", "completions": "b"}', "no field 'completion'; .*; nearest: completions"),
+    ("prompt_completion", '{"prompt": "a", "answer": "b", "response": "c"}', "fields 'response' and 'answer'"),
+    ("prompt_completion", '{"prompt": "a", "completion": ""}', "field 'completion' is an empty string"),
+    ("prompt_completion", '{"prompt": "a", "completion": null}', "field 'completion' is null"),
+    (
+        "prompt_completion",
+        '{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',
+        "no message of the assi",
+    ),
+    ("tokens", '{"tokens": [259]}', "token ids from 259 to 259; the vocabulary has 0 to 258"),
     ("tokens", '{"tokens": "1 2"}', "not a list of integers"),
     ("tokens", '{"tokens": [1, true]}', "not a list of integers"),
 ]
-GOOD_OF = {"messages": GOOD, "alpaca": ASKED + "}", "tokens": '{"tokens": [1]}'}
+GOOD_OF = {"text": '{"text": "a"}', "messages": GOOD, "alpaca": ASKED + "}", "tokens": '{"tokens": [1]}'}
+GOOD_OF["prompt_completion"] = '{"prompt": "a", "completion": "b"}'
 
 
-@pytest.mark.parametrize(("kind", "bad", "message"), BAD)
-def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line(
-    tmp_path, chat_tokenizer, caplog, kind, bad, message
-):
-    path = write_lines(tmp_path / "x.jsonl", [GOOD_OF[kind], bad, GOOD_OF[kind]])
-    keys = {"content": kind, "epochs": 1, "shuffle": False, "num_workers": len(bad) % 3}
-    with pytest.raises(DataError, match=f"x.jsonl, line 2: .*{message}"):
-        list(loader_of(path, chat_tokenizer, 64, 8, **keys))
-    loader = loader_of(path, chat_tokenizer, 64, 8, on_bad_record="skip", **keys)
-    assert len(documents(loader, chat_tokenizer)) == 2
-    assert loader.num_bad_records() == 1
-    assert "x.jsonl, line 2: " in caplog.text
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, chat_tokenizer):
+    """Open a source for each bad record, which stands between two good ones."""
+    folder = tmp_path_factory.mktemp("bad")
+    tables = []
+    for number, (kind, bad, _) in enumerate(BAD):
+        path = write_lines(folder / f"{number}.jsonl", [GOOD_OF[kind], bad, GOOD_OF[kind]])
+        tables.append(SourceTable(path=str(path), content=kind))
+    return open_sources(DataTable(sources=tuple(tables)), chat_tokenizer)
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_record_is_named_by_file_and_line_and_costs_no_other(sources, number):
+    source = sources[number]
+    first, bad, last = source.first_documents(3)
+    assert source.read(first, 0) == source.read(last, 0)
+    with pytest.raises(DataError, match=rf"{number}.jsonl, line 2: .*{BAD[number][2]}"):
+        source.read(bad, 0)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +151,3 @@ def test_skipping_ends_with_an_error_if_every_record_is_bad(tmp_path, tokenizer)
         path = write_lines(tmp_path / "x.jsonl", lines)
         with pytest.raises(DataError, match=message):
             next(loader_of(path, tokenizer, 64, 1, on_bad_record="skip", validation_fraction=0.9))
-
-
-def test_a_truncated_archive_still_gives_its_records_before_the_cut(tmp_path, tokenizer):
-    lines = "\n".join(json.dumps({"text": f"{number} {number**9}"}) for number in range(2000))
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(lines.encode())[:-2000])
-    loader = loader_of(path, tokenizer, 512, 8, on_bad_record="skip", epochs=1, shuffle=False)
-    texts = [text for text, _ in documents(loader, tokenizer)]
-    assert texts[0].startswith("<|bos|>0 0<|eos|>") and len(texts) > 100
-    assert loader.num_bad_records() == 1

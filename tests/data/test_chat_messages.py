@@ -102,21 +102,6 @@ def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenize
         template(Conversation((question("one", train=False), answer("two"))))
 
 
-@pytest.mark.parametrize(
-    ("marks", "message"),
-    [
-        ({"weight": 0.5}, r"message 1 \(assistant\): weight = 0.5; legal"),
-        ({"weight": "0"}, "weight = '0'; legal"),
-        ({"train": "no"}, "train = 'no'; legal"),
-        ({"weight": 1, "train": False}, "weight = 1 and train = False contradict"),
-        ({"train_detail": [{"begin_offset": 0}]}, "train_detail is not supported"),
-    ],
-)
-def test_any_other_weight_is_an_error_of_the_record(templates, marks, message):
-    with pytest.raises(DataError, match=message):
-        templates["qwen3"](Conversation((question("one"), answer("two", **marks))))
-
-
 JOINS = (
     "{% for m in messages %}{% set follows = not loop.first and messages[loop.index0 - 1].role == m.role %}"
     "{% if m.thinking %}<|start|>assistant<|message|>{{ m.thinking }}<|end|>{% endif %}"

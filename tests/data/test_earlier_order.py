@@ -76,11 +76,6 @@ def test_a_run_keeps_the_order_that_it_began_with_and_a_new_run_has_another(load
     assert digest(islice(new, 4, 34)) != expected and new.state_dict()["data"]["order"] == 2
 
 
-def test_a_run_without_shuffled_sequences_is_not_continued_with_windows_of_a_given_size(loader_of):
-    with pytest.raises(DataError, match="shuffle_sequences was not set, is 40"):
-        loader_of(shuffle_sequences=40).load_state_dict(position_of("text"))
-
-
 def test_rules_that_no_version_has_are_refused(loader_of):
     loader, state = loader_of(), position_of("text")
     changes = [("order", 3), ("order", True), ("order", "2"), ("shuffle_sequences", -1), ("shuffle_sequences", 2**40)]

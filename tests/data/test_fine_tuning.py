@@ -131,14 +131,6 @@ def test_a_fraction_that_holds_out_none_or_all_is_an_error_and_no_loss_of_zero(t
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))
 
 
-def test_validation_of_conversations_learns_what_training_does(chats, chat_tokenizer):
-    source = SourceTable(path=str(chats / "messages.jsonl"), content="messages")
-    data = DataTable(sources=(source,), epochs=1, loss_on="assistant")
-    table = ValidationTable(interval_steps=1, sources=(source,), max_batches=100)
-    validated = documents(build_validation_loader(table, chat_tokenizer, 256, 4, data), chat_tokenizer)
-    assert sorted(validated) == sorted(documents(build_loader(data, chat_tokenizer, 256, 4, 0), chat_tokenizer))
-
-
 def test_a_position_is_refused_if_the_template_or_packing_changed(make):
     loader = make(128)
     next(loader)

@@ -199,21 +199,6 @@ def test_messages_as_prompt_and_completion_are_written_with_the_template(tmp_pat
     assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
-        ({"prompt": "a", "answer": "b", "response": "c"}, "fields 'response' and 'answer'"),
-        ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
-        ({"prompt": "a", "completion": None}, "field 'completion' is null"),
-        ({"prompt": "a", "completion": [turn("user", "b")]}, "field 'completion' has no message of the assistant"),
-    ],
-)
-def test_a_bad_pair_is_named(tmp_path, chat_tokenizer, record, message):
-    with pytest.raises(DataError, match=f"x.json, record 1: {message}"):
-        trained_on(tmp_path / "x.json", [record], chat_tokenizer)
-
-
 def test_messages_without_a_template_say_so(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"record 1: .*no chat template.*tokenizer.chat_template"):
         trained_on(tmp_path / "x.json", [{"prompt": "a", "completion": [turn("assistant", "b")]}], tokenizer)

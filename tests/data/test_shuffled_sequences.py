@@ -12,7 +12,7 @@ from tests.support.batch_contents import content, loader_of, write_lines
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_validation_loader
 from torchround.data.packing.contiguous import PackedSequence
-from torchround.data.packing.window_shuffle import SequenceShuffler, auto_window
+from torchround.data.packing.window_shuffle import SequenceShuffler
 
 SEQ_LEN = 64
 WINDOW = 8
@@ -60,11 +60,6 @@ def test_the_default_shuffles_text_and_neither_whole_documents_nor_data_in_their
         loader = make(shuffle_sequences="auto", **keys)
         next(loader)
         assert ("window" in loader.state_dict()["position"]) == is_shuffled
-
-
-def test_a_default_window_has_16_mi_tokens_and_at_most_4096_sequences():
-    windows = {1: 4096, 2048: 4096, 8192: 2048, 131072: 128, 10**6: 128}
-    assert {seq_len: auto_window(seq_len) for seq_len in windows} == windows
 
 
 def test_the_default_window_of_a_run_is_kept_by_a_position_of_another_window(make):
@@ -146,65 +141,11 @@ def test_the_seed_and_the_window_fix_the_order(make):
     assert first != second
 
 
-@pytest.mark.parametrize(
-    ("packing", "window", "stop", "workers"),
-    [
-        ("contiguous", 40, 7, (0, 3)),
-        ("contiguous", 5, 20, (2, 0)),
-        ("best_fit", 2, 11, (0, 0)),  # a window that begins inside a group
-        ("best_fit", 40, 3, (3, 1)),
-    ],
-)
-def test_a_run_resumes_in_the_middle_of_a_window_with_any_number_of_workers(make, packing, window, stop, workers):
-    at = partial(make, packing=packing, global_batch_size=3, shuffle_sequences=window)
-    first = at(num_workers=workers[0])
-    before, state = content(islice(first, stop)), first.state_dict()
-    first.close()
-    assert before + resumed(at(num_workers=workers[1]), state) == content(at())
-
-
 def test_the_batch_size_may_change_in_the_middle_of_a_window(make):
     first, second = (make(shuffle_sequences=WINDOW, global_batch_size=size) for size in (3, 5))
     list(islice(first, 4))
     second.load_state_dict(first.state_dict())
     assert sequences(second) == sequences(make(shuffle_sequences=WINDOW))[12:]
-
-
-def test_a_position_does_not_hold_the_sequences_that_wait(make_loader):
-    """It holds at most the tokens left over from one piece of text, as without shuffling."""
-    sizes = []
-    for window in (0, 256):
-        loader = make_loader(seq_len=SEQ_LEN, shuffle_sequences=window, shuffle=False, weights=(1e-9, 1.0))
-        next(loader)
-        sizes.append(len(json.dumps(loader.state_dict())))
-    assert sizes[1] < sizes[0] + 2000
-
-
-@pytest.mark.parametrize(
-    ("before", "change", "message"),
-    [
-        (WINDOW, {"shuffle_sequences": 0}, "shuffle_sequences was 8, is 0"),
-        (WINDOW, {"shuffle_sequences": 9}, "shuffle_sequences was 8, is 9"),
-        (WINDOW, {"seq_len": 32}, "seq_len was 64, is 32"),
-        (0, {"shuffle_sequences": WINDOW}, "shuffle_sequences was not set, is 8"),
-    ],
-)
-def test_a_position_is_refused_for_another_window_or_sequence_length(make, before, change, message):
-    first = make(shuffle_sequences=before)
-    next(first)
-    with pytest.raises(DataError, match=f"of other data: .*{message}"):
-        make(**{"shuffle_sequences": before, **change}).load_state_dict(first.state_dict())
-
-
-def test_a_forged_position_is_refused(make):
-    loader = make(shuffle_sequences=WINDOW)
-    next(loader)
-    state = loader.state_dict()
-    forged = [{"taken": WINDOW}, {"taken": -1}, {"window": "first"}, {"window": 10**30}]
-    forged += [{"packing": None}, {"packing": {"reader": None}}, {"so_far": None}, {"further": 1}]
-    for change in forged:
-        with pytest.raises(DataError, match="invalid data position"):
-            loader.load_state_dict({**state, "position": state["position"] | change})
 
 
 def test_a_bad_record_stops_a_run_where_its_window_began(make_loader, corpus, tmp_path):

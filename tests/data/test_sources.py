@@ -92,24 +92,6 @@ def test_python_stdlib_is_its_modules_without_tests_and_installed_packages():
     assert sum(len(text) for text in read_all(source)) > 5_000_000
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"text": "ok"}\n{"text": "bad\n', "line 2: not valid JSON"),
-        (b'{"text": "ok"}\n\n["no object"]\n', "line 3: a JSON list, not an object"),
-        (b'{"text": "ok"}\n{"body": "b", "also": 1}\n', r"line 2: no field 'text'; fields: also, body .*key field"),
-        (b'{"text": 7}\n', "line 1: the text is a int"),
-        (b'{"text": null}', "line 1: the text is null"),
-        (b'{"text": "ok"}\n{"text": "\xff"}\n', r"line 2: not valid UTF-8 \(byte 0xff"),
-        (b'{"a":' * 100_000, "line 1: not valid JSON"),
-    ],
-)
-def test_a_bad_record_is_named_by_file_and_line(tmp_path, content, message):
-    (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"x.jsonl, {message}"):
-        read_all(opened(tmp_path / "x.jsonl"))
-
-
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"])
 def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path, bad):
     (tmp_path / "x.txt").write_bytes(b"good line\n" * 30_000 + b"and then " + bad)
@@ -163,14 +145,6 @@ def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path, names, ending, l
     with pytest.raises(DataError) as caught:
         opened(given)
     assert str(caught.value).endswith(f"such as '{given}/**/*{ending}'")
-
-
-def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    source = opened(tmp_path / "x.txt")
-    (tmp_path / "x.txt").unlink()
-    with pytest.raises(DataError, match=r"x.txt: cannot be read: No such file"):
-        read_all(source)
 
 
 def test_indexing_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys):

@@ -244,15 +244,6 @@ def test_a_bad_record_of_one_stream_stops_all_machines_before_the_same_step(tmp_
     assert rows_of(rest) == rows_of(whole)
 
 
-def test_a_record_that_is_bad_on_all_machines_is_named_as_on_one(make_loader, tmp_path):
-    make, texts = partial(on_lines, make_loader, write(tmp_path / "bad", 5)), []
-    for num_machines in (1, 3):
-        with pytest.raises(DataError, match="line 6") as caught:
-            train(make, num_machines, size=1)
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]
-
-
 def test_bad_records_are_counted_over_all_streams_and_machines(tmp_path, tokenizer):
     records = [{"body" if number % 9 == 4 else "text": "a" * 62} for number in range(60)]
     path = write_lines(tmp_path / "x.jsonl", records)
@@ -268,22 +259,6 @@ def test_files_of_equal_sizes_and_other_content_are_noticed_at_the_first_step(ma
 
     with pytest.raises(DataError, match=r"machine 1 reads another batch than machine 0 .*data\.sources differ"):
         run_agreeing(2, work)
-
-
-def test_one_machine_asks_no_other_and_several_must(make_loader):
-    with pytest.raises(ValueError, match="2 machines cannot agree"):
-        StepBatches(make_loader(), 2, 1, None, 0, 2)
-    with pytest.raises(ValueError, match="1 machines need not agree"):
-        StepBatches(make_loader(), 2, 1, lambda value: [value], 0, 1)
-
-
-def test_another_number_of_streams_is_refused_with_both_numbers(make_loader):
-    loaders = {streams: make_loader(streams=streams) for streams in (1, 2, 3)}
-    for loader in loaders.values():
-        next(loader)
-    for saved, now, text in ((3, 2, "3, is 2"), (1, 2, "not set, is 2"), (2, 1, "2, is 1")):
-        with pytest.raises(DataError, match=f"of other data: streams was {text}$"):
-            loaders[now].load_state_dict(loaders[saved].state_dict())
 
 
 def test_forged_and_partial_positions_of_streams_are_refused(make_loader):
