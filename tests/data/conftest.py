@@ -42,7 +42,7 @@ def corpus(tmp_path_factory):
     for number in range(7):
         (folder / f"note-{number}.txt").write_text(f"note {number}\n" * (3**number % 41))
     (folder / "empty.txt").write_text("")
-    (folder / "long.txt").write_text("".join(f"line {number} of the long one, ünïcode\n" for number in range(4000)))
+    (folder / "long.txt").write_text("".join(f"line {number} of the long one, ünïcode\n" for number in range(2000)))
     records = [{"text": f"record {number} " * (number * 7 % 23), "number": number} for number in range(40)]
     lines = [json.dumps(record) for record in records]
     (folder / "records.jsonl").write_text("\n".join(lines[:20] + ["", "   "] + lines[20:]) + "\n\n")

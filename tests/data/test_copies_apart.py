@@ -59,7 +59,8 @@ def whole(source, **keys):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "batch", "earlier", "full"), [(2048 // 8, 32, 0.25, 0.97), (4096 // 8, 16, 0.6, 0.94)]
+    ("seq_len", "batch", "earlier", "full"),
+    [(2048 // 8, 32, 0.25, 0.97), pytest.param(4096 // 8, 16, 0.6, 0.94, marks=pytest.mark.nightly)],
 )
 def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len, batch, earlier, full):
     """An epoch fills about two steps. Under the rules of earlier runs, a quarter to two thirds of the chats met copies.
@@ -76,8 +77,7 @@ def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len,
 
 
 @pytest.mark.parametrize(
-    ("batch", "sequences", "shuffle", "compressed"),
-    [(1, 24, True, False), (6, 24, False, False), (8, 32, True, True), (7, 70, False, True), (5, 33, True, True)],
+    ("batch", "sequences", "shuffle", "compressed"), [(1, 24, True, False), (8, 32, True, True), (7, 70, False, True)]
 )
 def test_four_steps_per_epoch_are_enough_to_keep_copies_apart(
     tmp_path, tokenizer, batch, sequences, shuffle, compressed

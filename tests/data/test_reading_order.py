@@ -29,11 +29,6 @@ def texts(reader, count=None):
     return [piece.content for piece in islice(reader, count)]
 
 
-def test_unshuffled_documents_come_as_their_files_are_sorted(sources):
-    reader = Reader(sources[2:], MixSettings([1.0], shuffle=False, seed=0, epochs=1))
-    assert texts(reader) == [f"2-{index}" for index in range(20)]
-
-
 def test_each_epoch_visits_every_document_once_in_another_order(sources):
     visited = texts(Reader(sources[2:], MixSettings([1.0], shuffle=True, seed=3, epochs=3)))
     epochs = [visited[start : start + 20] for start in (0, 20, 40)]
@@ -42,26 +37,12 @@ def test_each_epoch_visits_every_document_once_in_another_order(sources):
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_order_repeats_with_the_seed_and_differs_with_another(sources):
-    def order(seed):
-        return texts(Reader(sources, MixSettings([1.0, 1.0, 1.0], shuffle=True, seed=seed)), 100)
-
-    assert order(5) == order(5)
-    assert order(5) != order(6)
-
-
 @settings(max_examples=40, deadline=None)
 @given(weights=st.tuples(*[st.floats(0.01, 100)] * 3), count=st.integers(1, 200))
 def test_after_any_number_of_documents_no_source_is_ahead_of_its_share_by_more_than_one(sources, weights, count):
     drawn = Counter(text[0] for text in texts(Reader(sources, MixSettings(weights, shuffle=True, seed=0)), count))
     for number, weight in enumerate(weights):
         assert drawn[str(number)] <= count * weight / sum(weights) + 1 + 1e-6
-
-
-def test_a_limited_mix_holds_each_document_as_often_as_there_are_epochs(sources):
-    drawn = Counter(texts(Reader(sources, MixSettings([5.0, 1.0, 1.0], shuffle=True, seed=0, epochs=2))))
-    assert set(drawn.values()) == {2}
-    assert len(drawn) == 30
 
 
 def test_a_source_without_any_text_is_an_error_and_not_an_endless_search(tmp_path):

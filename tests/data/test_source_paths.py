@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.data import memory_while_reading, write_records
 from benchmarks.frame import in_fresh_process
-from torchround.commands.inspect_data import survey
 from torchround.config import DataTable, SourceTable
 from torchround.data import DataError, build_loader
 from torchround.data.formats.source_files import find_files
@@ -86,13 +85,16 @@ def test_archives_and_files_of_other_programs_are_not_read_as_text(tmp_path, nam
     assert open_source(SourceTable(path=str(path), format="text")).count() == 1
 
 
-def test_the_same_files_in_a_mix_with_archives_are_refused_too(tmp_path):
+def test_files_of_several_kinds_may_be_mixed_but_not_with_those_of_other_programs(tmp_path):
+    """Endings in capitals mean what small ones mean."""
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     (tmp_path / "b.json").write_text('[{"text": "b"}, {"text": "c"}]')
-    (tmp_path / "c.csv").write_text("text\nd\n")
+    (tmp_path / "c.CSV").write_text("text\nd\n")
+    (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "e"}'))
+    (tmp_path / "c.txt").write_text("f")
     source = open_source(SourceTable(path=str(tmp_path / "*")))
     texts = [source.read(document, 0)[0] for document in source.first_documents(9)]
-    assert texts == ["a", "b", "c", "d"] and source.count() == 4
+    assert texts == ["a", "b", "c", "d", "e", "f"] and source.count() == 6
     (tmp_path / "d.arrow").write_bytes(b"ARROW1\0\0")
     with pytest.raises(DataError, match=r"d.arrow is no text but an Arrow file"):
         open_source(SourceTable(path=str(tmp_path / "*")))
@@ -112,25 +114,6 @@ def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(tmp
             build_loader(data, tokenizer, 16, 1, 0).check_first_records()
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert ["looks like JSON Lines" in record.getMessage() for record in warnings] == [True] * warns
-
-
-def test_endings_in_capitals_mean_what_small_ones_mean(tmp_path):
-    (tmp_path / "A.CSV").write_text("text\na\n")
-    (tmp_path / "B.JSON").write_text('[{"text": "b"}]')
-    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "c"}'))
-    source = open_source(SourceTable(path=f"{tmp_path}/*"))
-    assert [source.read(document, 0)[0] for document in source.first_documents(9)] == ["a", "b", "c"]
-
-
-def test_a_survey_reads_a_long_document_as_one_and_stops_at_its_limit(corpus, tokenizer):
-    data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
-    (found,), _, _ = survey(data, tokenizer, seed=0, max_documents=2)
-    long_tokens = len((corpus / "long.txt").read_bytes()) + 2
-    assert found.num_documents == 2
-    assert found.longest == [
-        (long_tokens, str(corpus / "long.txt")),
-        (found.num_tokens - long_tokens, str(corpus / "note-0.txt")),
-    ]
 
 
 @pytest.mark.nightly

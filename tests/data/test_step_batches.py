@@ -17,7 +17,7 @@ from torchround.data.step_batches import StepBatches
 from torchround.layer import IGNORED_LABEL, with_dropout_seeds
 
 PAD = 258
-SIZES = {"seq_len": 2048, "global_batch_size": 24}
+SIZES = {"seq_len": 512, "global_batch_size": 24}
 
 
 def steps_of(batches, most=1000):
@@ -121,7 +121,7 @@ def test_the_rounds_may_change_within_a_run(make_loader):
 
 def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loader):
     def work(machine, gather):
-        batches, found, batch = StepBatches(make_loader(epochs=1, seq_len=8192), 2, 1, gather, machine, 3), [], True
+        batches, found, batch = StepBatches(make_loader(epochs=1, seq_len=4096), 2, 1, gather, machine, 3), [], True
         while batch is not None:
             batch, flags = batches.next({"signal": machine * len(found)})
             found.append(flags)
@@ -149,7 +149,7 @@ def test_several_streams_hold_each_document_of_one_stream_once(make_loader, toke
     make = partial(make_loader, epochs=2, **SIZES)
     batches = list(make(streams=4))
     assert texts_of(batches, 4, tokenizer) == texts_of(list(make()), 1, tokenizer)
-    assert {batch.tokens.shape for batch in batches} == {(24, 2048)}
+    assert {batch.tokens.shape for batch in batches} == {(24, 512)}
     assert content(make(streams=4, num_workers=3)) == content(batches)
 
 

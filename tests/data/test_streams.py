@@ -59,19 +59,14 @@ EACH_WRITER = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.
 RECORDS = [{"text": f"record {number}", "number": number} for number in range(40)]
 
 
-def walk(source, key=None, cursor=None):
-    """Return the text and the cursor of each document from a cursor on."""
-    found, cursor = [], cursor or source.first_cursor()
+def texts_of(source, key=None):
+    found, cursor = [], source.first_cursor()
     while (here := source.locate(cursor, key)) is not None:
         text, rest = source.read(here[0], 0)
         assert rest is None
-        found.append((text, cursor))
+        found.append(text)
         cursor = here[1]
     return found
-
-
-def texts_of(source, key=None):
-    return [text for text, _ in walk(source, key)]
 
 
 @EACH_WRITER
@@ -89,19 +84,10 @@ def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path, wr
 
 
 @EACH_WRITER
-def test_a_fresh_process_continues_from_any_cursor(tmp_path, write):
-    table = write(tmp_path, RECORDS[:29])
-    for key in (None, EpochKey("7/0/0"), EpochKey("7/0/3", "7/0/0")):
-        whole = walk(open_source(table), key)
-        for stop in (0, 5, 6, 17, 28):
-            assert walk(open_source(table), key, whole[stop][1]) == whole[stop:]
-
-
-@EACH_WRITER
 def test_a_record_without_its_field_is_named_by_file_and_number(tmp_path, write):
     table = write(tmp_path, RECORDS).model_copy(update={"field": "body"})
     with pytest.raises(DataError, match=r"(line|row) 1: no field 'body'; fields: number, text"):
-        walk(open_source(table))
+        texts_of(open_source(table))
 
 
 @pytest.mark.parametrize(("write", "kept"), [(write_gzip, 0.3), (write_zstd, 0.98), (write_zstd, 0.3)])
@@ -121,29 +107,6 @@ def test_a_truncated_archive_gives_the_records_before_the_cut_and_then_names_fil
     assert f"{table.path}, line {len(texts) + 1}: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("x.jsonl.gz", "line 1: the archive is damaged or cut off: Not a gzipped file"),
-        ("x.jsonl.zst", "line 1: the archive is damaged or cut off: "),
-        ("x.parquet", "not a readable parquet file: "),
-    ],
-)
-def test_a_file_that_is_no_archive_at_all_is_named(tmp_path, name, message):
-    (tmp_path / name).write_text("plain text\n")
-    with pytest.raises(DataError, match=f"{name}[,:] {message}"):
-        walk(open_source(SourceTable(path=str(tmp_path / name))))
-
-
-def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path):
-    table = write_parquet(tmp_path, [{"text": f"{number} " * 50} for number in range(40)])
-    data = bytearray((tmp_path / "x.parquet").read_bytes())
-    data[4:60] = b"\xff" * 56  # the first pages, behind the magic number
-    (tmp_path / "x.parquet").write_bytes(bytes(data))
-    with pytest.raises(DataError, match=r"x.parquet, row \d+: the parquet file is damaged"):
-        walk(open_source(table))
-
-
 @pytest.mark.parametrize("name", ["ArrowCapacityError", "ArrowSerializationError", "ArrowInvalid"])
 def test_every_error_of_pyarrow_names_the_row(tmp_path, monkeypatch, name):
     """Some of its errors are not subclasses of any error of Python."""
@@ -154,7 +117,7 @@ def test_every_error_of_pyarrow_names_the_row(tmp_path, monkeypatch, name):
     source = open_source(write_parquet(tmp_path, [{"text": "a"}]))
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
     with pytest.raises(DataError, match="x.parquet, row 1: the parquet file is damaged: too much"):
-        walk(source)
+        texts_of(source)
 
 
 def test_one_of_several_subsets_of_a_dataset_is_read_by_its_name(tmp_path):
@@ -223,16 +186,6 @@ def test_a_large_row_group_is_read_part_by_part(tmp_path):
     assert 0 < most < 5 * 2**20
 
 
-def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path):
-    write_gzip(tmp_path, RECORDS[:10])
-    write_parquet(tmp_path, RECORDS[10:20])
-    (tmp_path / "y.jsonl").write_bytes(as_lines(RECORDS[20:30]))
-    (tmp_path / "z.txt").write_text("record 30")
-    source = open_source(SourceTable(path=str(tmp_path / "*")))
-    assert sorted(texts_of(source, EpochKey("k"))) == sorted(f"record {n}" for n in range(31))
-    assert source.count() == 31
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -260,4 +213,4 @@ def test_a_package_that_is_not_installed_is_asked_for_by_its_name_on_the_index(
     table = write(tmp_path, RECORDS)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=f"pip install {installed_as} "):
-        walk(open_source(table))
+        texts_of(open_source(table))
