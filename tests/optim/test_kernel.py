@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kernel_kinds import BF16, KINDS, SPLIT
+from tests.support.kernel_kinds import BF16, KINDS, SPLIT, cut_out
 from torchround.engine.optimizer_worker import use_threads_here
 from torchround.optim import UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
@@ -42,18 +42,6 @@ def kernels(threads):
 
 def update(buffers, kernel, progress=None, predicts=False):
     update_(buffers, lr=3e-4, update=3, gradient_scale=0.7, progress=progress, kernel=kernel, predicts=predicts)
-
-
-def cut_out(buffers, start, stop):
-    """Return the buffers' elements `[start, stop)`; `start` begins a block."""
-    names = ("weight", "residual", "current", "written", "gradient", "direction")
-    tensors = {name: getattr(buffers, name) for name in names}
-    parts = {}
-    for value in buffers.rule.values:
-        ranges = buffers.format.ranges(value, buffers.parts, start, stop)
-        parts.update(zip((part.name for part in buffers.format.parts(value)), ranges, strict=True))
-    cut = {name: tensor[start:stop] for name, tensor in tensors.items() if tensor is not None}
-    return replace(buffers, parts=parts, **cut)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)

@@ -117,8 +117,8 @@ def test_directions_have_singular_values_near_one():
 @pytest.fixture
 def narrow_bands(monkeypatch):
     """Cut matrices of some hundred rows into five bands."""
-    monkeypatch.setattr(update_costs, "LEAST_BAND_ROWS", 32)
-    monkeypatch.setattr(update_costs, "BAND_EDGE_ROWS", 8)
+    for name, rows in (("LEAST_BAND_ROWS", 32), ("BAND_EDGE_ROWS", 8)):
+        monkeypatch.setattr(update_costs, name, rows)
 
 
 BANDED = {"tall": (1, 330, 203), "wide": (1, 170, 500), "square": (1, 256, 256), "experts": (3, 160, 210)}

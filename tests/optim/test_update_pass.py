@@ -1,14 +1,16 @@
 """The plain update of AdamW: against torch.optim, float64 and NumPy; any way to keep a segment, any cut, any threads."""
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.kernel_kinds import cut_out
 from tests.support.plain_adamw import adamw_update_
-from torchround.optim import COMPACT, EXACT, UpdateBuffers, predict_, update_, update_pass
+from torchround.optim import COMPACT, EXACT, UpdateBuffers, predict_, update_
 from torchround.optim.formats import StateFormat
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.optim.split_weights import join, split
@@ -138,12 +140,12 @@ def test_fp32_steps_are_torch_adamw_within_rounding_and_as_near_to_float64():
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_chunks_change_no_bit(way, monkeypatch):
-    whole = buffers_of(way, 7 * CHUNK + 5)
+def test_chunks_change_no_bit(way):
+    whole = buffers_of(way, CHUNK_ELEMENTS + 5 * CHUNK + 5)
     cut = mapped(whole, Tensor.clone)
     update(way, whole)
-    monkeypatch.setattr(update_pass, "CHUNK_ELEMENTS", CHUNK)
-    update(way, cut)
+    for start, stop in pairwise((0, 3 * CHUNK, CHUNK_ELEMENTS - CHUNK, whole.numel)):
+        update(way, cut_out(cut, start, stop))
     assert same(whole, cut)
 
 
