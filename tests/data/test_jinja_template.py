@@ -14,6 +14,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.batch_contents import TEMPLATE, documents, loader_of, write_lines
+from tests.support.processes import is_running
 from torchround.config import TokenizerTable
 from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
@@ -162,30 +163,20 @@ def test_threads_and_forked_processes_get_their_own_replies():
     assert os.waitpid(child, 0)[1] == 0 and is_right("f")
 
 
-STARTED = """
-import os, pathlib, signal
-from torchround.data.text.jinja_template import compile_template
-from torchround.untrusted.template_process import OUT_OF_MEMORY
-os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-render = compile_template("{{ messages }}", "t")
-[child] = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    os.kill(int(child), number)
-print(render({"messages": "x"}), child, *sorted(os.listdir(f"/proc/{child}/fd")), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def render_and_end():
+    """Send signals to the process of a template, use it, and die."""
+    os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
+    render = compile_template("{{ messages }}", "t")
+    [child] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(int(child), number)
+    print(render({"messages": "x"}), child, *sorted(os.listdir(f"/proc/{child}/fd")), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run():
-    ended = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, check=False, text=True)
-    text, child, *files = ended.stdout.split()
-    assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL), ended.stderr
+def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run(processes, tmp_path):
+    ended = processes.run("tests.data.test_jinja_template:render_and_end", folder=tmp_path)
+    text, child, *files = ended.text().split()
+    assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL)
     while is_running(child):
         time.sleep(0.01)
-
-
-def is_running(child):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text()
-    except FileNotFoundError:
-        return False

@@ -6,14 +6,13 @@ import torch
 from tests.support.borrowed_toys import toy_model
 from tests.support.toy_texts import prompts, their_texts
 from torchround.engine.device import CpuDevice
-from torchround.generation import TextEngine, continuations, inference_store
-from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
+from torchround.generation import TextEngine, inference_store
+from torchround.generation.decoding_cache import can_decode
 from torchround.models import FAMILIES
 
 VOCAB = 61
 MAX_TOKENS = 8
 KINDS = ["qwen2", "gemma2", "qwen3_moe", "gpt_neox", "qwen3_next", "olmo_hybrid"]
-QUICK = KINDS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def texts(count):
     return [[token % VOCAB for token in text] for text in prompts(count)]
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.nightly), "gemma2"])
 def test_texts_equal_those_of_transformers_with_a_cache_and_without(made, kind):
     theirs, engine = made(kind, 2)
     expected = their_texts(theirs, texts(6), 5)
@@ -70,35 +69,11 @@ def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):
 
 
 def test_a_prompt_that_is_too_long_for_the_table_of_positions_is_refused(made):
-    _, engine = made("qwen2", 1)
-    with engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.engine.model.layers[0].shell, "longest", (40, "a reason"))
+    _, engine = made("olmo2", 1)  # a model of this test alone
+    engine.engine.model.layers[0].shell.longest = (40, "a reason")
+    with engine:
         assert len(engine.generate([[5] * 32], max_tokens=8)[0]) == 8
         # The second is short enough, and its padding is not.
         for length, max_tokens in ((32, 9), (33, 2)):
             with pytest.raises(ValueError, match="this model takes sequences of 40 tokens"):
                 engine.generate([[5] * length], max_tokens=max_tokens)
-
-
-@pytest.mark.parametrize("kind", QUICK)
-def test_the_memory_of_a_sequence_is_what_was_counted_and_gone_at_the_end(made, kind, monkeypatch):
-    caches, sizes = [], []
-
-    class Watched(DecodingCache):
-        def __init__(self, *args):
-            super().__init__(*args)
-            caches.append(self)
-
-        def clear(self):
-            sizes.append(self.nbytes)
-            super().clear()
-
-    _, engine = made(kind, 1)
-    monkeypatch.setattr(continuations, "DecodingCache", Watched)
-    with engine:
-        engine.generate([[5, 6, 7]], max_tokens=4)
-        counted = sum(sequence_bytes(engine.engine.model.layers, 32 + 3, 4))
-        # The last token is never read; a window keeps less than all.
-        assert 0 < sizes[0] <= counted and (sizes[0] == counted or kind != "qwen2")
-        engine.generate(texts(4), max_tokens=3)
-    assert len(caches) > 1 and not any(cache.nbytes for cache in caches)

@@ -14,7 +14,7 @@ from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 
-CUTS = [(Partition((), 6, ()), 1), (Partition((2, 2), 2, (4,)), 2), (Partition((1,) * 5, 1, (1,) * 5), 4)]
+UNCUT = Partition((), 6, ()), 1
 TEXTS = [[token % 90 for token in text] for text in prompts(5)]
 
 
@@ -47,14 +47,13 @@ def run(partition, num_devices, with_samples):
 
 @pytest.fixture(scope="module")
 def uncut():
-    return run(*CUTS[0], with_samples=True)
+    return run(*UNCUT, with_samples=True)
 
 
-@pytest.mark.parametrize(("partition", "num_devices"), CUTS[1:], ids=["two devices", "four devices"])
-def test_samples_do_not_depend_on_the_partition_or_the_devices(uncut, partition, num_devices):
-    assert run(partition, num_devices, with_samples=True) == uncut
+def test_samples_do_not_depend_on_the_partition_or_the_devices(uncut):
+    assert run(Partition((1,) * 5, 1, (1,) * 5), 4, with_samples=True) == uncut
     assert uncut[0][:5] != uncut[0][5:10], "the weights of each step are read"
 
 
 def test_samples_change_no_later_step(uncut):
-    assert run(*CUTS[0], with_samples=False)[1] == uncut[1]
+    assert run(*UNCUT, with_samples=False)[1] == uncut[1]

@@ -153,12 +153,6 @@ def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
     assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
 
 
-def test_the_files_of_the_byte_tokenizer_name_every_byte_once():
-    files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
-    vocabulary = files["tokenizer.json"]["model"]["vocab"]
-    assert sorted(vocabulary.values()) == list(range(256)) and len(vocabulary) == 256
-
-
 def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
     (folder / "tok").mkdir()
     files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))

@@ -1,11 +1,6 @@
 """Hugging Face folders into the host store: every number in its place, and every fault named before reading."""
 
-import contextlib
 import json
-import os
-import pty
-import re
-import threading
 
 import pytest
 import torch
@@ -213,52 +208,7 @@ def test_a_missing_shard_and_a_folder_without_weights_are_named(hf, tmp_path):
         read(release)
 
 
-def test_every_byte_and_scale_in_use_equals_transformers_bit_by_bit():
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
-    blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
-    scales = torch.randint(100, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(dequantise(blocks, scales).transpose(1, 2), expected)
-
-
-def test_halves_of_a_byte_are_low_then_high_times_the_shared_power_of_two():
-    blocks = torch.zeros(1, 16, dtype=torch.uint8)
-    blocks[0, :3] = torch.tensor([0x21, 0xF7, 0x90])  # 0.5, 1; 6, -6; 0, -0.5
-    numbers = dequantise(blocks, torch.tensor([130], dtype=torch.uint8))
-    assert numbers[:6].tolist() == [4.0, 8.0, 48.0, -48.0, 0.0, -4.0]
-    assert not numbers[6:].any()
-
-
 def test_the_smallest_scale_is_kept_and_the_reserved_one_is_not_a_number():
     blocks = torch.full((2, 16), 0x22, dtype=torch.uint8)
     smallest, reserved = dequantise(blocks, torch.tensor([0, 255], dtype=torch.uint8)).unflatten(0, (2, 32))
     assert (smallest == 2.0**-127).all() and reserved.isnan().all()
-
-
-@pytest.mark.parametrize("files", [pty.openpty, os.pipe], ids=["terminal", "log file"])
-def test_a_terminal_shows_how_much_is_read_up_to_all_of_it_and_a_log_file_nothing(releases, monkeypatch, files):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    release, received = releases("qwen3 moe"), []
-    model, names = release.family.build(release.config), release.family.hf_names(release.config)
-    weights = PretrainedWeights(release.folder, names, model.stored_shapes())
-    ours, theirs = files()
-
-    def receive():
-        with contextlib.suppress(OSError):  # how a terminal ends
-            while piece := os.read(ours, 4096):
-                received.append(piece)
-
-    reader = threading.Thread(target=receive)
-    reader.start()
-    with open(theirs, "w") as stderr, contextlib.redirect_stderr(stderr):
-        HostStore(model).initialize(model, 0, weights.load)
-    reader.join()
-    os.close(ours)
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", b"".join(received).decode())
-    size = f"{weights.bytes_of(weights.names) / 1024:.1f}"
-    if files is os.pipe:
-        assert shown == ""
-    else:
-        assert f"reading {release.folder}" in shown and f"{size}/{size} KiB" in shown

@@ -56,6 +56,7 @@ def test_flavor_has_the_published_shape_and_parameter_count(family, flavor, tool
         assert config.rope == Rope(1000000.0) and config.max_positions == 40960
     stored = tools.stored_parameters(FAMILIES[family].build(config))
     assert sum(parameter.numel() for parameter in stored.values()) == total
+    assert all(parameter.is_meta for parameter in stored.values())
 
 
 # The released files of Llama 3.2 1B (RoPE in the older two keys), Qwen3-30B-A3B and GPT-OSS-20B.

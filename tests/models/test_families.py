@@ -15,14 +15,6 @@ def family(request):
     return FAMILIES[request.param]
 
 
-def test_every_flavor_builds_without_memory_or_buffers(family):
-    for config in family.flavors.values():
-        model = family.build(config)  # LayeredModel refuses buffers
-        for layer in model.layers:
-            assert all(parameter.is_meta for parameter in layer.parameters())
-            assert list(layer.buffers()) == []
-
-
 def test_a_tied_parameter_gets_both_gradients_and_no_second_initialisation(family, tools):
     config = family.config_from_flavor("debug", vocab_size=40, num_layers=1, tied_embeddings=True)
     batch = tools.micro_batch([[30]], 40)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.models.common import primitives
-from torchround.models.common.primitives import init_embedding_, init_linear_
+from torchround.models.common.primitives import BLOCK_ELEMENTS, init_embedding_, init_linear_
 
 
 def seeded(seed=0):
@@ -35,12 +34,11 @@ def test_embedding_weights_are_normal_with_tails():
     assert weight.abs().max() > 4 * 0.02
 
 
-def test_scratch_is_one_block_and_every_block_is_filled(monkeypatch):
-    monkeypatch.setattr(primitives, "BLOCK_ELEMENTS", 64)
-    weight = torch.full((7, 100), torch.nan)
+def test_every_block_is_filled_with_numbers_of_its_own():
+    weight = torch.full((BLOCK_ELEMENTS + 64,), torch.nan)
     init_linear_(weight, seeded())
     assert weight.isfinite().all()
-    assert not torch.equal(weight.view(-1)[:64], weight.view(-1)[64:128])
+    assert not torch.equal(weight[:64], weight[BLOCK_ELEMENTS:])
 
 
 def test_storage_that_is_not_contiguous_is_refused():

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.support.interpreted import random
 from tests.support.rounding import BF16, FP32, assert_close_in_sums
-from torchround.models.kernels import operation, projections
+from torchround.models.kernels import projections
 from torchround.models.kernels.projections import Projection, project, project_all
 
 BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
@@ -14,7 +14,7 @@ BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
 
 @pytest.fixture
 def products(monkeypatch):
-    """Let the CPU have products with fp32 output, and return the list of totals that were added to."""
+    """Let the CPU have products of bf16 with fp32 output, and return the list of totals that were added to."""
     totals = []
 
     def add(total, left, right):
@@ -22,8 +22,9 @@ def products(monkeypatch):
         totals.append(total)
         total += left.float() @ right.float()
 
-    monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: True)
-    monkeypatch.setattr(projections, "add_product_", add)
+    stand_ins = {"has_float32_products": lambda device, dtype: dtype != torch.float16, "add_product_": add}
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(projections, name, function)
     return totals
 
 
@@ -70,11 +71,10 @@ def test_the_leaf_that_was_bound_in_the_forward_gets_the_gradient(products):
 
 
 @pytest.mark.parametrize("case", ["no sum", "fp32 weight", "frozen", "no gradients", "no such product"])
-def test_every_other_weight_is_left_to_autograd(case, products, monkeypatch):
-    weight = leaf((OUTPUTS, INPUTS), torch.float32 if case == "fp32 weight" else torch.bfloat16, case != "no sum")
+def test_every_other_weight_is_left_to_autograd(case, products):
+    dtypes = {"fp32 weight": torch.float32, "no such product": torch.float16}
+    weight = leaf((OUTPUTS, INPUTS), dtypes.get(case, torch.bfloat16), case != "no sum")
     weight.requires_grad_(case != "frozen")
-    if case == "no such product":
-        monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: False)
     x = micro_batch(0).detach().to(weight.dtype).requires_grad_()
     with torch.set_grad_enabled(case != "no gradients"):
         result = project(x, weight)
@@ -94,8 +94,7 @@ def test_a_gradient_that_is_gone_by_the_backward_is_made_by_autograd(products):
 
 
 @pytest.mark.parametrize("wants", ["everything", "no input", "one weight frozen"])
-def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, monkeypatch):
-    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
+def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, fused):
     layers = [Projection(INPUTS, OUTPUTS, bias=True), Projection(INPUTS, 3)]
     for layer in layers:
         for name, parameter in layer.named_parameters():

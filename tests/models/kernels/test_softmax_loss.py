@@ -5,7 +5,6 @@ import torch
 from benchmarks.kernel_counts import CountingMode
 from torchround.accelerators import as_if_on
 from torchround.models.common import loss
-from torchround.models.kernels import softmax_loss
 
 VOCAB, WIDTH, TOKENS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
 
@@ -22,14 +21,3 @@ def test_the_head_moves_at_most_25_gb_in_all():
         total.backward(torch.empty_like(total))
     assert mode.counted.elementwise_bytes + mode.counted.product_bytes < 25e9
     assert "mul_" not in mode.counted.by_name(), "no pass multiplies finished gradients"
-
-
-def test_the_reference_takes_blocks_and_gives_the_bits_of_one_block(monkeypatch):
-    found = []
-    for block_bytes in (1 << 26, 3 * 4 * 50):
-        monkeypatch.setattr(softmax_loss, "BLOCK_BYTES", block_bytes)
-        logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-        losses = torch.empty(20)
-        torch.ops.torchround.softmax_loss_(logits, torch.arange(20), losses, 0.5, True)
-        found.append((logits, losses))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
