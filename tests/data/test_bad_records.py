@@ -122,27 +122,6 @@ def test_a_run_stopped_by_a_bad_record_continues_as_if_the_record_had_been_left_
     assert content([*batches, *resumed]) == content(skipping)
 
 
-def test_after_a_repair_that_changes_a_files_size_a_run_continues_if_asked_to(tmp_path, tokenizer, caplog):
-    lines = [json.dumps({"text": f"record {n} " * 5}) for n in range(60)]
-    path = write_lines(tmp_path / "x.jsonl", lines)
-    whole = content(loader_of(path, tokenizer, epochs=1))
-    write_lines(path, [*lines[:40], lines[40][:-3], *lines[41:]])
-    loader = loader_of(path, tokenizer, epochs=1)
-    batches = until_it_stops(loader, "line 41")
-    state = loader.state_dict()
-    write_lines(path, lines)
-    with pytest.raises(DataError, match="other data: sources was .*--data.on_changed_files go_on"):
-        loader_of(path, tokenizer, epochs=1).load_state_dict(state)
-    going_on, other_seed = (
-        loader_of(path, tokenizer, epochs=1, on_changed_files="go_on", seed=seed) for seed in (0, 1)
-    )
-    going_on.load_state_dict(state)
-    assert "in changed files: sources was ['60 documents" in caplog.text
-    assert content([*batches, *going_on]) == whole
-    with pytest.raises(DataError, match="other data: seed was 0, is 1"):
-        other_seed.load_state_dict(state)
-
-
 def test_skipping_ends_with_an_error_if_every_record_is_bad(tmp_path, tokenizer):
     for lines, message in (
         (["broken", "broken"], "none of its documents holds any text; 2 records were skipped as bad$"),

@@ -16,7 +16,6 @@ from tests.support.conversations import (
     plain_text,
     question,
     released,
-    small_tokenizer,
     with_templates,
     written,
 )
@@ -31,19 +30,8 @@ EACH_TEMPLATE = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {family: tmp_path_factory.mktemp(family) for family in FAMILIES.values()}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(folders):
-    made = {family: small_tokenizer(folder, family) for family, folder in folders.items()}
-    return {name: made[family] for name, family in FAMILIES.items()}
-
-
-@pytest.fixture(scope="module")
-def templates(tokenizers):
-    return {name: with_templates(tokenizers[name], released(name)) for name in FAMILIES}
+def templates(chat_tokenizers):
+    return {name: with_templates(chat_tokenizers[family], released(name)) for name, family in FAMILIES.items()}
 
 
 # Weight and train.
@@ -80,19 +68,8 @@ def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_lear
     assert learnt(templates["gpt_oss"], messages) == ["<|channel|>final<|message|>draft<|end|>"]
 
 
-def test_calls_without_weight_are_told_from_calls_with_weight(templates):
-    messages = [
-        question("one"),
-        answer("", tool_calls=[call("now")], train=False),
-        {"role": "tool", "content": "noon"},
-        answer("", tool_calls=[call("weather")]),
-    ]
-    (found,) = learnt(templates["gpt_oss"], messages)
-    assert "functions.weather" in found
-
-
-def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(tokenizers):
-    template = with_templates(tokenizers["qwen3"], LOOP + PROMPT, loss_on="all")
+def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(chat_tokenizers):
+    template = with_templates(chat_tokenizers["qwen3"], LOOP + PROMPT, loss_on="all")
     messages = [question("one"), answer("first", weight=0), question("two"), answer("second")]
     assert learnt(template, messages) == [
         "<|im_start|>user\none<|im_end|>\n",
@@ -111,8 +88,8 @@ JOINS = (
 )
 
 
-def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers):
-    template = with_templates(tokenizers["gpt_oss"], JOINS)
+def test_messages_that_a_template_joins_cannot_have_different_weights(chat_tokenizers):
+    template = with_templates(chat_tokenizers["gpt_oss"], JOINS)
     assert learnt(template, [question("one"), answer("two"), answer("three")]) == ["<|message|>twothree<|end|>"]
     with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
         template(Conversation((question("one"), answer("two"), answer("three", weight=0))))
@@ -122,8 +99,8 @@ def test_messages_that_a_template_joins_cannot_have_different_weights(tokenizers
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking", "gpt_oss"])
-def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(templates, folders, name):
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folders[FAMILIES[name]] / "tokenizer.json"))
+def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(templates, chat_folders, name):
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(chat_folders[FAMILIES[name]] / "tokenizer.json"))
     for field in REASONING:
         messages = [question("one"), answer("two", **{field: "the thought"})]
         text = plain_text(templates[name], messages)
@@ -159,10 +136,10 @@ def warnings_of(caplog):
     return sorted(text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts)
 
 
-def test_each_kind_of_field_that_a_template_drops_is_said_once_and_no_other(tokenizers, caplog):
-    drops = with_templates(tokenizers["qwen3"], LOOP + PROMPT)
-    first_call = with_templates(tokenizers["gpt_oss"], released("gpt_oss"))
-    every = with_templates(tokenizers["qwen3"], released("qwen3"))
+def test_each_kind_of_field_that_a_template_drops_is_said_once_and_no_other(chat_tokenizers, caplog):
+    drops = with_templates(chat_tokenizers["qwen3"], LOOP + PROMPT)
+    first_call = with_templates(chat_tokenizers["gpt_oss"], released("gpt_oss"))
+    every = with_templates(chat_tokenizers["qwen3"], released("qwen3"))
     for template, tools, expected in (
         (drops, (TOOL,), ["reasoning", "tool calls", "tools"]),
         (first_call, (), ["tool calls"]),

@@ -7,16 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support import conversations
-from tests.support.conversations import (
-    TOOL,
-    answer,
-    learnt,
-    plain_text,
-    question,
-    small_tokenizer,
-    with_templates,
-    written,
-)
+from tests.support.conversations import TOOL, answer, learnt, plain_text, question, with_templates, written
 from torchround.config import SourceTable, TokenizerTable
 from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
@@ -30,22 +21,14 @@ LOOP = conversations.LOOP + conversations.PROMPT
 DIALOGUE = [question("one"), answer("two")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Make a folder with Qwen's tokenizer and no template."""
-    made = tmp_path_factory.mktemp("qwen3")
-    small_tokenizer(made, "qwen3")
-    return made
+@pytest.fixture
+def folder(chat_folders):
+    return chat_folders["qwen3"]
 
 
-@pytest.fixture(scope="module")
-def qwen(folder):
-    return build_tokenizer(TokenizerTable(path=str(folder)))
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")
+@pytest.fixture
+def qwen(chat_tokenizers):
+    return chat_tokenizers["qwen3"]
 
 
 # Templates with names.
@@ -107,14 +90,6 @@ def test_another_template_for_tools_is_another_place_in_the_data():
     alone, both = TemplateSources(LOOP), TemplateSources(LOOP, with_tools=LOOP)
     settings = TemplateSources(LOOP, settings={"enable_thinking": False})
     assert len({alone.digest(), both.digest(), settings.digest()}) == 3
-
-
-def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path):
-    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    for name, message in (("gone", "there is no such file; legal"), ("latin", "cannot be read")):
-        table = TokenizerTable(name="bytes", chat_template=str(tmp_path / f"{name}.jinja"))
-        with pytest.raises(TokenizerError, match=rf"^tokenizer.chat_template: given .*{message}"):
-            build_tokenizer(table)
 
 
 # Templates that mark turns in other ways.
@@ -188,8 +163,8 @@ REFUSAL = (
 )
 
 
-def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss):
-    template = with_templates(gpt_oss, REFUSAL + conversations.released("gpt_oss"))
+def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(chat_tokenizers):
+    template = with_templates(chat_tokenizers["gpt_oss"], REFUSAL + conversations.released("gpt_oss"))
     tagged = "<|channel|>final<|message|>two"
     with pytest.raises(DataError, match=r"You have passed a message containing <\|channel\|> tags"):
         template(Conversation((question("one"), answer(tagged))))

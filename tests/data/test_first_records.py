@@ -2,19 +2,16 @@
 
 import random
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers
 
 from tests.support.batch_contents import loader_of, write_lines
-from tests.support.conversations import answer, question, released, small_tokenizer
+from tests.support.conversations import answer, question, released, with_templates
 from tests.support.vocabularies import FAMILIES, random_text
-from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, build_loader, build_tokenizer
+from torchround.config import DataTable, SourceTable
+from torchround.data import DataError, build_loader
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.text.chat import ChatTemplate
 from torchround.data.tokenising import tokenise
 
 
@@ -62,32 +59,12 @@ def test_token_ids_of_the_models_vocabulary_are_legal_beyond_the_tokenizers(tmp_
     assert next(resumed).tokens.tolist() == next(loader).tokens.tolist()
 
 
-def test_a_parquet_file_without_the_column_is_named_with_the_columns_that_there_are(
-    tmp_path, tokenizer, chat_tokenizer
-):
-    path = tmp_path / "x.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"instruction": ["a"] * 9, "response": ["b"] * 9}), path)
-    with pytest.raises(DataError, match=r"x.parquet, row 1: no field 'text'; fields: instruction, response"):
-        check(path, tokenizer)
-    with pytest.raises(DataError, match=r"row 1: no field 'output'; fields: instruction, response"):
-        check(path, chat_tokenizer, content="alpaca")
-
-
 # Special tokens in text.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Write a vocabulary with BOS and its chat template."""
-    folder = tmp_path_factory.mktemp("llama3")
-    small_tokenizer(folder, "llama3")
-    (folder / "chat_template.jinja").write_text(released("llama3"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llama3(folder):
-    return build_tokenizer(TokenizerTable(path=str(folder)))
+@pytest.fixture
+def llama3(chat_tokenizers):
+    return chat_tokenizers["llama3"]
 
 
 def tokens_of(tokenizer, content, special_tokens=False):
@@ -96,7 +73,7 @@ def tokens_of(tokenizer, content, special_tokens=False):
 
 
 def test_a_chat_that_is_already_written_has_the_tokens_that_its_messages_have(llama3):
-    spans = ChatTemplate(llama3)(Conversation((question("Hi there"), answer("Hello"))))
+    spans = with_templates(llama3, released("llama3"))(Conversation((question("Hi there"), answer("Hello"))))
     written, expected = "".join(span.text for span in spans), tokens_of(llama3, spans)
     assert tokens_of(llama3, written, special_tokens=True) == expected
     # Without the key, names are text: no document can fake a turn.
@@ -104,8 +81,8 @@ def test_a_chat_that_is_already_written_has_the_tokens_that_its_messages_have(ll
     assert len(as_text) > len(expected) and llama3.special_id("<|eot_id|>") not in as_text
 
 
-def test_text_with_special_tokens_has_the_tokens_of_the_package_tokenizers(folder, llama3):
-    reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+def test_text_with_special_tokens_has_the_tokens_of_the_package_tokenizers(chat_folders, llama3):
+    reference = tokenizers.Tokenizer.from_file(str(chat_folders["llama3"] / "tokenizer.json"))
     generator, special = random.Random(0), list(FAMILIES["llama3"].special)
     for _ in range(100):
         text = "".join(random_text(generator) + generator.choice(special) for _ in range(3)) + "end"

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +17,6 @@ from torchround.config import TokenizerTable
 from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
 from torchround.data.text.jinja_template import compile_template
-from torchround.untrusted.template_process import OUT_OF_MEMORY
 
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",
@@ -79,36 +76,6 @@ def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
-
-
-# The memory of a process counts with that of the one that started it, so this one imports nothing large.
-MEASURED = """
-import json, resource, struct, subprocess, sys
-command, sources = json.load(sys.stdin)
-length = struct.Struct("<I")
-for source in sources:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    requests = [json.dumps(request).encode() for request in (source, {})]
-    process.communicate(b"".join(length.pack(len(request)) + request for request in requests))
-    print(process.returncode)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-"""
-
-
-@pytest.mark.nightly
-def test_no_template_takes_500_mb():
-    ended = subprocess.run(
-        [sys.executable, "-c", MEASURED],
-        input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    *codes, most_bytes = map(int, ended.stdout.split())
-    # A source that is nested too deeply is an error of Jinja's, after which the process goes on.
-    ends = {name: code for name, code in zip(HOSTILE, codes, strict=True) if name != "a deep source"}
-    assert {*ends.values()} == {OUT_OF_MEMORY, -signal.SIGPROF}, ends
-    assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
 def test_a_template_is_given_up_after_three_failures_in_a_row():

@@ -14,7 +14,6 @@ import torch
 from tests.support.batch_contents import content, loader_of, write_lines
 from torchround.config import SourceTable, ValidationTable
 from torchround.data import DataError, build_validation_loader
-from torchround.layer import IGNORED_LABEL
 
 
 def take(loader, count):
@@ -32,15 +31,6 @@ def test_documents_stay_whole_and_framed_and_nothing_is_lost_at_the_end(corpus, 
     expected = [path.read_text() for path in corpus.glob("*.txt")] + [record["text"] for record in records]
     assert all(document.endswith("<|eos|>") for document in documents)
     assert sorted(document[: -len("<|eos|>")] for document in documents) == sorted(filter(None, expected))
-
-
-def test_labels_are_the_next_token_except_after_eos_and_in_padding(make_loader, tokenizer):
-    batches = list(make_loader(epochs=1))
-    tokens = torch.cat([batch.tokens.flatten() for batch in batches])
-    labels = torch.cat([batch.labels.flatten() for batch in batches])
-    ends = (tokens == tokenizer.eos_id) | (tokens == tokenizer.pad_id)
-    assert torch.equal(labels == IGNORED_LABEL, ends)
-    assert torch.equal(labels[:-1][~ends[:-1]], tokens[1:][~ends[:-1]])
 
 
 def test_an_endless_loader_resumes_across_epochs_and_goes_back_to_an_earlier_position(make_loader):

@@ -34,10 +34,10 @@ HARMS = {
 
 
 @pytest.fixture(autouse=True)
-def small_pieces_and_blocks(monkeypatch, small_blocks):
+def small_pieces_and_blocks(small_blocks):
     """Let every file be read in several parts, so that it can be lost between two of them."""
-    for module in ("source_files", "sources"):
-        monkeypatch.setattr(f"torchround.data.formats.{module}.PIECE_SIZE", 64)
+    with batch_contents.reading_limits(PIECE_SIZE=64):
+        yield
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchround.untrusted.progress
+from tests.support.batch_contents import reading_limits
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats import source_files as files_module
 from torchround.data.formats.streams import open_source
 
 
@@ -63,8 +62,7 @@ def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path):
 def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(tmp_path_factory, lines, scan):
     path = tmp_path_factory.mktemp("scan") / "x.jsonl"
     path.write_bytes(b"\n".join(json.dumps({"text": line}, ensure_ascii=False).encode() for line in lines))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "SCAN_BYTES", scan)
+    with reading_limits(SCAN_BYTES=scan):
         assert read_all(opened(path)) == lines
 
 
@@ -74,8 +72,7 @@ def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(tmp_path_f
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "x.txt").write_bytes(text.encode())
     (folder / "x.jsonl").write_text(json.dumps({"text": text}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "PIECE_SIZE", size)
+    with reading_limits(PIECE_SIZE=size):
         for name in ("x.txt", "x.jsonl"):
             source = opened(folder / name)
             pieces = pieces_of(source, documents_of(source)[0])
@@ -130,28 +127,16 @@ def test_a_source_without_documents_is_named_when_it_is_built(tmp_path, path, me
         (["LICENSE"], ".txt"),
     ],
 )
-@pytest.mark.parametrize("linked", [False, True])
-def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path, names, ending, linked):
-    folder = given = tmp_path / "disk"
+def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path, names, ending):
+    """Links are followed, and a circle of them is not."""
+    folder, linked = tmp_path / "disk", tmp_path / "data"
     (folder / "below").mkdir(parents=True)
+    linked.mkdir()
     for name in names:
         (folder / name).touch()
-    if linked:
-        given = tmp_path / "data"
-        given.mkdir()
-        (given / "linked").symlink_to(folder)
-        (folder / "again").symlink_to(folder)
-    with pytest.raises(DataError) as caught:
-        opened(given)
-    assert str(caught.value).endswith(f"such as '{given}/**/*{ending}'")
-
-
-def test_indexing_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * 9)
-    opened(tmp_path / "*.jsonl")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(torchround.untrusted.progress, "EVERY_S", 0.0)
-    opened(tmp_path / "*.jsonl")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"indexing {tmp_path / 'a.jsonl'}: 0.00 MiB") and "2 of 2 (100 %)" in lines[-1]
+    (linked / "linked").symlink_to(folder)
+    (folder / "again").symlink_to(folder)
+    for path in (folder, linked):
+        with pytest.raises(DataError) as caught:
+            opened(path)
+        assert str(caught.value).endswith(f"such as '{path}/**/*{ending}'")

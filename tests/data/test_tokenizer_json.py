@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
+from tests.support.batch_contents import reading_limits
 from tests.support.vocabularies import FAMILIES, random_text, real_text, write
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
-from torchround.data.formats import source_files
 from torchround.data.opening import open_sources
 from torchround.data.text.special_tokens import encode_text
 from torchround.data.text.tokenizer import NEWER, nfc
@@ -70,8 +70,7 @@ def ids_in_pieces(ours, text, folder, special=False):
     """Return the ids of a file of text that is read in pieces of 700 bytes, without BOS and EOS."""
     (folder / "x.txt").write_bytes(text.encode())
     table = SourceTable(path=str(folder / "x.txt"), special_tokens=special)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_files, "PIECE_SIZE", 700)
+    with reading_limits(PIECE_SIZE=700):
         (source,) = open_sources(DataTable(sources=(table,)), ours)
         (document,), offset, ids = source.first_documents(1), 0, []
         while offset is not None:

@@ -113,14 +113,6 @@ def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, know
     assert known or "trained from `My-Base`" in card
 
 
-def test_adapters_alone_have_a_card_too(folder):
-    based = ["--model.shape=none", f"--model.hf_path={BASE}", "--lora.rank=2", "--checkpoint.export=adapters"]
-    assert train.main(["--config", "own.toml", "--run.name=two", *based]) == 0
-    card = Path("outputs/two/export/step-2/README.md").read_text()
-    assert head(card)["library_name"] == "peft" and "AutoPeftModelForCausalLM" in card
-    assert "| lora.rank | `2` |" in card
-
-
 def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
     write_lines(Path("chats.jsonl"), [chat] * 20)

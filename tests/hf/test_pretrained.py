@@ -125,26 +125,6 @@ def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_on
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        ({"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}, "an FP8"),
-        ({"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16}, "an AWQ or GPTQ"),
-        ({"weight": torch.uint8, "weight.quant_state.bitsandbytes__nf4": torch.uint8}, "a bitsandbytes"),
-    ],
-)
-def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind, rewritten):
-    def quantise(tensors):
-        for linear in [name for name in tensors if name.endswith("_proj.weight")]:
-            del tensors[linear]
-            stem = linear.removesuffix("weight")
-            tensors |= {f"{stem}{name}": torch.zeros(2).to(dtype) for name, dtype in names.items()}
-
-    with pytest.raises(HFError, match=f"this is {kind} release") as error:
-        read(rewritten("llama3", quantise))
-    assert len(str(error.value)) < 400
-
-
 def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf, tmp_path, caplog):
     release = hf.release("llama3", tmp_path, max_shard_size="20KB")
     assert (tmp_path / INDEX).is_file() and not (tmp_path / SINGLE).is_file()
@@ -155,17 +135,6 @@ def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf
     assert torch.equal(initialised(release).weights()["head.norm.weight"], theirs)
     assert torch.equal(theirs, tensors["model.norm.weight"])
     assert caplog.text.count(f"the weights are read from {SINGLE}") == 1
-
-
-def test_blocks_of_another_shape_are_named(rewritten):
-    def change(tensors):
-        name = "model.layers.0.mlp.experts.down_proj"
-        del tensors[name]
-        tensors[f"{name}_blocks"] = torch.zeros(5, 96, 1, 16, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.zeros(5, 96, 2, dtype=torch.uint8)
-
-    with pytest.raises(HFError, match=r"down_proj_blocks \[5, 96, 1, 16\] instead of \[5, 96, 2, 16\]"):
-        read(rewritten("gpt_oss", change))
 
 
 def test_a_file_that_is_truncated_or_no_file_of_tensors_is_named(hf, tmp_path):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.support.kernel_kinds import BF16, KINDS, SPLIT, cut_out
-from torchround.engine.optimizer_worker import use_threads_here
 from torchround.optim import UpdateProgress, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
@@ -68,21 +67,6 @@ def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
             some.close()
             assert have_same_bits(compiled, plain)
     assert threading.active_count() == before
-
-
-def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone():
-    before, seen = torch.get_num_threads(), []
-
-    def look(count):
-        use_threads_here(count)
-        seen.append(torch.get_num_threads())
-
-    for count in (3, 1):
-        thread = threading.Thread(target=look, args=(count,))
-        thread.start()
-        thread.join()
-    assert seen == [3, 1]
-    assert torch.get_num_threads() == before
 
 
 def test_other_threads_run_python_during_an_update():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tests.support.kernel_kinds import cut_out
-from tests.support.plain_adamw import adamw_update_
 from torchround.optim import COMPACT, EXACT, UpdateBuffers, predict_, update_
 from torchround.optim.formats import StateFormat
 from torchround.optim.rules.adamw import AdamWRule
@@ -113,30 +112,6 @@ def test_a_hundred_steps_with_split_weights_are_fp32_adamw_in_numpy_bit_for_bit(
     expected = torch.from_numpy(numpy_adamw(numel, steps, gradient_of))
     assert torch.equal(join(buffers.current, buffers.residual), expected)
     assert torch.equal(buffers.current, split(expected)[0])
-
-
-def test_fp32_steps_are_torch_adamw_within_rounding_and_as_near_to_float64():
-    hyper = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    numel = 20_001
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
-    parameter, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
-    references = [torch.optim.AdamW([one], **hyper, foreach=False) for one in (parameter, exact)]
-    weight, exp_avg, exp_avg_sq = start.clone(), torch.zeros(numel), torch.zeros(numel)
-    device_weight = torch.zeros(numel, dtype=torch.bfloat16)
-    for step in range(1, 41):
-        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step)) * 0.1
-        parameter.grad, exact.grad = gradient.clone(), gradient.double()
-        for reference in references:
-            reference.step()
-        adamw_update_(weight, exp_avg, exp_avg_sq, gradient, device_weight, **hyper, bias_correction_step=step)
-    theirs = parameter.detach()
-    # One ulp of a weight near 1 is 1.2e-7; roundings that go either way stay within a few of them.
-    torch.testing.assert_close(weight, theirs, rtol=1e-6, atol=1e-6)
-    state = references[0].state[parameter]
-    torch.testing.assert_close(exp_avg, state["exp_avg"], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1e-5, atol=1e-9)
-    assert torch.equal(device_weight, weight.bfloat16())
-    assert 0 < (weight - exact.detach()).norm() <= 1.2 * (theirs - exact.detach()).norm()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
