@@ -1,17 +1,15 @@
 """Runs that continue in files with a changed record, when half of a group of whole documents is used up."""
 
-import gzip
 import json
 from collections import Counter
 from itertools import islice
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_contents import documents, loader_of, write_lines
+from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import SourceTable
 from torchround.data.errors import DataError
 
@@ -109,20 +107,14 @@ def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(tmp
         run.resume(1)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.parquet", "x.jsonl"])
-def test_a_file_that_has_lost_records_ends_its_epoch_and_the_next_one_has_what_is_left(tmp_path, tokenizer, name):
+@pytest.mark.parametrize("write", [write_gzip, write_parquet, write_plain])
+def test_a_file_that_has_lost_records_ends_its_epoch_and_the_next_one_has_what_is_left(tmp_path, tokenizer, write):
     """The position is in a block of records, of which 12 are left."""
-    path = tmp_path / name
 
     def of(count, shuffle):
-        records = [{"text": text_of(number)} for number in range(count)]
-        if name.endswith("parquet"):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-        else:
-            data = write_lines(path, records).read_bytes()
-            path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        table = write(tmp_path, [{"text": text_of(number)} for number in range(count)])
         keys = {"shuffle": shuffle, "shuffle_sequences": 0, "on_changed_files": "go_on"}
-        return loader_of(path, tokenizer, SEQ_LEN, 2, 3, epochs=2, **keys)
+        return loader_of(table, tokenizer, SEQ_LEN, 2, 3, epochs=2, **keys)
 
     for shuffle in (True, False):
         before = of(60, shuffle)

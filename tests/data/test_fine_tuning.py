@@ -1,16 +1,14 @@
 """Loaders over conversations, token ids and held-out documents: real files to batches."""
 
-import gzip
 from collections import Counter
 from functools import partial
 from itertools import islice
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.support.batch_contents import documents, loader_of, write_lines
+from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_loader, build_validation_loader, num_tokens
 
@@ -19,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    """Write 90 conversations in three shapes and kinds of file."""
+def make(tmp_path_factory, chat_tokenizer):
+    """Make loaders over 90 conversations in three shapes and kinds of file."""
     folder = tmp_path_factory.mktemp("chats")
     messages = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
@@ -31,21 +29,12 @@ def chats(tmp_path_factory):
         for asked, said in TURNS[30:60]
     ]
     alpaca = [{"instruction": asked, "input": "", "output": said} for asked, said in TURNS[60:]]
-    write_lines(folder / "messages.jsonl", messages)
-    plain = write_lines(folder / "sharegpt", sharegpt)
-    (folder / "sharegpt.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(alpaca), folder / "alpaca.parquet", row_group_size=11)
-    return folder
-
-
-@pytest.fixture
-def make(chats, chat_tokenizer):
-    sources = (
-        SourceTable(path=str(chats / "messages.jsonl"), content="messages"),
-        SourceTable(path=str(chats / "sharegpt.jsonl.gz"), content="messages", weight=2.0),
-        SourceTable(path=str(chats / "alpaca.parquet"), content="alpaca"),
-    )
-    return partial(loader_of, sources, chat_tokenizer)
+    tables = [
+        write_plain(folder, messages, "messages").model_copy(update={"content": "messages"}),
+        write_gzip(folder, sharegpt, "sharegpt").model_copy(update={"content": "messages", "weight": 2.0}),
+        write_parquet(folder, alpaca, "alpaca").model_copy(update={"content": "alpaca"}),
+    ]
+    return partial(loader_of, tuple(tables), chat_tokenizer)
 
 
 def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_first_letter_to_its_end(

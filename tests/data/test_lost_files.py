@@ -1,31 +1,33 @@
 """Files that vanish, change or cannot be read during a run stop it in both modes, and so do too many bad records."""
 
 import errno
-import gzip
 import json
 import os
 from functools import partial
 from itertools import islice
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.support import batch_contents
 from tests.support.batch_contents import content, write_lines
+from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.errors import DataFileError
 from torchround.data.formats import file_index
 
 RECORDS = [{"text": f"record {number} " * 4} for number in range(60)]
-LINES = "\n".join(map(json.dumps, RECORDS)).encode()
-WRITERS = {
-    "x.txt": lambda path: path.write_text(" ".join(record["text"] for record in RECORDS)),
-    "x.jsonl": lambda path: path.write_bytes(LINES),
-    "x.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
-    "x.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path, row_group_size=8),
-}
+WRITERS = {"x.jsonl": write_plain, "x.jsonl.gz": write_gzip, "x.parquet": write_parquet}
+
+
+def write(folder, name):
+    if name in WRITERS:
+        WRITERS[name](folder, RECORDS)
+    else:
+        (folder / name).write_text(" ".join(record["text"] for record in RECORDS))
+    return folder / name
+
+
 HARMS = {
     "vanished": lambda path: path.unlink(),
     "shorter": lambda path: os.truncate(path, path.stat().st_size // 2),
@@ -47,13 +49,12 @@ def loader_of(tokenizer):
 
 @pytest.mark.parametrize("mode", ["stop", "skip"])
 @pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["x.txt", *WRITERS])
 def test_a_file_that_is_lost_or_changed_in_mid_run_stops_it_and_the_position_is_kept(
     tmp_path, loader_of, name, harm, mode
 ):
     """Before, a run that skips bad records went on with what was cached, for as many epochs as it liked."""
-    path = tmp_path / name
-    WRITERS[name](path)
+    path = write(tmp_path, name)
     whole = content(islice(loader_of(path), 30))
     loader = loader_of(path, on_bad_record=mode)
     batches = list(islice(loader, 2))
@@ -84,7 +85,7 @@ def test_a_lost_file_stops_a_run_at_its_next_record_although_a_window_waits(tmp_
 
 def test_a_file_that_is_lost_before_the_first_batch_is_no_bad_record_either(tmp_path, loader_of):
     for name in "abc":
-        WRITERS["x.txt"](tmp_path / f"{name}.txt")
+        write(tmp_path, f"{name}.txt")
     loader = loader_of(tmp_path / "*.txt", on_bad_record="skip")
     (tmp_path / "b.txt").unlink()
     with pytest.raises(DataFileError, match=r"b\.txt: cannot be read"):

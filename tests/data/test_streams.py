@@ -1,7 +1,5 @@
 """Compressed JSONL, parquet and datasets, against the same records in plain JSONL; archives that are damaged."""
 
-import gzip
-import json
 import random
 import sys
 
@@ -9,49 +7,21 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
+from tests.support.record_files import (
+    as_lines,
+    write_dataset,
+    write_gzip,
+    write_parquet,
+    write_saved_dataset,
+    write_zstd,
+)
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.streams import open_source
 from torchround.data.shuffling import EpochKey
 
 pytestmark = pytest.mark.usefixtures("small_blocks")  # so small that 40 records have several
-
-
-def as_lines(records):
-    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
-
-
-def write_gzip(folder, records):
-    (folder / "x.jsonl.gz").write_bytes(gzip.compress(as_lines(records)))
-    return SourceTable(path=str(folder / "x.jsonl.gz"))
-
-
-def write_zstd(folder, records):
-    """Write two frames, as tools that compress in parallel do."""
-    half = len(records) // 2
-    frames = [zstandard.compress(as_lines(part)) for part in (records[:half], records[half:])]
-    (folder / "x.jsonl.zst").write_bytes(b"".join(frames))
-    return SourceTable(path=str(folder / "x.jsonl.zst"))
-
-
-def write_parquet(folder, records):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / "x.parquet", row_group_size=7)
-    return SourceTable(path=str(folder / "x.parquet"))
-
-
-def write_dataset(folder, records):
-    """Write a folder of files, which is streamed as a dataset of the hub is."""
-    (folder / "set").mkdir()
-    for number in (0, 1):
-        (folder / "set" / f"train-{number}.jsonl").write_bytes(as_lines(records[number::2]))
-    return SourceTable(path=str(folder / "set"), format="dataset")
-
-
-def write_saved_dataset(folder, records):
-    datasets.DatasetDict({"held": datasets.Dataset.from_list(records)}).save_to_disk(str(folder / "saved"))
-    return SourceTable(path=str(folder / "saved"), format="dataset", split="held")
 
 
 WRITERS = [write_gzip, write_zstd, write_parquet, write_dataset, write_saved_dataset]

@@ -70,15 +70,6 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
     assert found[tokens.input_ids.shape[1] :].tolist() == [257]
 
 
-def test_the_card_says_base_data_settings_and_losses(folder):
-    card = (BASE / "README.md").read_text()
-    assert head(card) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["torchround"]}
-    last = json.loads(Path("outputs/own/metrics.jsonl").read_text().splitlines()[-1])
-    for text in ("# own\n", "trained from scratch", f"{last['loss']:.4f}", f"{last['tokens']:,}", "`text.jsonl`"):
-        assert text in card
-    assert "training.seq_len | `16`" in card and "optimizer.lr" in card and str(folder) not in card
-
-
 RUN = {
     "run": {"name": "x", "seed": 0},
     "model": {"family": "qwen3", "flavor": None, "hf_path": "/secret/place/My-Base"},

@@ -6,8 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.reference import Reference
-from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.models import ModelConfigError, TransformerConfig
 from torchround.models.common.attention import Attention
 from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
@@ -60,27 +58,11 @@ BLOCKS = [
 ]
 
 
-def micro_batches(tools, steps=2):
-    documents = [[[12, 20], [32]], [[32]], [[7, 25]]]
-    return [
-        [
-            replace(tools.micro_batch(cut, 50, seed=10 * step + index), max_documents=2)
-            for index, cut in enumerate(documents)
-        ]
-        for step in range(steps)
-    ]
-
-
 @pytest.mark.parametrize(("tied", "devices"), [(False, 1), (True, 2)])
-def test_training_is_bitwise_that_of_a_plain_loop(tied, devices, tools):
+def test_training_is_bitwise_that_of_a_plain_loop(tied, devices, train_as_a_loop):
     model = assemble(replace(CONFIG, tied_embeddings=tied), BLOCKS)
-    batches, store = micro_batches(tools), toy_store(model)
-    loop = Reference.of(model, store)
     partition = Partition((1, 2, 2), 1, (1, 2, 2))  # embedding; pairs of blocks; head, and back in pairs
-    with toy_engine(model, store, partition, devices) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
+    train_as_a_loop(model, partition, [[[12, 20], [32]], [[32]], [[7, 25]]], devices=devices)
 
 
 def test_each_block_has_its_own_hugging_face_names():

@@ -1,16 +1,19 @@
-"""Flavors of our own families against the published sizes, and the reading of `config.json`."""
+"""Families: flavors against the published sizes, the reading of `config.json`, ties, and rotary embeddings."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchround.models import FAMILIES, ModelConfigError
+from tests.support.rounding import assert_close_in_sums
+from torchround.models import FAMILIES, OWN_FAMILIES, ModelConfigError
 from torchround.models.common.feed_forward import MoEShape
-from torchround.models.common.rope import Llama3Scaling, Rope, inverse_frequencies
+from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling, inverse_frequencies, rotate, rotation
 
 LLAMA3, QWEN3, GPT_OSS = (FAMILIES[name] for name in ("llama3", "qwen3", "gpt_oss"))
 
@@ -174,3 +177,85 @@ def test_yarn_frequencies_and_magnitude_equal_those_of_transformers():
 def test_unsupported_values_are_refused_by_name_and_value(family, changes, message):
     with pytest.raises(ModelConfigError, match=message):
         FAMILIES[family].config_from_hf(RELEASED[family] | changes)
+
+
+@pytest.fixture(params=OWN_FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+def test_a_tied_parameter_gets_both_gradients_and_no_second_initialisation(family, tools):
+    config = family.config_from_flavor("debug", vocab_size=40, num_layers=1, tied_embeddings=True)
+    batch = tools.micro_batch([[30]], 40)
+    tied = tools.materialise(family.build(config))
+    before = tied.layers[0].weight.detach().clone()
+    tied.layers[-1].init_weights(torch.Generator().manual_seed(9))
+    assert tied.layers[-1].weight is tied.layers[0].weight and torch.equal(tied.layers[0].weight, before)
+    apart = tools.materialise(family.build(replace(config, tied_embeddings=False)))
+    with torch.no_grad():
+        for name, parameter in tools.stored_parameters(apart).items():
+            source = "embedding.weight" if name == "head.weight" else name
+            parameter.copy_(tools.stored_parameters(tied)[source])
+    for model in (tied, apart):
+        tools.loss_sum(model, batch).backward()
+    both = apart.layers[0].weight.grad + apart.layers[-1].weight.grad
+    # The same terms, grouped differently: two gradients, each a sum over 30 tokens.
+    assert_close_in_sums(tied.layers[0].weight.grad, both, 60)
+
+
+def test_every_flavor_written_as_config_json_is_read_back_as_it_was(family):
+    for config in family.flavors.values():
+        content = json.loads(json.dumps(family.config_to_hf(config)))
+        assert family.config_from_hf(content) == config
+
+
+@pytest.mark.parametrize(
+    ("flavor", "field", "value", "message"),
+    [
+        ("huge", "num_layers", 1, "flavor 'huge'.*debug"),
+        ("debug", "colour", "red", "colour"),
+        ("debug", "num_layers", 0, "num_layers = 0"),
+        ("debug", "num_kv_heads", 3, "num_kv_heads = 3"),
+        ("debug", "head_dim", 7, "head_dim = 7"),
+    ],
+)
+def test_unknown_flavors_and_fields_and_impossible_shapes_are_refused_with_their_values(
+    family, flavor, field, value, message
+):
+    with pytest.raises(ModelConfigError, match=message):
+        family.config_from_flavor(flavor, **{field: value})
+
+
+LLAMA_31 = Rope(500000.0, Llama3Scaling(factor=8.0))
+
+
+@pytest.mark.parametrize(("head_dim", "factor"), [(64, 32.0), (128, 8.0)])
+def test_llama3_frequencies_equal_those_of_transformers(head_dim, factor):
+    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    parameters |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    reference = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_dim, rope_parameters=parameters))
+    found = inverse_frequencies(Rope(500000.0, Llama3Scaling(factor)), head_dim, torch.device("cpu"))
+    # The same formula in fp32: at most 16 roundings of 2^-24.
+    torch.testing.assert_close(found, reference.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_bf16_heads_are_rotated_in_fp32_and_rounded_once():
+    heads = torch.randn(1, 4, 2, 16).bfloat16()
+    cos, sin = rotation(LLAMA_31, 16, torch.tensor([[0, 1, 5000, 100000]]))
+    assert cos.dtype == torch.float32
+    assert torch.equal(rotate(heads, cos, sin), rotate(heads.float(), cos, sin).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "stated", "known"),
+    [
+        (None, 8192, 8192),
+        (Llama3Scaling(8.0, original_positions=8192), 131072, 131072),  # Llama 3.1 states more than the product
+        (Llama3Scaling(32.0, original_positions=8192), 131072, 131072),  # Llama 3.2 states less
+        (Llama3Scaling(4.0, original_positions=8192), 8192, 32768),  # stretched by its user
+        (YarnScaling(32.0, original_positions=4096), 131072, 131072),  # GPT-OSS
+        (YarnScaling(4.0, original_positions=32768), 40960, 131072),  # Qwen3 as its card says to stretch it
+    ],
+)
+def test_the_known_positions_are_the_stated_ones_or_what_a_scaling_makes_of_the_original_ones(scaling, stated, known):
+    assert Rope(1e4, scaling).known_positions(stated) == known

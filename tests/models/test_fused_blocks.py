@@ -1,15 +1,11 @@
 """Whole models by the fused operations' plain references: on the CPU, which is made to take them, and through the engine."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.support import plain_flash
 from tests.support.interpreted import random
-from tests.support.reference import Reference
 from tests.support.rounding import assert_close_in_sums
-from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.models import FAMILIES
 from torchround.models.common import attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
@@ -30,7 +26,7 @@ def offsets_kernel(monkeypatch):
 
 def small(name, flavor, tied=False):
     config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
-    return FAMILIES[name].build(config), config
+    return FAMILIES[name].build(config)
 
 
 def loss_and_gradients(model, batch, tools):
@@ -43,7 +39,7 @@ def loss_and_gradients(model, batch, tools):
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
 def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flavor, tools, request):
-    model, _ = small(name, flavor)
+    model = small(name, flavor)
     tools.materialise(model)
     for parameter in tools.stored_parameters(model).values():
         with torch.no_grad():
@@ -62,22 +58,9 @@ def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flav
 
 
 @pytest.mark.parametrize("name, flavor", CASES[2:], ids=map("-".join, CASES[2:]))
-def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tools, fused, offsets_kernel):
+def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, fused, offsets_kernel, train_as_a_loop):
     """Recomputation, two workers and later rounds see each micro-batch's own offsets."""
-    model, _ = small(name, flavor)
-    batches = [
-        [
-            replace(tools.micro_batch(documents, 50, seed=10 * step + index), max_documents=2)
-            for index, documents in enumerate(CUTS[step % 2])
-        ]
-        for step in range(2)
-    ]
-    store = toy_store(model)
-    loop = Reference.of(model, store)
-    with toy_engine(model, store, PARTITION, num_devices=2) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
+    train_as_a_loop(small(name, flavor), PARTITION, *CUTS)
 
 
 def test_another_class_of_norm_is_not_replaced_by_the_fused_one(fused):

@@ -3,15 +3,10 @@
 `tests/support/engine_rows.py` has Qwen3's and Llama's layers in every mode of the engine.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.support.reference import Reference
-from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.engine.store.bundles import BOUNDED, SYNC
-from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
@@ -27,20 +22,13 @@ CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the 
         ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1)),
     ],
 )
-def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(name, adapters, dtype, policy, stale, backward, tools):
+def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
+    name, adapters, dtype, policy, stale, backward, train_as_a_loop
+):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
     config = FAMILIES[name].config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=True)
     model = FAMILIES[name].build(config)
     if adapters:
         add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(2, 4.0, 0.25, adapters))
-    batches = []
-    for step in range(3):
-        parts = [tools.micro_batch(cut, 50, seed=10 * step + part) for part, cut in enumerate(CUTS)]
-        batches.append(with_dropout_seeds([replace(part, max_documents=2) for part in parts], seed=7, step=step))
-    store = toy_store(model, dtype, policy=policy)
-    loop = Reference.of(model, store, **({"stale": stale} if stale else {}))
     partition = Partition((1, 2), 1, backward)
-    with toy_engine(model, store, partition, num_devices=2, stale_layers=stale) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
+    train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, policy=policy)

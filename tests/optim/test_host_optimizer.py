@@ -73,16 +73,6 @@ def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
     assert (group["count"], float(group["mean"]), group["lr"]) == (3, 3.0, 0.5)
 
 
-def test_it_stays_with_its_weights():
-    on = weights()
-    optimizer = bound(sgd, on)
-    made = optimizer.optimizer
-    optimizer.bind(on)
-    assert optimizer.optimizer is made
-    with pytest.raises(HostOptimizerError, match="another host store"):
-        optimizer.bind(weights())
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -1,11 +1,13 @@
-"""What experts run on cards of each generation."""
+"""What experts and the head run on cards of each generation, counted on `meta`."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_counts import CountingMode
 from torchround.accelerators import CudaKind, as_if_on
 from torchround.models import FAMILIES
+from torchround.models.common import loss
 
 BEFORE_HOPPER, HOPPER, GEFORCE_BLACKWELL = (8, 9), (9, 0), (12, 0)
 
@@ -51,3 +53,20 @@ def test_hopper_runs_pytorchs_kernel_and_adds_to_sums_with_triton(has_sums, thei
     seen = experts_operations("qwen3", "debug_moe", HOPPER, has_sums)
     assert seen.count("aten::_grouped_mm") == theirs
     assert seen.count("torchround::grouped_gradient_") == ours and "torchround::grouped_rows" not in seen
+
+
+VOCAB, WIDTH, TOKENS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
+
+
+def test_the_head_moves_at_most_25_gb_in_all():
+    """On `meta`, as on a card, with the weight's gradient where the engine has it."""
+    hidden = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(VOCAB, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.empty(VOCAB, WIDTH, device="meta")
+    labels = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    with as_if_on("cuda"), CountingMode() as mode:
+        total = loss.token_loss_sum(hidden, weight, labels, 0.1)
+        total.backward(torch.empty_like(total))
+    assert mode.counted.elementwise_bytes + mode.counted.product_bytes < 25e9
+    assert "mul_" not in mode.counted.by_name(), "no pass multiplies finished gradients"

@@ -1,4 +1,4 @@
-"""Copies of a document from different epochs: not in one batch if an epoch has enough others, said otherwise."""
+"""The order of documents: copies from different epochs apart, every document once an epoch, sources by their shares."""
 
 import gzip
 import logging
@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.support.batch_contents import write_lines
 from torchround.config import DataTable, SourceTable
 from torchround.data import Loader, build_loader
+from torchround.data.formats.streams import open_source
 from torchround.data.order_rules import OrderRules
+from torchround.data.reading_order import MixSettings, Reader
 from torchround.data.shuffling import EpochKey, epoch_order, shuffled
 
 # A document begins with its own two numbers below BASE, and only there.
@@ -117,16 +119,6 @@ def test_too_few_documents_for_a_step_are_said_once(tmp_path, tokenizer, caplog,
     assert all(word in warnings[0] for word in words or ())
 
 
-def test_a_small_source_in_a_mix_keeps_its_copies_apart_too(tmp_path, tokenizer):
-    """Sixty documents are drawn as often as the 700 of another source: each comes about every ten steps."""
-    small = write_documents(tmp_path / "small.jsonl", [8] * 60)
-    large = write_documents(tmp_path / "large.jsonl", [8] * 700, first=1000)
-    data = DataTable(sources=(small, large), packing="best_fit")
-    loader = build_loader(data, tokenizer, 32, 3, 0)
-    for batch in islice(loader, 120):
-        assert max(Counter(documents_of(batch)).values()) == 1
-
-
 @settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(3, 90), min_size=1, max_size=60),
@@ -182,3 +174,44 @@ def test_every_document_is_in_every_place_equally_often(order):
     )
     assert len(places) == 25
     assert all(abs(count - 800) < 6 * 25.3 for count in places.values())
+
+
+@pytest.fixture(scope="module")
+def counted_sources(tmp_path_factory):
+    """Make three sources of 3, 7 and 20 one-word documents; the word is the number of the source."""
+    folder = tmp_path_factory.mktemp("mix")
+    paths = [
+        write_lines(folder / f"{number}.jsonl", [{"text": str(number)}] * (3, 7, 20)[number]) for number in range(3)
+    ]
+    return [open_source(SourceTable(path=str(path))) for path in paths]
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=st.tuples(*[st.floats(0.01, 100)] * 3), count=st.integers(1, 200))
+def test_after_any_number_of_documents_no_source_is_ahead_of_its_share_by_more_than_one(
+    counted_sources, weights, count
+):
+    reader = Reader(counted_sources, MixSettings(weights, shuffle=True, seed=0))
+    reader.reset()
+    drawn = Counter(piece.content for piece in islice(reader, count))
+    for number, weight in enumerate(weights):
+        assert drawn[str(number)] <= count * weight / sum(weights) + 1 + 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(0, 300), key=st.text(max_size=10))
+def test_a_shuffle_is_a_permutation(count, key):
+    assert sorted(shuffled(count, key).tolist()) == list(range(count))
+
+
+def test_a_shuffle_is_the_one_that_earlier_checkpoints_were_written_with():
+    """Work the order out by hand from the published SplitMix64, in Python's own integers."""
+
+    def mixed(value):
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+        return value ^ (value >> 31)
+
+    seed = 0x14388CD00947B554
+    expected = sorted(range(10), key=lambda index: mixed((seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64))
+    assert shuffled(10, "0/0/0").tolist() == expected
