@@ -205,16 +205,6 @@ def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_trans
         assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
 
 
-def test_a_template_that_is_given_writes_all_conversations(folder, tmp_path):
-    given = tmp_path / "given.jinja"
-    given.write_text(named("given"))
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE_LIST}))
-    table = TokenizerTable(path=str(tmp_path), chat_template=str(given))
-    for tools in ((), (TOOL,)):
-        assert "given two" in written(ChatTemplate(build_tokenizer(table)), DIALOGUE, tools)
-
-
 def test_templates_without_a_default_say_which_key_gives_one(qwen, tmp_path):
     tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
     with pytest.raises(TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'):

@@ -58,14 +58,6 @@ def test_weight_by_size_visits_every_document_equally_often(make):
     assert abs(drawn[1] - drawn[0] * 2) <= 2 and abs(drawn[0] - drawn[2]) <= 1 < drawn[0]
 
 
-@pytest.mark.parametrize(("handling", "kept"), [("cut", 3), ("skip", 2), ("split", 4)])
-def test_a_conversation_longer_than_a_sequence_is_handled_by_key_and_counted(tmp_path, chat_tokenizer, handling, kept):
-    path = write_lines(tmp_path / "x.jsonl", [{"instruction": "q", "output": "a" * length} for length in (3, 100, 5)])
-    loader = loader_of(path, chat_tokenizer, content="alpaca", long_documents=handling, epochs=1)
-    assert len(documents(loader, chat_tokenizer)) == kept
-    assert loader.num_long_documents() == 1
-
-
 def test_token_ids_are_used_as_they_are(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", [{"tokens": [5, 6, 7]}, {"tokens": [8, 258]}, {"tokens": []}])
     keys = {"content": "tokens", "shuffle": False, "epochs": 1}

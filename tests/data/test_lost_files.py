@@ -92,15 +92,6 @@ def test_a_file_that_is_lost_before_the_first_batch_is_no_bad_record_either(tmp_
         loader.check_first_records()
 
 
-def test_a_source_of_one_record_is_read_again_in_each_epoch(tmp_path, loader_of):
-    path = write_lines(tmp_path / "x.jsonl", [{"text": "only " * 30}])
-    loader = loader_of(path, on_bad_record="skip")
-    next(loader)
-    path.unlink()
-    with pytest.raises(DataFileError, match=r"x.jsonl: cannot be read: No such file"):
-        list(islice(loader, 100))
-
-
 def test_an_error_of_the_disk_is_no_bad_record(tmp_path, loader_of, monkeypatch):
     loader = loader_of(write_lines(tmp_path / "x.jsonl", RECORDS), on_bad_record="skip")
     next(loader)

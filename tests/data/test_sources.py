@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import sysconfig
 from pathlib import Path
 
@@ -13,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.data import memory_while_reading, write_records
-from benchmarks.frame import in_fresh_process
 from tests.support.batch_contents import reading_limits
-from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, build_loader
+from torchround.config import SourceTable
+from torchround.data import DataError
 from torchround.data.formats.source_files import find_files
 from torchround.data.formats.streams import open_source
 
@@ -231,30 +228,3 @@ def test_files_of_several_kinds_may_be_mixed_but_not_with_those_of_other_program
     (tmp_path / "d.arrow").write_bytes(b"ARROW1\0\0")
     with pytest.raises(DataError, match=r"d.arrow is no text but an Arrow file"):
         open_source(SourceTable(path=str(tmp_path / "*")))
-
-
-def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(tmp_path, tokenizer, caplog):
-    path = tmp_path / "x.log"
-    for content, warns in (
-        (json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b"}), True),
-        ("{not json}\n", False),
-        ("plain", False),
-    ):
-        path.write_text(content)
-        caplog.clear()
-        for format in ("auto", "text"):
-            data = DataTable(sources=(SourceTable(path=str(path), format=format),))
-            build_loader(data, tokenizer, 16, 1, 0).check_first_records()
-        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert ["looks like JSON Lines" in record.getMessage() for record in warnings] == [True] * warns
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
-def test_memory_does_not_grow_with_the_documents_that_are_read(tmp_path, name):
-    """Memory is compared from 24 000 documents (three blocks of a stream) to 60 000; keeping each would add 7 MiB or more."""
-    documents = 60_000
-    write_records(tmp_path / name, documents)
-    mib = in_fresh_process(memory_while_reading, str(tmp_path / name), documents, 0)["mib_by_tenth"]
-    assert len(mib) >= 10
-    assert max(mib[4:]) - mib[4] < 4

@@ -207,14 +207,6 @@ def test_any_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path_fac
     assert found == pairs[name][0].encode(text)
 
 
-def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs):
-    ours, reference = pairs["qwen3"]
-    ids = ours.encode("a<|im_end|><think>b")
-    assert reference.token_to_id("<|im_end|>") not in ids
-    assert reference.token_to_id("<think>") in ids
-    assert ours.decode(ids) == "a<|im_end|><think>b"
-
-
 @pytest.mark.parametrize(
     ("name", "bos", "eos", "pad"),
     [

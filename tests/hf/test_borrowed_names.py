@@ -118,17 +118,6 @@ def test_tensors_of_old_files_and_those_that_transformers_leaves_out_are_redunda
     assert_is_the_model(toy, filled(toy, read(toy, folder)))
 
 
-def test_a_machine_that_holds_a_part_of_the_weights_reads_that_part(toys):
-    toy = toys("qwen2")
-    weights = read(toy, toy.folder)
-    whole, part = filled(toy, weights), {}
-    for name in list(whole)[::3]:
-        part[name] = torch.zeros_like(whole[name])
-    weights.load({name: nullcontext(view) for name, view in part.items()})
-    assert part and all(torch.equal(part[name], whole[name]) for name in part)
-    assert 0 < weights.bytes_of(part) < weights.bytes_of(whole)
-
-
 def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys, tmp_path):
     toy = toys("olmo_hybrid")
     with pytest.raises(ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*save_pretrained"):

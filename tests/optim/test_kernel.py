@@ -23,7 +23,6 @@ from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bi
 from torchround.optim.kernel_kind import KernelError, KernelKind
 from torchround.optim.node_threads import NodeThreads
 from torchround.optim.rules.adamw import AdamWRule
-from torchround.untrusted.regular_file import open_regular
 
 pytestmark = pytest.mark.compiles
 
@@ -175,20 +174,6 @@ def test_code_that_is_none_or_that_another_user_could_have_put_there_is_not_load
     harm(cache, library)
     with caplog.at_level(logging.WARNING):
         assert get_kernels([SPLIT[0]], lambda: None) == {}
-
-
-def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(kernels, tmp_path, monkeypatch):
-    library = tmp_path / "update.so"
-    shutil.copyfile(kernel.private_folder() / SPLIT[0].library(), library)
-
-    def opened_then_replaced(path):
-        file = open_regular(path)
-        path.unlink()
-        path.write_bytes(b"another user's code")
-        return file
-
-    monkeypatch.setattr(kernel, "open_regular", opened_then_replaced)
-    CompiledUpdate(library, NodeThreads(1))
 
 
 @pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])

@@ -106,14 +106,6 @@ def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_directions_have_singular_values_near_one():
-    matrices = torch.randn(4, 40, 64, generator=torch.Generator().manual_seed(8)).bfloat16()
-    values = torch.linalg.svdvals(orthogonalised(matrices).float())
-    # Jordan's coefficients leave them between 0.7 and 1.2, and bf16 adds a little.
-    assert values.min() > 0.6 and values.max() < 1.3
-    assert not orthogonalised(torch.zeros(1, 8, 16, dtype=torch.bfloat16)).any(), "zeros have no direction"
-
-
 @pytest.fixture
 def narrow_bands(monkeypatch):
     """Cut matrices of some hundred rows into five bands."""

@@ -165,19 +165,6 @@ def test_offsets_and_masks_are_made_without_reading_from_the_device():
     assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
 
 
-def test_the_flash_kernels_take_what_they_are_given():
-    """Ask PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
-    shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    heads = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
-    document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    sinks = torch.empty(HEADS, device="meta", requires_grad=True)
-    for window in (None, 4):
-        mixed = packed_attention.attend_by_offsets(*heads, Documents(document_ids, 4), window, sinks)
-        assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
-        gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
-        assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
-
-
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
     plain_flash.install(monkeypatch)
     compiled = torch.compile(packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
