@@ -1,6 +1,6 @@
 """Packing against what each document by itself would be, and the cut of a batch against plain slicing and counting."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -46,6 +46,10 @@ def expected(document):
     return list(zip(document, [*labels, IGNORED_LABEL], strict=True))
 
 
+def as_lists(rows):
+    return [[field.tolist() for field in (row.tokens, row.labels, row.positions, row.document_ids)] for row in rows]
+
+
 def rows_of(packer):
     packer.reset()
     return list(packer)
@@ -69,8 +73,20 @@ def contiguous_rows(documents, seq_len):
 def test_contiguous_rows_are_what_the_definition_says_however_documents_come_in_pieces(lengths, seq_len, cuts):
     documents = numbered(lengths)
     rows = rows_of(ContiguousPacker(IterableWrapper(pieces_of(documents, cuts)), seq_len, PAD))
-    found = [[field.tolist() for field in (row.tokens, row.labels, row.positions, row.document_ids)] for row in rows]
-    assert found == contiguous_rows(documents, seq_len)
+    assert as_lists(rows) == contiguous_rows(documents, seq_len)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 17), max_size=12), seq_len=st.integers(1, 12), stop=st.integers(0, 30))
+def test_a_half_filled_packer_continues_from_its_state(lengths, seq_len, stop):
+    pieces = pieces_of(numbered(lengths), {3})
+    packer, resumed = (ContiguousPacker(IterableWrapper(pieces), seq_len, PAD) for _ in range(2))
+    packer.reset()
+    list(islice(packer, stop))
+    state = packer.state_dict()
+    rest = as_lists(packer)
+    resumed.reset(state)
+    assert as_lists(resumed) == rest
 
 
 def unpacked(rows):
