@@ -1,10 +1,9 @@
 """The batches of a step on several machines, against the same batches on one, with documents dealt to one or more streams."""
 
 import json
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from tests.support.agreeing_threads import run_agreeing
 from tests.support.batch_contents import content, loader_of, write_lines
 from torchround.data import DataError, cut, joined_positions, num_tokens
-from torchround.data.formats.sources import Source
 from torchround.data.step_batches import StepBatches
 from torchround.layer import IGNORED_LABEL, with_dropout_seeds
 
@@ -161,25 +159,23 @@ def test_several_streams_hold_each_document_of_one_stream_once_and_padding_at_th
     assert one.num_long_documents() == several.num_long_documents() > 0
 
 
-def test_each_sequence_is_read_on_one_machine_and_with_one_stream_on_all(make_loader, monkeypatch):
-    reads, own_read = defaultdict(Counter), Source.read
+def test_each_stream_is_read_on_one_machine_and_one_stream_on_all(make_loader):
+    """A machine has positions of the streams that it reads."""
 
-    def counted(source, document, offset):
-        reads[threading.get_ident()][f"{document} from {offset}"] += 1
-        return own_read(source, document, offset)
+    def machines_of(streams):
+        def work(machine, gather):
+            loader = make_loader(epochs=1, streams=streams, **SIZES)
+            steps_of(StepBatches(loader, 2, 1, gather, machine, 4), 2)
+            position = loader.state_dict()["position"]
+            found = position["streams"] if streams > 1 else [position]
+            return [number for number, one in enumerate(found) if one != "elsewhere"]
 
-    def counts(num_machines, **keys):
-        reads.clear()
-        train(partial(make_loader, epochs=1, **SIZES, **keys), num_machines)
-        return list(reads.values())
+        return run_agreeing(4, work)
 
-    monkeypatch.setattr(Source, "read", counted)
-    (whole,) = counts(1)
-    assert counts(4) == [whole] * 4
-    parts = counts(4, streams=12)
-    assert len(parts) == 4 and sum(parts, Counter()) == whole
-    # 3 streams for 4 machines: some are read twice, none by all.
-    assert whole.total() < sum(counts(4, streams=3), Counter()).total() < 4 * whole.total()
+    assert machines_of(12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert machines_of(1) == [[0]] * 4
+    shared = machines_of(3)  # some are read twice, none by all
+    assert 4 < sum(map(len, shared)) < 12 and set(chain(*shared)) == {0, 1, 2}
 
 
 # What is refused, bad records, and sources that are too small.

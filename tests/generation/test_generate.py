@@ -1,4 +1,4 @@
-"""Continuations of our own and of borrowed models: those of `transformers`, however model, prompts and devices are cut."""
+"""Continuations of models, also in the middle of training: those of `transformers`, however model and devices are cut."""
 
 import logging
 import re
@@ -9,12 +9,18 @@ import torch
 from tests.support import toy_texts
 from tests.support.borrowed_toys import toy_model
 from tests.support.toy_texts import STOP, own_model, prompts, text_engine, their_model, their_texts
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
-from torchround.generation import Sampling, TextEngine, inference_store
+from torchround.engine.store.bundles import ASYNC_PREDICT
+from torchround.engine.store.host_store import HostStore
+from torchround.generation import Sampling, TextEngine, inference_store, samples
 from torchround.generation.decoding_cache import can_decode
 from torchround.generation.inference import cut_evenly
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.pipeline.partition import Partition
 
 OWN = list(toy_texts.OWN)
 MAX_TOKENS = 8
@@ -194,3 +200,48 @@ def test_a_prompt_that_is_too_long_for_the_table_of_positions_is_refused(made):
         for length, max_tokens in ((32, 9), (33, 2)):
             with pytest.raises(ValueError, match="this model takes sequences of 40 tokens"):
                 engine.generate([[5] * length], max_tokens=max_tokens)
+
+
+UNCUT = Partition((), 6, ()), 1
+TEXTS = [[token % 90 for token in text] for text in prompts(5)]
+
+
+def batches(step):
+    draws = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 90, (4, 17), generator=draws)
+    positions = torch.arange(16).expand(2, 16).contiguous()
+    return [
+        MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+        for part in tokens.split(2)
+    ]
+
+
+def run(partition, num_devices, with_samples):
+    llama3 = FAMILIES["llama3"]
+    model = llama3.build(llama3.config_from_flavor("debug", num_layers=4, vocab_size=90))
+    store = HostStore(model, torch.float32, policy=ASYNC_PREDICT)
+    store.initialize(model, seed=3)
+    devices = [CpuDevice(index) for index in range(num_devices)]
+    texts, losses = [], []
+    with Engine(model, store, devices, partition, optimizer=AdamWTable()) as engine:
+        for step in range(3):
+            result = engine.forward_backward(batches(step))
+            engine.step(lr=3e-2)
+            if with_samples:
+                texts += samples(engine, TEXTS, max_tokens=5)
+            losses.append(result.loss())
+    return texts, losses
+
+
+@pytest.fixture(scope="module")
+def uncut():
+    return run(*UNCUT, with_samples=True)
+
+
+def test_samples_do_not_depend_on_the_partition_or_the_devices(uncut):
+    assert run(Partition((1,) * 5, 1, (1,) * 5), 4, with_samples=True) == uncut
+    assert uncut[0][:5] != uncut[0][5:10], "the weights of each step are read"
+
+
+def test_samples_change_no_later_step(uncut):
+    assert run(*UNCUT, with_samples=False)[1] == uncut[1]
