@@ -61,7 +61,7 @@ def assert_continues(tables, tokenizer, packing, stop, workers, **keys):
     assert before + content(second) == whole
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     mix=st.lists(st.tuples(st.sampled_from(FILES), st.sampled_from([0.3, 1.0, 4.0])), min_size=1, max_size=4),
     packing=st.sampled_from(PACKINGS),

@@ -130,7 +130,7 @@ def kept_bytes(layer, hidden, batch):
         # Plain attention; a capped loss; experts; documents one by one.
         pytest.param(borrowed, ("qwen2",), BF16, [[64, 64]] * 2, 0.5, marks=NIGHT),
         (borrowed, ("qwen3_moe",), BF16, [[64, 64]] * 2, 0.5),
-        (borrowed, ("gemma2",), F32, [[64, 64]] * 2, 0.5),
+        pytest.param(borrowed, ("gemma2",), F32, [[64, 64]] * 2, 0.5, marks=NIGHT),
         (borrowed, ("lfm2", ["conv", "full_attention"]), F32, [[64, 64]] * 2, 0.5),
     ],
 )
