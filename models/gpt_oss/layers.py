@@ -91,7 +91,7 @@ class GptOssExperts(ExpertStack):
             mixed = keep("down", self.product, "down", product, routes)
             return add_expert_bias(mixed, self.down_bias, *where)
         gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
-        product = _ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
+        product = ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
         mixed = keep("down", self.product, "down", product, routes)  # [R, D]
         # The product holds the routing weight already; the bias still needs it.
         return mixed + lookup(self.down_bias, routes.experts, weights)
@@ -120,7 +120,7 @@ class GptOssExperts(ExpertStack):
         return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
+class ClampedSwiGLU(torch.autograd.Function):
     """`(up + 1) * gate * sigmoid(alpha gate) * weight` with gate <= limit and |up| <= limit.
 
     Gates are the even channels, ups the odd ones. Only the inputs are kept.

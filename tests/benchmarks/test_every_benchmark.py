@@ -71,7 +71,7 @@ def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out():
 
 
 # With 3 the copies take a third of the time that computation takes.
-@pytest.mark.parametrize("link", [IDLE_LINK, 3.0])
+@pytest.mark.parametrize("link", [IDLE_LINK, pytest.param(3.0, marks=pytest.mark.nightly)])
 def test_a_step_that_keeps_is_as_simulated_and_shorter_than_recomputation(link):
     """In modelled time, so no machine makes it longer."""
     costs = block_costs(6)

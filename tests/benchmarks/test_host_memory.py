@@ -44,7 +44,7 @@ def storages():
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-@pytest.mark.parametrize("case", [CASES[5], CASES[-2]], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(CASES[5], marks=pytest.mark.nightly), CASES[-2]], ids=str)
 def test_a_step_adds_no_host_memory_to_the_store_which_takes_what_is_planned(case):
     model = FAMILY.build(CONFIG)
     micro_batches = random_step(ONE_SHORT_SEQUENCE, CONFIG.vocab_size, torch.Generator().manual_seed(0))

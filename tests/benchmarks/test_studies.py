@@ -1,6 +1,5 @@
 """The studies of staleness and of optimizers: their loop is the engine, bit for bit, and their pages show their results."""
 
-import statistics
 from functools import partial
 from pathlib import Path
 
@@ -11,18 +10,15 @@ from benchmarks import optimizer_study, staleness, staleness_report
 from benchmarks.byte_model import draw_batch, model_config
 from benchmarks.delayed_loop import DelayedLoop, DelayRule
 from benchmarks.installed_text import documentation_of
-from benchmarks.optimizer_cells import COMPACT, EXACT, MUON, final_cells
-from benchmarks.optimizer_study import steps_to_reach
 from benchmarks.staleness_cells import FIRST_RATES, StudySize, run_cell, wanted_cells
 from benchmarks.study import AnotherStudyError, ResultFile, complete, with_tables
-from torchround.config import AdamWTable, EngineTable
+from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
-from torchround.run.engine_parts import update_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Two texts that are short and always installed.
@@ -104,22 +100,3 @@ def test_the_pages_show_the_tables_of_the_committed_results():
     size, file = optimizer_study.read_results(DOCS / "optimizer_results.jsonl")
     page = (DOCS / "optimizers.md").read_text(encoding="utf-8")
     assert with_tables(page, optimizer_study.tables(size, file.results)) == page
-
-
-def test_the_defaults_are_what_the_studies_found_best():
-    size, file = staleness.read_results(DOCS / "staleness_results.jsonl")
-    for task in FIRST_RATES:
-        losses = [staleness_report.final_losses(size, file.results, task, mode) for mode in ("async", "async predict")]
-        assert all(losses[1][seed] < losses[0][seed] for seed in size.seeds)
-    assert update_policy(EngineTable(update="async")) is ASYNC_PREDICT
-    assert update_policy(EngineTable(update="async", delay_correction="none")) is POLICIES["async"]
-    assert update_policy(EngineTable()) is POLICIES["sync"]
-    assert update_policy(EngineTable(update="bounded")) is POLICIES["bounded"]
-    # Compact state ends within the spread of seeds, and Muon reaches AdamW's loss in fewer steps with each seed.
-    size, file = optimizer_study.read_results(DOCS / "optimizer_results.jsonl")
-    losses = optimizer_study.final_losses(size, file.results)
-    exact, compact = losses[EXACT], losses[COMPACT]
-    spread = max(exact.values()) - min(exact.values())
-    assert abs(statistics.mean(compact.values()) - statistics.mean(exact.values())) < spread
-    steps = [steps_to_reach(file.results, cell, exact[cell.seed]) for cell in final_cells(size, file.results, MUON)]
-    assert len(steps) == 3 and all(step is not None and step < size.steps for step in steps)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.support.batch_contents import TEMPLATE, loader_of
+from tests.support.batch_contents import TEMPLATE, loader_of, reading_limits
+from tests.support.conversations import small_tokenizer
 from torchround.config import SourceTable, TokenizerTable
 from torchround.data import build_tokenizer
 
@@ -24,15 +25,31 @@ def chat_tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def small_groups(monkeypatch):
+def small_groups():
     """Make groups of whole documents so small that a small source has several."""
-    monkeypatch.setattr("torchround.data.packing.best_fit.GROUP_SEQUENCES", 5)
+    with reading_limits(GROUP_SEQUENCES=5):
+        yield
 
 
 @pytest.fixture
-def small_blocks(monkeypatch, small_groups):
+def small_blocks(small_groups):
     """Make the blocks of records small, too."""
-    monkeypatch.setattr("torchround.data.formats.sources.BLOCK_RECORDS", 6)
+    with reading_limits(BLOCK_RECORDS=6):
+        yield
+
+
+@pytest.fixture(scope="session")
+def chat_folders(tmp_path_factory):
+    """Map each family to a folder with its tokenizer and no template."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in ("llama3", "qwen3", "gpt_oss")}
+    for family, folder in folders.items():
+        small_tokenizer(folder, family)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizers(chat_folders):
+    return {family: build_tokenizer(TokenizerTable(path=str(folder))) for family, folder in chat_folders.items()}
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +59,7 @@ def corpus(tmp_path_factory):
     for number in range(7):
         (folder / f"note-{number}.txt").write_text(f"note {number}\n" * (3**number % 41))
     (folder / "empty.txt").write_text("")
-    (folder / "long.txt").write_text("".join(f"line {number} of the long one, ünïcode\n" for number in range(4000)))
+    (folder / "long.txt").write_text("".join(f"line {number} of the long one, ünïcode\n" for number in range(2000)))
     records = [{"text": f"record {number} " * (number * 7 % 23), "number": number} for number in range(40)]
     lines = [json.dumps(record) for record in records]
     (folder / "records.jsonl").write_text("\n".join(lines[:20] + ["", "   "] + lines[20:]) + "\n\n")

@@ -1,17 +1,15 @@
 """Runs that continue in files with a changed record, when half of a group of whole documents is used up."""
 
-import gzip
 import json
 from collections import Counter
 from itertools import islice
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_contents import documents, loader_of, write_lines
+from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import SourceTable
 from torchround.data.errors import DataError
 
@@ -83,7 +81,7 @@ def test_every_document_is_trained_on_once_for_any_changed_record_and_any_stop(
     assert sum(trained.values()) <= len(versions)
 
 
-def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(tmp_path, tokenizer, caplog):
+def test_a_change_is_refused_or_a_warning_counts_the_documents_that_it_may_cost(tmp_path, tokenizer, caplog):
     run = Run(tmp_path, tokenizer)
     run.resume(2)
     used = sum(run.trained_on().values())
@@ -91,21 +89,13 @@ def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(tmp_path,
     run.resume(0)
     assert f"; {used} documents of the group" in caplog.text and "sources was ['40 documents in " in caplog.text
     assert 0 < int(caplog.text.split("at most the ")[1].split()[0]) <= 40  # only of the source that has changed
-
-
-def test_resuming_twice_after_a_change_gives_the_batches_of_resuming_once(tmp_path, tokenizer):
-    """A group of longer documents would end sooner if the position did not keep its end."""
-    tokens = []
-    for folder, parts in (("once", [None]), ("twice", [0, 1, 2, None])):
-        (tmp_path / folder).mkdir()
-        run = Run(tmp_path / folder, tokenizer)
-        run.resume(2)
-        for number in range(0, 40, 2):
-            run.change("a", number, f"another text {number} " * 3)
-        for count in parts:
-            run.resume(count)
-        tokens.append([batch.tokens.tolist() for batch in run.batches])
-    assert tokens[0] == tokens[1]
+    run.keys["shuffle"] = False
+    with pytest.raises(DataError, match="other data: shuffle was True, is False"):
+        run.resume(0)
+    del run.keys["on_changed_files"], run.keys["shuffle"]
+    run.change("b", 38, "longer, too")
+    with pytest.raises(DataError, match="other data: sources was .*--data.on_changed_files go_on"):
+        run.resume(0)
 
 
 def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(tmp_path, tokenizer):
@@ -117,20 +107,14 @@ def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(tmp
         run.resume(1)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.parquet", "x.jsonl"])
-def test_a_file_that_has_lost_records_ends_its_epoch_and_the_next_one_has_what_is_left(tmp_path, tokenizer, name):
+@pytest.mark.parametrize("write", [write_gzip, write_parquet, write_plain])
+def test_a_file_that_has_lost_records_ends_its_epoch_and_the_next_one_has_what_is_left(tmp_path, tokenizer, write):
     """The position is in a block of records, of which 12 are left."""
-    path = tmp_path / name
 
     def of(count, shuffle):
-        records = [{"text": text_of(number)} for number in range(count)]
-        if name.endswith("parquet"):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-        else:
-            data = write_lines(path, records).read_bytes()
-            path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        table = write(tmp_path, [{"text": text_of(number)} for number in range(count)])
         keys = {"shuffle": shuffle, "shuffle_sequences": 0, "on_changed_files": "go_on"}
-        return loader_of(path, tokenizer, SEQ_LEN, 2, 3, epochs=2, **keys)
+        return loader_of(table, tokenizer, SEQ_LEN, 2, 3, epochs=2, **keys)
 
     for shuffle in (True, False):
         before = of(60, shuffle)

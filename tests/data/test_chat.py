@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.conversations import LOOP, PROMPT, SAME_DAY, TOOL, answer, call, plain_text, question, released
 from tests.support.vocabularies import FAMILIES, train, write
 from torchround.config import TokenizerTable
-from torchround.data import DataError, TokenizerError, build_tokenizer
+from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
@@ -176,12 +176,6 @@ def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
 def test_no_template_at_all_says_which_key_gives_one(tokenizer):
     with pytest.raises(TokenizerError, match=r"no chat template beside it; give tokenizer.chat_template"):
         ChatTemplate(tokenizer)
-
-
-def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(ours):
-    messages = (question("x"), answer("", tool_calls=CALL * 2))
-    with pytest.raises(DataError, match="error in chat template.*only supports single tool-calls"):
-        ChatTemplate(ours["llama3"])(Conversation(messages))
 
 
 def test_a_generation_tag_changes_nothing(ours):

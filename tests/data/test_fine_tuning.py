@@ -1,16 +1,14 @@
 """Loaders over conversations, token ids and held-out documents: real files to batches."""
 
-import gzip
 from collections import Counter
 from functools import partial
 from itertools import islice
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.support.batch_contents import documents, loader_of, write_lines
+from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_loader, build_validation_loader, num_tokens
 
@@ -19,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    """Write 90 conversations in three shapes and kinds of file."""
+def make(tmp_path_factory, chat_tokenizer):
+    """Make loaders over 90 conversations in three shapes and kinds of file."""
     folder = tmp_path_factory.mktemp("chats")
     messages = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
@@ -31,21 +29,12 @@ def chats(tmp_path_factory):
         for asked, said in TURNS[30:60]
     ]
     alpaca = [{"instruction": asked, "input": "", "output": said} for asked, said in TURNS[60:]]
-    write_lines(folder / "messages.jsonl", messages)
-    plain = write_lines(folder / "sharegpt", sharegpt)
-    (folder / "sharegpt.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(alpaca), folder / "alpaca.parquet", row_group_size=11)
-    return folder
-
-
-@pytest.fixture
-def make(chats, chat_tokenizer):
-    sources = (
-        SourceTable(path=str(chats / "messages.jsonl"), content="messages"),
-        SourceTable(path=str(chats / "sharegpt.jsonl.gz"), content="messages", weight=2.0),
-        SourceTable(path=str(chats / "alpaca.parquet"), content="alpaca"),
-    )
-    return partial(loader_of, sources, chat_tokenizer)
+    tables = [
+        write_plain(folder, messages, "messages").model_copy(update={"content": "messages"}),
+        write_gzip(folder, sharegpt, "sharegpt").model_copy(update={"content": "messages", "weight": 2.0}),
+        write_parquet(folder, alpaca, "alpaca").model_copy(update={"content": "alpaca"}),
+    ]
+    return partial(loader_of, tuple(tables), chat_tokenizer)
 
 
 def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_first_letter_to_its_end(
@@ -69,23 +58,12 @@ def test_weight_by_size_visits_every_document_equally_often(make):
     assert abs(drawn[1] - drawn[0] * 2) <= 2 and abs(drawn[0] - drawn[2]) <= 1 < drawn[0]
 
 
-@pytest.mark.parametrize(("handling", "kept"), [("cut", 3), ("skip", 2), ("split", 4)])
-def test_a_conversation_longer_than_a_sequence_is_handled_by_key_and_counted(tmp_path, chat_tokenizer, handling, kept):
-    path = write_lines(tmp_path / "x.jsonl", [{"instruction": "q", "output": "a" * length} for length in (3, 100, 5)])
-    loader = loader_of(path, chat_tokenizer, content="alpaca", long_documents=handling, epochs=1)
-    assert len(documents(loader, chat_tokenizer)) == kept
-    assert loader.num_long_documents() == 1
-
-
-def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(tmp_path, tokenizer):
+def test_token_ids_are_used_as_they_are(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", [{"tokens": [5, 6, 7]}, {"tokens": [8, 258]}, {"tokens": []}])
     keys = {"content": "tokens", "shuffle": False, "epochs": 1}
     (batch,) = loader_of(path, tokenizer, 6, 1, **keys)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 258, tokenizer.pad_id]]
     assert batch.labels.tolist() == [[6, 7, -100, 258, -100, -100]]
-    write_lines(path, [{"tokens": [1]}, {"tokens": [259]}])
-    with pytest.raises(DataError, match=r"x.jsonl, line 2: token ids from 259 to 259; the vocabulary has 0 to 258"):
-        list(loader_of(path, tokenizer, 6, 1, **keys))
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
@@ -131,19 +109,8 @@ def test_a_fraction_that_holds_out_none_or_all_is_an_error_and_no_loss_of_zero(t
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))
 
 
-def test_validation_of_conversations_learns_what_training_does(chats, chat_tokenizer):
-    source = SourceTable(path=str(chats / "messages.jsonl"), content="messages")
-    data = DataTable(sources=(source,), epochs=1, loss_on="assistant")
-    table = ValidationTable(interval_steps=1, sources=(source,), max_batches=100)
-    validated = documents(build_validation_loader(table, chat_tokenizer, 256, 4, data), chat_tokenizer)
-    assert sorted(validated) == sorted(documents(build_loader(data, chat_tokenizer, 256, 4, 0), chat_tokenizer))
-
-
-def test_a_position_is_refused_if_the_template_or_packing_changed(make):
+def test_a_position_is_refused_if_other_tokens_are_learnt(make):
     loader = make(128)
     next(loader)
-    state = loader.state_dict()
-    changes = [("packing", "contiguous"), ("loss_on", "all"), ("long_documents", "skip"), ("seq_len", 64)]
-    for key, value in changes:
-        with pytest.raises(DataError, match=f"other data: .*{key} was"):
-            make(**{"seq_len": 128, key: value}).load_state_dict(state)
+    with pytest.raises(DataError, match="other data: .*loss_on was"):
+        make(128, loss_on="all").load_state_dict(loader.state_dict())

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,11 +12,11 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.batch_contents import TEMPLATE, documents, loader_of, write_lines
+from tests.support.processes import is_running
 from torchround.config import TokenizerTable
 from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
 from torchround.data.text.jinja_template import compile_template
-from torchround.untrusted.template_process import OUT_OF_MEMORY
 
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",
@@ -31,33 +29,19 @@ GROWTH = "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n
 HOSTILE = {
     "a text": "{{ 'a' * 10**10 }}",
     "a list": "{{ [1] * 10**9 }}",
-    "a tuple": "{{ ((1,) * 10**9)|length }}",
     "a width": "{{ '%999999999d' % 1 }}",
-    "a width as a value": "{{ '%*d' % (10**9, 1) }}",
     "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
-    "a width of zeros": "{{ '1'.zfill(10**9) }}",
-    "a format as a filter": "{{ '%s%s'|format('a' * 10**8, 'a' * 10**9) }}",
     "a join of lists": "{{ (['a' * 10**6] * 10**6)|join }}",
-    "a join by a text": "{{ ('x' * 10**6).join(['a'] * 10**6) }}",
-    "translate": "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
     "replace": "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
     "doubling by ~": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "~"),
-    "doubling by +": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "+"),
-    "doubling of tuples": GROWTH.replace("BEGIN", "(1, 2)").replace("OPERATOR", "+"),
     "squares": GROWTH.replace("BEGIN", "9").replace("OPERATOR", "*"),
     "a power": "{{ (10**8) ** (10**8) }}",
     "loops": LOOPS.replace("TEXT", ""),
-    "loops that write": LOOPS.replace("TEXT", "a" * 99),
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "sort": "{{ (range(99999)|list * 10**3)|sort|length }}",
-    "unique": "{{ (range(99999)|list * 10**3)|unique|list|length }}",
     "groups": "{{ ([{'a': 1}] * 10**8)|groupby('a')|length }}",
-    "map": "{{ ([1] * 10**9)|map('string')|join|length }}",
     "a batch": "{{ [1]|batch(10**9, 'x')|list|length }}",
-    "slices": "{{ [1]|slice(10**9)|list|length }}",
-    "a sum of lists": "{{ ([[1] * 1000] * 10**5)|sum(start=[])|length }}",
     "an indent": "{{ messages|tojson(indent=10**9) }}",
-    "addresses": "{{ ('http://a.b ' * 10**7)|urlize|length }}",
     "a wide source": "{{ (" + "1," * 10**7 + ") }}",
     "a deep source": "{{ " + "(" * 50_000,
 }
@@ -78,36 +62,6 @@ def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
-
-
-# The memory of a process counts with that of the one that started it, so this one imports nothing large.
-MEASURED = """
-import json, resource, struct, subprocess, sys
-command, sources = json.load(sys.stdin)
-length = struct.Struct("<I")
-for source in sources:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    requests = [json.dumps(request).encode() for request in (source, {})]
-    process.communicate(b"".join(length.pack(len(request)) + request for request in requests))
-    print(process.returncode)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-"""
-
-
-@pytest.mark.nightly
-def test_no_template_takes_500_mb():
-    ended = subprocess.run(
-        [sys.executable, "-c", MEASURED],
-        input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    *codes, most_bytes = map(int, ended.stdout.split())
-    # A source that is nested too deeply is an error of Jinja's, after which the process goes on.
-    ends = {name: code for name, code in zip(HOSTILE, codes, strict=True) if name != "a deep source"}
-    assert {*ends.values()} == {OUT_OF_MEMORY, -signal.SIGPROF}, ends
-    assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
 def test_a_template_is_given_up_after_three_failures_in_a_row():
@@ -162,30 +116,20 @@ def test_threads_and_forked_processes_get_their_own_replies():
     assert os.waitpid(child, 0)[1] == 0 and is_right("f")
 
 
-STARTED = """
-import os, pathlib, signal
-from torchround.data.text.jinja_template import compile_template
-from torchround.untrusted.template_process import OUT_OF_MEMORY
-os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-render = compile_template("{{ messages }}", "t")
-[child] = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    os.kill(int(child), number)
-print(render({"messages": "x"}), child, *sorted(os.listdir(f"/proc/{child}/fd")), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def render_and_end():
+    """Send signals to the process of a template, use it, and die."""
+    os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
+    render = compile_template("{{ messages }}", "t")
+    [child] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(int(child), number)
+    print(render({"messages": "x"}), child, *sorted(os.listdir(f"/proc/{child}/fd")), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run():
-    ended = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, check=False, text=True)
-    text, child, *files = ended.stdout.split()
-    assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL), ended.stderr
+def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_with_a_killed_run(processes, tmp_path):
+    ended = processes.run("tests.data.test_jinja_template:render_and_end", folder=tmp_path)
+    text, child, *files = ended.text().split()
+    assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL)
     while is_running(child):
         time.sleep(0.01)
-
-
-def is_running(child):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text()
-    except FileNotFoundError:
-        return False

@@ -1,4 +1,4 @@
-"""The whole pipeline on real files: order, position, end of data, errors, threads, fingerprints."""
+"""The whole pipeline on real files: order, position, shuffled windows, end of data, errors, threads, fingerprints."""
 
 import gc
 import json
@@ -6,15 +6,20 @@ import random
 import shutil
 import threading
 import time
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
 
 from tests.support.batch_contents import content, loader_of, write_lines
-from torchround.config import SourceTable, ValidationTable
+from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_validation_loader
-from torchround.layer import IGNORED_LABEL
+
+SEQ_LEN = 64
+WINDOW = 8
+# Groups are so small that a window has several, and some windows end inside a group.
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 def take(loader, count):
@@ -32,15 +37,6 @@ def test_documents_stay_whole_and_framed_and_nothing_is_lost_at_the_end(corpus, 
     expected = [path.read_text() for path in corpus.glob("*.txt")] + [record["text"] for record in records]
     assert all(document.endswith("<|eos|>") for document in documents)
     assert sorted(document[: -len("<|eos|>")] for document in documents) == sorted(filter(None, expected))
-
-
-def test_labels_are_the_next_token_except_after_eos_and_in_padding(make_loader, tokenizer):
-    batches = list(make_loader(epochs=1))
-    tokens = torch.cat([batch.tokens.flatten() for batch in batches])
-    labels = torch.cat([batch.labels.flatten() for batch in batches])
-    ends = (tokens == tokenizer.eos_id) | (tokens == tokenizer.pad_id)
-    assert torch.equal(labels == IGNORED_LABEL, ends)
-    assert torch.equal(labels[:-1][~ends[:-1]], tokens[1:][~ends[:-1]])
 
 
 def test_an_endless_loader_resumes_across_epochs_and_goes_back_to_an_earlier_position(make_loader):
@@ -91,18 +87,30 @@ def test_a_bad_record_stops_the_batch_that_would_hold_it_and_every_later_one(tmp
     assert loader.state_dict() == state
 
 
-def test_a_position_of_other_data_is_refused_and_says_what_changed(make_loader, corpus, tmp_path):
-    state = make_loader().state_dict()
-    moved = shutil.copytree(corpus, tmp_path / "moved")
-    make_loader(folder=moved).load_state_dict(state)
-    (moved / "new.txt").write_text("one more")
-    for keys, message in (
-        ({"folder": moved}, r"sources was \['9 documents .* is \['10 documents"),
-        ({"seed": 1}, "seed was 0, is 1"),
-        ({"shuffle": False, "weights": (1.0, 1.0)}, r"shuffle was True, is False; weights was \[1.0, 2.5\], is"),
-    ):
-        with pytest.raises(DataError, match=f"other data: {message}"):
-            make_loader(**keys).load_state_dict(state)
+WHOLE = {"packing": "best_fit"}
+WINDOWED = {"shuffle_sequences": 8}
+CHANGES = [
+    ({}, {"seed": 1}, "seed was 0, is 1"),
+    ({}, {"shuffle": False, "weights": (1.0, 1.0)}, r"shuffle was True, is False; weights was \[1.0, 2.5\], is"),
+    (WHOLE, {"packing": "contiguous"}, "packing was"),
+    (WHOLE, {"long_documents": "skip"}, "long_documents was"),
+    (WHOLE, {"seq_len": 64}, "seq_len was 512, is 64"),
+    (WINDOWED, {"seq_len": 64}, "seq_len was 512, is 64"),
+    (WINDOWED, {"shuffle_sequences": 0}, "shuffle_sequences was 8, is 0"),
+    (WINDOWED, {"shuffle_sequences": 9}, "shuffle_sequences was 8, is 9"),
+    ({}, WINDOWED, "shuffle_sequences was not set, is 8"),
+    ({"streams": 3}, {"streams": 2}, "streams was 3, is 2"),
+    ({}, {"streams": 2}, "streams was not set, is 2"),
+    ({"streams": 2}, {"streams": 1}, "streams was 2, is 1"),
+]
+
+
+@pytest.mark.parametrize(("keys", "change", "message"), CHANGES)
+def test_a_position_of_other_data_is_refused_and_says_what_changed(make_loader, keys, change, message):
+    loader = make_loader(**keys)
+    next(loader)
+    with pytest.raises(DataError, match=f"of other data: (.*; )?{message}"):
+        make_loader(**keys | change).load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize("end", ["close", "error", "forgotten"])
@@ -170,24 +178,161 @@ def different(one, other):
     return [key for key in one if one[key] != other[key]]
 
 
-def test_a_copy_in_another_folder_has_the_same_fingerprints(corpus, make_loader, tmp_path):
-    shutil.copytree(corpus, tmp_path / "copy")
-    assert make_loader().fingerprints() == make_loader(folder=tmp_path / "copy").fingerprints()
-
-
 def test_a_source_is_named_whose_files_differ_in_size_or_in_their_first_records(corpus, make_loader, tmp_path):
-    copy = tmp_path / "copy"
+    copy, loader = tmp_path / "copy", make_loader()
     shutil.copytree(corpus, copy)
+    expected, state = loader.fingerprints(), loader.state_dict()
+    assert different(expected, make_loader(folder=copy).fingerprints()) == []
+    make_loader(folder=copy).load_state_dict(state)
     records = (copy / "records.jsonl").read_text()
     (copy / "records.jsonl").write_text(records.replace("record 1", "rekord 1", 1))
-    expected = make_loader().fingerprints()
     assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[1]"]
     (copy / "note-1.txt").write_text("longer than it was")
     assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[0]", "data.sources[1]"]
     assert different(expected, make_loader(seed=1).fingerprints()) == ["data: seed"]
+    (copy / "new.txt").write_text("one more")
+    with pytest.raises(DataError, match=r"other data: sources was \['9 documents .* is \['10 documents"):
+        make_loader(folder=copy).load_state_dict(state)
 
 
-def test_the_data_of_a_validation_have_fingerprints_of_their_own(corpus, tokenizer):
-    table = ValidationTable(sources=(SourceTable(path=str(corpus / "note-*.txt")),), interval_steps=1)
-    found = build_validation_loader(table, tokenizer, 64, 2).fingerprints()
-    assert "validation: data.sources[0]" in found
+@pytest.fixture(scope="module")
+def make(make_loader, tmp_path_factory):
+    """Make loaders over one epoch of a note and 100 records, some 250 sequences."""
+    folder = tmp_path_factory.mktemp("few")
+    (folder / "note.txt").write_text("a note, " * 99)
+    write_lines(folder / "records.jsonl", [{"text": f"record {n} " * (n * 7 % 23)} for n in range(100)])
+    return partial(make_loader, folder=folder, seq_len=SEQ_LEN, epochs=1)
+
+
+def sequences(loader):
+    """List each sequence of all batches: tokens, labels, positions and document ids."""
+    return [row for batch in content(loader) for row in zip(*batch, strict=True)]
+
+
+def resumed(loader, state):
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return content(loader)
+
+
+def test_a_book_of_300_sequences_is_spread_over_all_batches_by_default(tmp_path, tokenizer):
+    """The book is a quarter of 1200 sequences: a random batch has 4 of it, and 11 are four standard deviations more."""
+    texts = ["b" * (300 * SEQ_LEN), *(f"other {number:03} " * 32 for number in range(180))]
+    path = write_lines(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    mixed, plain = (
+        [int((batch.tokens[:, 1:-1] == ord("b")).all(dim=1).sum()) for batch in loader]
+        for loader in (
+            loader_of(path, tokenizer, SEQ_LEN, 16, epochs=1, **keys) for keys in ({}, {"shuffle_sequences": 0})
+        )
+    )
+    assert sum(mixed) == sum(plain) >= 299 and len(mixed) == len(plain) > 70
+    assert max(plain) == 16
+    assert max(mixed) <= 11
+    assert sum(share > 0 for share in mixed) > 0.9 * len(mixed)
+
+
+def test_the_default_shuffles_text_and_neither_whole_documents_nor_data_in_their_listed_order(make):
+    for keys, is_shuffled in (({}, True), ({"packing": "best_fit"}, False), ({"shuffle": False}, False)):
+        loader = make(shuffle_sequences="auto", **keys)
+        next(loader)
+        assert ("window" in loader.state_dict()["position"]) == is_shuffled
+
+
+def test_the_default_window_of_a_run_is_kept_by_a_position_of_another_window(make):
+    """A config without the key continues a run that was begun with one."""
+    first = make(shuffle_sequences=WINDOW)
+    before = content(islice(first, 5))
+    after = resumed(make(shuffle_sequences="auto"), first.state_dict())
+    assert before + after == content(make(shuffle_sequences=WINDOW))
+
+
+def test_a_window_ends_with_an_epoch_of_small_data(tmp_path, tokenizer):
+    """Each document fills one sequence, so that the documents of a window can be told."""
+    texts = [{"text": f"{number:02}".ljust(SEQ_LEN - 2, ".")} for number in range(20)]
+    loader = loader_of(write_lines(tmp_path / "x.jsonl", texts), tokenizer, SEQ_LEN, 1)
+    numbers = [tokenizer.decode(next(loader).tokens[0, 1:3].tolist()) for _ in range(100)]
+    for start in range(0, 100, 20):
+        assert sorted(numbers[start : start + 20]) == [f"{number:02}" for number in range(20)]
+    assert loader.state_dict()["position"]["window"] == 5
+
+
+def test_the_epochs_that_are_read_rise_evenly_if_an_epoch_is_smaller_than_a_window(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", [{"text": f"document {number:03} " * 8} for number in range(80)])
+    loader = loader_of(path, tokenizer, SEQ_LEN, 4, epochs=1)
+    read = [loader.epochs_read() for _ in loader]
+    even = [min(1.0, (number + 1) / len(read)) for number in range(len(read))]
+    # The last batch may have fewer sequences, so each other one is a little more than its share.
+    assert len(read) > 30 and read == pytest.approx(even, abs=1 / len(read))
+
+
+@pytest.mark.parametrize(
+    ("packing", "window"), [("contiguous", 1), ("best_fit", 7), ("contiguous", 64), ("best_fit", 65536)]
+)
+def test_each_window_has_the_sequences_that_it_has_without_shuffling(make, packing, window):
+    plain = sequences(make(packing=packing))
+    mixed = sequences(make(packing=packing, shuffle_sequences=window))
+    assert len(plain) == len(mixed) > 64
+    for start in range(0, len(plain), window):
+        assert sorted(plain[start : start + window]) == sorted(mixed[start : start + window])
+    assert (plain == mixed) == (window == 1)
+
+
+def test_the_seed_and_the_window_fix_the_order(make):
+    """Documents are not shuffled here, so only the shuffle of sequences can change the order."""
+    plain, orders = sequences(make(shuffle=False)), []
+    for seed in (0, 0, 1):
+        mixed = sequences(make(shuffle=False, seed=seed, shuffle_sequences=WINDOW))
+        orders.append([plain.index(row) for row in mixed])
+    assert orders[0] == orders[1] != orders[2]
+    first, second = ([number % WINDOW for number in orders[0][start : start + WINDOW]] for start in (0, WINDOW))
+    assert first != second
+
+
+def test_the_batch_size_may_change_in_the_middle_of_a_window(make):
+    first, second = (make(shuffle_sequences=WINDOW, global_batch_size=size) for size in (3, 5))
+    list(islice(first, 4))
+    second.load_state_dict(first.state_dict())
+    assert sequences(second) == sequences(make(shuffle_sequences=WINDOW))[12:]
+
+
+def test_a_bad_record_stops_a_run_where_its_window_began(make_loader, corpus, tmp_path):
+    """No sequence of the window is trained before the record is repaired, and each is trained after."""
+    records = (corpus / "records.jsonl").read_text().splitlines()
+    (tmp_path / "note.txt").write_text("note")
+    make = partial(make_loader, folder=tmp_path, seq_len=SEQ_LEN, epochs=1, shuffle=False, global_batch_size=4)
+    repaired, broken = records, [*records[:30], "x" * len(records[30]), *records[31:]]
+    write_lines(tmp_path / "records.jsonl", repaired)
+    whole = content(make(shuffle_sequences=WINDOW))
+    write_lines(tmp_path / "records.jsonl", broken)
+    loader, before = make(shuffle_sequences=WINDOW), []
+    with pytest.raises(DataError, match="not valid JSON"):
+        before.extend(content([batch])[0] for batch in loader)
+    assert before == whole[: len(before)] and len(before) * 4 % WINDOW == 0
+    write_lines(tmp_path / "records.jsonl", repaired)
+    assert before + resumed(make(shuffle_sequences=WINDOW), loader.state_dict()) == whole
+
+
+def test_a_window_that_is_used_up_in_changed_files_is_followed_by_the_next(tmp_path, tokenizer):
+    """The window ends with the epoch, and the records of the changed file are a third as long."""
+
+    def of(times):
+        path = write_lines(tmp_path / "x.jsonl", [{"text": f"document {number:03} " * times} for number in range(40)])
+        return loader_of(path, tokenizer, SEQ_LEN, 4, on_changed_files="go_on")
+
+    before = of(12)
+    list(islice(before, 15))
+    assert before.state_dict()["position"]["window"] == 0
+    loader = of(4)
+    loader.load_state_dict(before.state_dict())
+    assert len(list(islice(loader, 3))) == 3
+    assert loader.state_dict()["position"]["window"] == 1
+
+
+def test_validation_is_not_shuffled(corpus, tokenizer):
+    """Its losses can be compared between runs with and without shuffling."""
+    found = []
+    for window in (0, WINDOW):
+        source = SourceTable(path=str(corpus / "records.jsonl"))
+        data = DataTable(sources=(source,), shuffle_sequences=window, validation_fraction=0.3)
+        table = ValidationTable(interval_steps=1, max_batches=3)
+        found.append(content(build_validation_loader(table, tokenizer, SEQ_LEN, 2, data)))
+    assert found[0] == found[1]

@@ -1,6 +1,6 @@
-"""Contiguous packing against a token-by-token reference, and the cut of a batch against plain slicing and counting."""
+"""Packing against what each document by itself would be, and the cut of a batch against plain slicing and counting."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,11 +11,13 @@ from torchdata.nodes import IterableWrapper
 
 from torchround.data import cut, num_tokens
 from torchround.data.errors import DataError
+from torchround.data.packing.best_fit import BestFitPacker, best_fit
 from torchround.data.packing.contiguous import ContiguousPacker, TokenPiece
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
-PAD = 9999
-documents_strategy = st.lists(st.integers(1, 17), max_size=12)
+PAD = 99_999
+lengths_strategy = st.lists(st.integers(1, 17), max_size=60)
+small_groups = pytest.mark.usefixtures("small_groups")
 
 
 def numbered(lengths):
@@ -23,136 +25,184 @@ def numbered(lengths):
     return [[100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
 
 
-def pieces_of(documents, cuts):
-    """Cut each document into pieces, before the tokens whose number is in `cuts`."""
+def is_learnt(token):
+    return token % 3 != 0
+
+
+def pieces_of(documents, cuts=()):
+    """Cut each document into pieces, before the tokens whose number is in `cuts`; every third token is not learnt."""
     pieces = []
     for document in documents:
         bounds = [0, *(index for index in range(1, len(document)) if document[index] % 7 in cuts), len(document)]
         for start, end in pairwise(bounds):
-            pieces.append(TokenPiece(np.array(document[start:end], dtype=np.int64), starts_document=start == 0))
+            tokens = np.array(document[start:end], dtype=np.int64)
+            pieces.append(TokenPiece(tokens, start == 0, is_learnt(tokens), end == len(document)))
     return pieces
 
 
-def pack(items, seq_len):
-    packer = ContiguousPacker(IterableWrapper(items), seq_len, PAD)
+def expected(document):
+    """Return each token and its label: the next token, if that is learnt."""
+    labels = [token if is_learnt(token) else IGNORED_LABEL for token in document[1:]]
+    return list(zip(document, [*labels, IGNORED_LABEL], strict=True))
+
+
+def as_lists(rows):
+    return [[field.tolist() for field in (row.tokens, row.labels, row.positions, row.document_ids)] for row in rows]
+
+
+def rows_of(packer):
     packer.reset()
     return list(packer)
 
 
-def reference_rows(documents, seq_len):
+def contiguous_rows(documents, seq_len):
     """Return the content of each row by the definition: inputs in order, and the document's next token as label."""
-    inputs = [(token, number) for number, document in enumerate(documents) for token in document]
-    following = {token: after for document in documents for token, after in pairwise(document)}
+    inputs = [(*pair, number) for number, document in enumerate(documents) for pair in expected(document)]
     rows = []
     for start in range(0, len(inputs), seq_len):
         part = inputs[start : start + seq_len]
-        part += [(PAD, -1)] * (seq_len - len(part))
-        owners = [owner for _, owner in part]
-        rows.append(
-            {
-                "tokens": [token for token, _ in part],
-                "labels": [following.get(token, IGNORED_LABEL) for token, _ in part],
-                "positions": [index - owners.index(owner) for index, owner in enumerate(owners)],
-                "document_ids": [len(set(owners[: owners.index(owner)])) for owner in owners],
-            }
-        )
+        part += [(PAD, IGNORED_LABEL, -1)] * (seq_len - len(part))
+        tokens, labels, owners = map(list, zip(*part, strict=True))
+        positions = [index - owners.index(owner) for index, owner in enumerate(owners)]
+        rows.append([tokens, labels, positions, [len(set(owners[: owners.index(owner)])) for owner in owners]])
     return rows
 
 
-def as_lists(row):
-    return {
-        "tokens": row.tokens.tolist(),
-        "labels": row.labels.tolist(),
-        "positions": row.positions.tolist(),
-        "document_ids": row.document_ids.tolist(),
-    }
-
-
 @settings(max_examples=80, deadline=None)
-@given(lengths=documents_strategy, seq_len=st.integers(1, 12), cuts=st.sets(st.integers(0, 6)))
-def test_rows_are_what_the_definition_says_however_documents_come_in_pieces(lengths, seq_len, cuts):
+@given(lengths=st.lists(st.integers(1, 17), max_size=12), seq_len=st.integers(1, 12), cuts=st.sets(st.integers(0, 6)))
+def test_contiguous_rows_are_what_the_definition_says_however_documents_come_in_pieces(lengths, seq_len, cuts):
     documents = numbered(lengths)
-    rows = [as_lists(row) for row in pack(pieces_of(documents, cuts), seq_len)]
-    assert rows == reference_rows(documents, seq_len)
+    rows = rows_of(ContiguousPacker(IterableWrapper(pieces_of(documents, cuts)), seq_len, PAD))
+    assert as_lists(rows) == contiguous_rows(documents, seq_len)
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=documents_strategy, seq_len=st.integers(1, 12), stop=st.integers(0, 30))
+@given(lengths=st.lists(st.integers(5, 17), min_size=1), seq_len=st.integers(1, 12), stop=st.integers(0, 5))
 def test_a_half_filled_packer_continues_from_its_state(lengths, seq_len, stop):
-    pieces = pieces_of(numbered(lengths), {3})
-    packer = ContiguousPacker(IterableWrapper(pieces), seq_len, PAD)
+    pieces = pieces_of(numbered(lengths))
+    packer, resumed = (ContiguousPacker(IterableWrapper(pieces), seq_len, PAD) for _ in range(2))
     packer.reset()
-    for _ in zip(range(stop), packer, strict=False):
-        pass
+    list(islice(packer, stop))
     state = packer.state_dict()
-    rest = [as_lists(row) for row in packer]
-    resumed = ContiguousPacker(IterableWrapper(pieces), seq_len, PAD)
-    resumed.reset({**state, "tokens": state["tokens"].tolist()})
-    assert [as_lists(row) for row in resumed] == rest
+    rest = as_lists(packer)
+    resumed.reset(state)
+    assert as_lists(resumed) == rest
+
+
+def unpacked(rows):
+    """Return the documents in all rows, without padding, and check each row on the way."""
+    found = []
+    for row in rows:
+        for number in range(int(row.document_ids[-1]) + 1):
+            inside = row.document_ids == number
+            assert row.positions[inside].tolist() == list(range(int(inside.sum())))
+            document = list(zip(row.tokens[inside].tolist(), row.labels[inside].tolist(), strict=True))
+            if document[0][0] == PAD:
+                assert number == row.document_ids[-1], "padding is only at the end"
+                assert set(document) == {(PAD, IGNORED_LABEL)}
+            else:
+                found.append(document)
+    return found
+
+
+@small_groups
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_strategy, seq_len=st.integers(4, 15), handling=st.sampled_from(["cut", "skip", "split"]))
+def test_every_document_is_whole_in_one_sequence_and_a_long_one_is_handled_as_asked(lengths, seq_len, handling):
+    documents = numbered(lengths)
+    wanted = []
+    for document in documents:
+        parts = [expected(document)[low : low + seq_len] for low in range(0, len(document), seq_len)]
+        keep = {"cut": 1, "skip": 0, "split": len(parts)}[handling] if len(parts) > 1 else 1
+        wanted += parts[:keep]
+    packer = BestFitPacker(IterableWrapper(pieces_of(documents, (2, 5))), seq_len, PAD, handling)
+    rows = rows_of(packer)
+    assert packer.state_dict()["so_far"]["long"] == sum(length > seq_len for length in lengths)
+    assert all(len(row.tokens) == seq_len for row in rows)
+    assert sorted(unpacked(rows)) == sorted(wanted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=40), room=st.integers(20, 40))
+def test_no_document_would_have_fitted_better_when_it_was_placed(lengths, room):
+    """Each document must be in the fullest row that had room for it, or in a new one if none had."""
+    rows = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fill = [sum(lengths[other] for other in row) for row in rows]
+        fitting = [row for row in range(len(rows)) if fill[row] + lengths[index] <= room]
+        best = max(fitting, key=lambda row: (fill[row], -row), default=None)
+        if best is None:
+            rows.append([index])
+        else:
+            rows[best].append(index)
+    assert best_fit(lengths, room) == rows
 
 
 def test_an_error_comes_after_the_full_rows_before_it_and_ends_the_data():
-    error = DataError("broken")
-    rows = pack([*pieces_of(numbered([9]), set()), error, *pieces_of(numbered([9]), set())], 4)
+    error, pieces = DataError("broken"), pieces_of(numbered([9]))
+    rows = rows_of(ContiguousPacker(IterableWrapper([*pieces, error, *pieces]), 4, PAD))
     assert [row.tokens.tolist() for row in rows[:-1]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows[-1] is error
 
 
-def batch_of(sequences, tokens=3):
-    base = torch.arange(sequences * tokens).reshape(sequences, tokens)
-    return MicroBatch(base, base + 1000, base + 2000, base + 3000)
+def test_a_document_broken_off_by_a_bad_record_ends_where_the_next_one_starts():
+    broken = TokenPiece(np.array([1, 2]), True, None, ends_document=False)
+    pieces = [broken, TokenPiece(np.array([4, 5]), True, None)]
+    (row,) = rows_of(BestFitPacker(IterableWrapper(pieces), 8, PAD, "cut"))
+    assert [[token for token, _ in document] for document in unpacked([row])] == [[1, 2], [4, 5]]
 
 
-@settings(max_examples=40, deadline=None)
-@given(sequences=st.integers(1, 40), size=st.integers(1, 45))
-def test_micro_batches_hold_every_sequence_once_in_order_and_the_first_ones_one_more(sequences, size):
-    batch = batch_of(sequences)
-    parts = cut(batch, size)
-    sizes = [part.tokens.shape[0] for part in parts]
-    assert len(parts) == -(-sequences // size)
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
-    assert sizes[0] <= size
-    for field in range(4):
-        joined = torch.cat([part.tensors()[field] for part in parts])
-        assert torch.equal(joined, batch.tensors()[field])
+def test_an_endless_search_for_a_document_that_fits_is_an_error():
+    pieces = [TokenPiece(np.arange(9), True, None, epoch=epoch) for epoch in range(10)]
+    (error,) = rows_of(BestFitPacker(IterableWrapper(pieces), 8, PAD, "skip"))
+    assert isinstance(error, DataError) and "training.seq_len is 8" in str(error)
 
 
-def test_a_micro_batch_size_below_one_is_refused_with_the_value():
-    with pytest.raises(ValueError, match="micro_batch_size is 0"):
-        cut(batch_of(2), 0)
-
-
-def row(tokens, labels, document_ids):
-    tensors = [torch.tensor([values]) for values in (tokens, labels, document_ids)]
-    return MicroBatch(tensors[0], tensors[1], torch.zeros_like(tensors[0]), tensors[2])
-
-
-def test_padding_is_not_counted_as_tokens():
-    assert num_tokens(row([5, 6, 7], [6, 7, 8], [0, 0, 0]), pad_id=9) == 3
-    assert num_tokens(row([8, 9, 9], [-100, -100, -100], [0, 1, 1]), pad_id=9) == 1
-
-
-def test_a_token_that_pads_and_also_ends_documents_is_counted_where_it_ends_one():
-    """Each row is a document of two tokens, the second with the id of padding, and then padding or nothing."""
-    assert num_tokens(row([5, 9, 9, 9], [9, -100, -100, -100], [0, 0, 1, 1]), pad_id=9) == 2
-    assert num_tokens(row([4, 9, 5, 9], [9, -100, 9, -100], [0, 0, 1, 1]), pad_id=9) == 4
+# The cut of a batch.
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=20), min_size=1, max_size=9),
-    size=st.integers(1, 9),
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=20), min_size=1, max_size=20),
+    size=st.integers(1, 25),
 )
-def test_the_bound_on_documents_is_of_the_whole_batch_and_does_not_depend_on_the_cut(lengths, size):
+def test_micro_batches_hold_every_sequence_once_in_order_and_the_first_ones_one_more(lengths, size):
+    """The bound on documents is of the whole batch, so that it does not depend on the cut."""
     tokens = max(map(sum, lengths))
     rows = [[n for n, length in enumerate(row) for _ in range(length)] for row in lengths]
     ids = torch.tensor([[*row, *[row[-1]] * (tokens - len(row))] for row in rows])
-    batch = MicroBatch(ids, ids, ids, ids)
-    bounds = {part.max_documents for part in cut(batch, size)}
-    assert bounds == {max(map(len, lengths))}
+    numbers = torch.arange(ids.numel()).view_as(ids)
+    batch = MicroBatch(numbers, numbers + 1000, numbers + 2000, ids)
+    parts = cut(batch, size)
+    sizes = [part.tokens.shape[0] for part in parts]
+    assert len(parts) == -(-len(lengths) // size)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+    assert sizes[0] <= size
+    for field in range(4):
+        assert torch.equal(torch.cat([part.tensors()[field] for part in parts]), batch.tensors()[field])
+    assert {part.max_documents for part in parts} == {max(map(len, lengths))}
 
 
-def test_there_is_no_bound_on_documents_that_come_in_several_pieces():
+def test_there_is_no_bound_on_documents_that_come_in_several_pieces_and_no_micro_batch_of_nothing():
     ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
-    assert [part.max_documents for part in cut(MicroBatch(ids, ids, ids, ids), 1)] == [None, None]
+    batch = MicroBatch(ids, ids, ids, ids)
+    assert [part.max_documents for part in cut(batch, 1)] == [None, None]
+    with pytest.raises(ValueError, match="micro_batch_size is 0"):
+        cut(batch, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "ids", "count"),
+    [
+        ([5, 6, 7], [6, 7, 8], [0, 0, 0], 3),
+        ([8, 9, 9], [-100, -100, -100], [0, 1, 1], 1),
+        # A token that pads and also ends documents: a document of two tokens, and then padding or another document.
+        ([5, 9, 9, 9], [9, -100, -100, -100], [0, 0, 1, 1], 2),
+        ([4, 9, 5, 9], [9, -100, 9, -100], [0, 0, 1, 1], 4),
+    ],
+)
+def test_padding_is_not_counted_as_tokens(tokens, labels, ids, count):
+    columns = [torch.tensor([values]) for values in (tokens, labels, ids)]
+    batch = MicroBatch(columns[0], columns[1], torch.zeros_like(columns[0]), columns[2])
+    assert num_tokens(batch, pad_id=9) == count

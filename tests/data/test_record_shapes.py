@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.batch_contents import documents, loader_of
+from tests.support.batch_contents import documents, loader_of, reading_limits
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats import file_index, json_array
 from torchround.data.formats.streams import open_source
-from torchround.untrusted import data_limits
 
 
 def opened(path, **keys):
@@ -44,8 +42,7 @@ def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_sca
     path = tmp_path_factory.mktemp("array") / "x.json"
     mark = b"" if ascii else b"\xef\xbb\xbf"
     path.write_bytes(mark + json.dumps(rows, indent=indent, ensure_ascii=ascii).encode() + b"\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "SCAN_BYTES", block)
+    with reading_limits(SCAN_BYTES=block):
         source = opened(path)
     assert read_all(source) == ([row["text"] for row in rows], [])
     # In another order too: records are read by their places and not one after another.
@@ -54,10 +51,10 @@ def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_sca
 
 
 @pytest.fixture
-def short_lines(monkeypatch):
+def short_lines():
     """Bound a line, and so a record, by 1000 bytes."""
-    for module in (data_limits, file_index, json_array):
-        monkeypatch.setattr(module, "MOST_LINE_BYTES", 1000)
+    with reading_limits(MOST_LINE_BYTES=1000):
+        yield
 
 
 def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_path, short_lines):
@@ -199,35 +196,12 @@ def test_messages_as_prompt_and_completion_are_written_with_the_template(tmp_pat
     assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
-        ({"prompt": "a", "answer": "b", "response": "c"}, "fields 'response' and 'answer'"),
-        ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
-        ({"prompt": "a", "completion": None}, "field 'completion' is null"),
-        ({"prompt": "a", "completion": [turn("user", "b")]}, "field 'completion' has no message of the assistant"),
-    ],
-)
-def test_a_bad_pair_is_named(tmp_path, chat_tokenizer, record, message):
-    with pytest.raises(DataError, match=f"x.json, record 1: {message}"):
-        trained_on(tmp_path / "x.json", [record], chat_tokenizer)
-
-
-def test_messages_without_a_template_say_so(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"record 1: .*no chat template.*tokenizer.chat_template"):
-        trained_on(tmp_path / "x.json", [{"prompt": "a", "completion": [turn("assistant", "b")]}], tokenizer)
-
-
-def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(tmp_path, chat_tokenizer):
+def test_parts_of_a_content_are_joined(tmp_path, chat_tokenizer):
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this?"}]
     records = [{"messages": [turn("user", parts), turn("assistant", [{"type": "text", "text": "that"}])]}]
     assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages") == [
         ("<|bos|>user:what is this?<|eos|><|bos|>assistant:that<|eos|>", "that<|eos|>")
     ]
-    records = [{"messages": [turn("user", [*parts, {"type": "image_url"}]), turn("assistant", "a")]}]
-    with pytest.raises(DataError, match=r"message 0 \(user\): part 2 of the content is of type 'image_url'"):
-        trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages")
 
 
 @pytest.mark.parametrize("begins", ["[{", "\n [\r\n\t{"])

@@ -3,19 +3,15 @@
 This holds for all kinds of source, weights, packing and handling of records, and any batch to stop at.
 """
 
-import gzip
 import json
 from itertools import islice
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.batch_contents import content, loader_of, write_lines
+from tests.support import record_files
+from tests.support.batch_contents import content, loader_of
 from torchround.config import SourceTable
 
 FILES = ["notes", "plain", "gzip", "zstd", "parquet", "tokens", "chats"]
@@ -30,29 +26,22 @@ def sources(tmp_path_factory):
     """Write a source of each kind, 30 documents of 2 to 250 tokens each; one record of each kind of line is broken."""
     folder = tmp_path_factory.mktemp("sources")
     texts = [f"document {n} " + "and on " * (n * 7 % 31) for n in range(30)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    lines[11] = "broken"
+    records = [{"text": text} for text in texts]
+    broken = [*records[:11], "broken", *records[12:]]
     for number, text in enumerate(texts[:9]):
         (folder / f"note-{number}.txt").write_text(text)
-    data = write_lines(folder / "x.jsonl", lines).read_bytes()
-    (folder / "x.jsonl.gz").write_bytes(gzip.compress(data))
-    (folder / "x.jsonl.zst").write_bytes(zstandard.compress(data[:900]) + zstandard.compress(data[900:]))
-    rows = pyarrow.Table.from_pylist([{"text": text} for text in texts])
-    pyarrow.parquet.write_table(rows, folder / "x.parquet", row_group_size=11)
-    write_lines(folder / "ids.jsonl", [{"tokens": list(text.encode())} for text in texts])
-    chats = write_lines(folder / "chats", [{"instruction": text, "output": text[::-1]} for text in texts])
-    (folder / "chats.jsonl.gz").write_bytes(gzip.compress(chats.read_bytes()))
-    (folder / "set").mkdir()
-    for number in (0, 1):
-        write_lines(folder / "set" / f"train-{number}.jsonl", lines[number::2][:5])
-    datasets.Dataset.from_list([{"text": text} for text in texts]).save_to_disk(str(folder / "saved"))
-    names = {"notes": "note-*.txt", "plain": "x.jsonl", "gzip": "x.jsonl.gz", "zstd": "x.jsonl.zst"}
-    names |= {"parquet": "x.parquet", "tokens": "ids.jsonl", "chats": "chats.jsonl.gz"}
-    contents = {"tokens": "tokens", "chats": "alpaca"}
-    found = {n: SourceTable(path=str(folder / path), content=contents.get(n, "text")) for n, path in names.items()}
-    return found | {
-        "streamed": SourceTable(path=str(folder / "set"), format="dataset"),
-        "saved": SourceTable(path=str(folder / "saved"), format="dataset"),
+    ids = record_files.write_plain(folder, [{"tokens": list(text.encode())} for text in texts], "ids")
+    pairs = [{"instruction": text, "output": text[::-1]} for text in texts]
+    return {
+        "notes": SourceTable(path=str(folder / "note-*.txt")),
+        "plain": record_files.write_plain(folder, broken),
+        "gzip": record_files.write_gzip(folder, broken),
+        "zstd": record_files.write_zstd(folder, broken),
+        "parquet": record_files.write_parquet(folder, records),
+        "tokens": ids.model_copy(update={"content": "tokens"}),
+        "chats": record_files.write_gzip(folder, pairs, "chats").model_copy(update={"content": "alpaca"}),
+        "streamed": record_files.write_dataset(folder, [*records[:9], "broken"]),
+        "saved": record_files.write_saved_dataset(folder, records),
     }
 
 
@@ -72,7 +61,7 @@ def assert_continues(tables, tokenizer, packing, stop, workers, **keys):
     assert before + content(second) == whole
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     mix=st.lists(st.tuples(st.sampled_from(FILES), st.sampled_from([0.3, 1.0, 4.0])), min_size=1, max_size=4),
     packing=st.sampled_from(PACKINGS),

@@ -1,17 +1,21 @@
-"""The documents that a source finds, the text it reads, and its messages about unusable files."""
+"""The documents that a source finds, the text it reads, paths as users write them, and messages about unusable files."""
 
+import gzip
 import json
 import sysconfig
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchround.untrusted.progress
+from tests.support.batch_contents import reading_limits
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats import source_files as files_module
+from torchround.data.formats.source_files import find_files
 from torchround.data.formats.streams import open_source
 
 
@@ -63,8 +67,7 @@ def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path):
 def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(tmp_path_factory, lines, scan):
     path = tmp_path_factory.mktemp("scan") / "x.jsonl"
     path.write_bytes(b"\n".join(json.dumps({"text": line}, ensure_ascii=False).encode() for line in lines))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "SCAN_BYTES", scan)
+    with reading_limits(SCAN_BYTES=scan):
         assert read_all(opened(path)) == lines
 
 
@@ -74,8 +77,7 @@ def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(tmp_path_f
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "x.txt").write_bytes(text.encode())
     (folder / "x.jsonl").write_text(json.dumps({"text": text}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "PIECE_SIZE", size)
+    with reading_limits(PIECE_SIZE=size):
         for name in ("x.txt", "x.jsonl"):
             source = opened(folder / name)
             pieces = pieces_of(source, documents_of(source)[0])
@@ -89,25 +91,6 @@ def test_python_stdlib_is_its_modules_without_tests_and_installed_packages():
     assert {Path("argparse.py"), Path("json/decoder.py"), Path("asyncio/events.py")} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.parts)]
     assert paths == sorted(paths)
-    assert sum(len(text) for text in read_all(source)) > 5_000_000
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"text": "ok"}\n{"text": "bad\n', "line 2: not valid JSON"),
-        (b'{"text": "ok"}\n\n["no object"]\n', "line 3: a JSON list, not an object"),
-        (b'{"text": "ok"}\n{"body": "b", "also": 1}\n', r"line 2: no field 'text'; fields: also, body .*key field"),
-        (b'{"text": 7}\n', "line 1: the text is a int"),
-        (b'{"text": null}', "line 1: the text is null"),
-        (b'{"text": "ok"}\n{"text": "\xff"}\n', r"line 2: not valid UTF-8 \(byte 0xff"),
-        (b'{"a":' * 100_000, "line 1: not valid JSON"),
-    ],
-)
-def test_a_bad_record_is_named_by_file_and_line(tmp_path, content, message):
-    (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"x.jsonl, {message}"):
-        read_all(opened(tmp_path / "x.jsonl"))
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"])
@@ -149,36 +132,99 @@ def test_a_source_without_documents_is_named_when_it_is_built(tmp_path, path, me
         (["LICENSE"], ".txt"),
     ],
 )
-@pytest.mark.parametrize("linked", [False, True])
-def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path, names, ending, linked):
-    folder = given = tmp_path / "disk"
+def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path, names, ending):
+    """Links are followed, and a circle of them is not."""
+    folder, linked = tmp_path / "disk", tmp_path / "data"
     (folder / "below").mkdir(parents=True)
+    linked.mkdir()
     for name in names:
         (folder / name).touch()
-    if linked:
-        given = tmp_path / "data"
-        given.mkdir()
-        (given / "linked").symlink_to(folder)
-        (folder / "again").symlink_to(folder)
-    with pytest.raises(DataError) as caught:
-        opened(given)
-    assert str(caught.value).endswith(f"such as '{given}/**/*{ending}'")
+    (linked / "linked").symlink_to(folder)
+    (folder / "again").symlink_to(folder)
+    for path in (folder, linked):
+        with pytest.raises(DataError) as caught:
+            opened(path)
+        assert str(caught.value).endswith(f"such as '{path}/**/*{ending}'")
 
 
-def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    source = opened(tmp_path / "x.txt")
-    (tmp_path / "x.txt").unlink()
-    with pytest.raises(DataError, match=r"x.txt: cannot be read: No such file"):
-        read_all(source)
+def names(path, folder):
+    return [found.relative_to(folder).as_posix() for found in find_files(path)]
 
 
-def test_indexing_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * 9)
-    opened(tmp_path / "*.jsonl")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(torchround.untrusted.progress, "EVERY_S", 0.0)
-    opened(tmp_path / "*.jsonl")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"indexing {tmp_path / 'a.jsonl'}: 0.00 MiB") and "2 of 2 (100 %)" in lines[-1]
+def test_a_folder_with_brackets_in_its_name_is_that_folder_if_it_exists(tmp_path):
+    for name in ("br[1]/a.py", "br[1]/b[2].py", "br1/c.py", "br2/d.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert names(f"{tmp_path}/br[1]/*.py", tmp_path) == ["br[1]/a.py", "br[1]/b[2].py"]
+    assert names(f"{tmp_path}/br[1]/b[2].py", tmp_path) == ["br[1]/b[2].py"]
+    assert names(f"{tmp_path}/br[12]/*.py", tmp_path) == ["br1/c.py", "br2/d.py"]
+    with pytest.raises(DataError, match=r"no file matches .*; \[ begins a set of letters in a glob, and \[\[\]"):
+        find_files(f"{tmp_path}/x[1]*.py")
+    with pytest.raises(DataError, match=r"no file matches \(working directory: [^;]*\)$"):
+        find_files(f"{tmp_path}/x*.py")
+
+
+def test_linked_files_and_folders_are_read_and_each_file_once(tmp_path, caplog):
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "disk" / "a.txt").write_text("a")
+    (tmp_path / "disk" / "deep" / "b.txt").write_text("b")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "disk")
+    (tmp_path / "data" / "c.txt").symlink_to(tmp_path / "disk" / "a.txt")
+    (tmp_path / "disk" / "deep" / "round").symlink_to(tmp_path / "disk")
+    found = names(f"{tmp_path}/data/**/*.txt", tmp_path)
+    assert [(tmp_path / name).read_text() for name in found] == ["a", "b"]
+    assert "each file is read once" in caplog.text
+    caplog.clear()
+    assert names(f"{tmp_path}/disk/*.txt", tmp_path) == ["disk/a.txt"] and not caplog.text
+
+
+def test_a_link_that_leads_nowhere_is_named_and_not_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "not mounted" / "b.txt")
+    with pytest.raises(DataError, match=r"b.txt is a link to .*/not mounted/b.txt, which does not exist"):
+        find_files(f"{tmp_path}/*.txt")
+
+
+def test_a_folder_of_save_to_disk_is_recognised_and_names_its_splits(tmp_path):
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"first": rows, "held": rows}).save_to_disk(str(tmp_path / "several"))
+    for name in ("one", "several"):
+        with pytest.raises(DataError, match=rf"/{name}' is a folder that save_to_disk .* format = \"dataset\""):
+            find_files(str(tmp_path / name))
+    with pytest.raises(DataError, match=r"split 'train': it has no such split, only first, held \(source keys"):
+        open_source(SourceTable(path=str(tmp_path / "several"), format="dataset"))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "data", "x.csv.gz", "x.xz"])
+def test_archives_and_files_of_other_programs_are_not_read_as_text(tmp_path, name):
+    path = tmp_path / name
+    contents = {
+        "a parquet file": b"PAR1" + b"\0" * 20,
+        "an Arrow file": b"ARROW1\0\0",
+        "a gzip archive": gzip.compress(b"text"),
+        "a zip archive": b"PK\x03\x04rest",
+        "an xz archive": b"\xfd7zXZ\0",
+    }
+    for what, content in contents.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{name} is no text but {what}"):
+            open_source(SourceTable(path=str(path)))
+    path.write_bytes(b"PAR1 is a word too")
+    assert open_source(SourceTable(path=str(path), format="text")).count() == 1
+
+
+def test_files_of_several_kinds_may_be_mixed_but_not_with_those_of_other_programs(tmp_path):
+    """Endings in capitals mean what small ones mean."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.json").write_text('[{"text": "b"}, {"text": "c"}]')
+    (tmp_path / "c.CSV").write_text("text\nd\n")
+    (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "e"}'))
+    (tmp_path / "c.txt").write_text("f")
+    source = open_source(SourceTable(path=str(tmp_path / "*")))
+    texts = [source.read(document, 0)[0] for document in source.first_documents(9)]
+    assert texts == ["a", "b", "c", "d", "e", "f"] and source.count() == 6
+    (tmp_path / "d.arrow").write_bytes(b"ARROW1\0\0")
+    with pytest.raises(DataError, match=r"d.arrow is no text but an Arrow file"):
+        open_source(SourceTable(path=str(tmp_path / "*")))

@@ -1,7 +1,5 @@
 """Compressed JSONL, parquet and datasets, against the same records in plain JSONL; archives that are damaged."""
 
-import gzip
-import json
 import random
 import sys
 
@@ -9,8 +7,15 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
+from tests.support.record_files import (
+    as_lines,
+    write_dataset,
+    write_gzip,
+    write_parquet,
+    write_saved_dataset,
+    write_zstd,
+)
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.streams import open_source
@@ -19,59 +24,19 @@ from torchround.data.shuffling import EpochKey
 pytestmark = pytest.mark.usefixtures("small_blocks")  # so small that 40 records have several
 
 
-def as_lines(records):
-    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
-
-
-def write_gzip(folder, records):
-    (folder / "x.jsonl.gz").write_bytes(gzip.compress(as_lines(records)))
-    return SourceTable(path=str(folder / "x.jsonl.gz"))
-
-
-def write_zstd(folder, records):
-    """Write two frames, as tools that compress in parallel do."""
-    half = len(records) // 2
-    frames = [zstandard.compress(as_lines(part)) for part in (records[:half], records[half:])]
-    (folder / "x.jsonl.zst").write_bytes(b"".join(frames))
-    return SourceTable(path=str(folder / "x.jsonl.zst"))
-
-
-def write_parquet(folder, records):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / "x.parquet", row_group_size=7)
-    return SourceTable(path=str(folder / "x.parquet"))
-
-
-def write_dataset(folder, records):
-    """Write a folder of files, which is streamed as a dataset of the hub is."""
-    (folder / "set").mkdir()
-    for number in (0, 1):
-        (folder / "set" / f"train-{number}.jsonl").write_bytes(as_lines(records[number::2]))
-    return SourceTable(path=str(folder / "set"), format="dataset")
-
-
-def write_saved_dataset(folder, records):
-    datasets.DatasetDict({"held": datasets.Dataset.from_list(records)}).save_to_disk(str(folder / "saved"))
-    return SourceTable(path=str(folder / "saved"), format="dataset", split="held")
-
-
 WRITERS = [write_gzip, write_zstd, write_parquet, write_dataset, write_saved_dataset]
 EACH_WRITER = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 RECORDS = [{"text": f"record {number}", "number": number} for number in range(40)]
 
 
-def walk(source, key=None, cursor=None):
-    """Return the text and the cursor of each document from a cursor on."""
-    found, cursor = [], cursor or source.first_cursor()
+def texts_of(source, key=None):
+    found, cursor = [], source.first_cursor()
     while (here := source.locate(cursor, key)) is not None:
         text, rest = source.read(here[0], 0)
         assert rest is None
-        found.append((text, cursor))
+        found.append(text)
         cursor = here[1]
     return found
-
-
-def texts_of(source, key=None):
-    return [text for text, _ in walk(source, key)]
 
 
 @EACH_WRITER
@@ -89,19 +54,10 @@ def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path, wr
 
 
 @EACH_WRITER
-def test_a_fresh_process_continues_from_any_cursor(tmp_path, write):
-    table = write(tmp_path, RECORDS[:29])
-    for key in (None, EpochKey("7/0/0"), EpochKey("7/0/3", "7/0/0")):
-        whole = walk(open_source(table), key)
-        for stop in (0, 5, 6, 17, 28):
-            assert walk(open_source(table), key, whole[stop][1]) == whole[stop:]
-
-
-@EACH_WRITER
 def test_a_record_without_its_field_is_named_by_file_and_number(tmp_path, write):
     table = write(tmp_path, RECORDS).model_copy(update={"field": "body"})
     with pytest.raises(DataError, match=r"(line|row) 1: no field 'body'; fields: number, text"):
-        walk(open_source(table))
+        texts_of(open_source(table))
 
 
 @pytest.mark.parametrize(("write", "kept"), [(write_gzip, 0.3), (write_zstd, 0.98), (write_zstd, 0.3)])
@@ -121,29 +77,6 @@ def test_a_truncated_archive_gives_the_records_before_the_cut_and_then_names_fil
     assert f"{table.path}, line {len(texts) + 1}: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("x.jsonl.gz", "line 1: the archive is damaged or cut off: Not a gzipped file"),
-        ("x.jsonl.zst", "line 1: the archive is damaged or cut off: "),
-        ("x.parquet", "not a readable parquet file: "),
-    ],
-)
-def test_a_file_that_is_no_archive_at_all_is_named(tmp_path, name, message):
-    (tmp_path / name).write_text("plain text\n")
-    with pytest.raises(DataError, match=f"{name}[,:] {message}"):
-        walk(open_source(SourceTable(path=str(tmp_path / name))))
-
-
-def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path):
-    table = write_parquet(tmp_path, [{"text": f"{number} " * 50} for number in range(40)])
-    data = bytearray((tmp_path / "x.parquet").read_bytes())
-    data[4:60] = b"\xff" * 56  # the first pages, behind the magic number
-    (tmp_path / "x.parquet").write_bytes(bytes(data))
-    with pytest.raises(DataError, match=r"x.parquet, row \d+: the parquet file is damaged"):
-        walk(open_source(table))
-
-
 @pytest.mark.parametrize("name", ["ArrowCapacityError", "ArrowSerializationError", "ArrowInvalid"])
 def test_every_error_of_pyarrow_names_the_row(tmp_path, monkeypatch, name):
     """Some of its errors are not subclasses of any error of Python."""
@@ -154,7 +87,7 @@ def test_every_error_of_pyarrow_names_the_row(tmp_path, monkeypatch, name):
     source = open_source(write_parquet(tmp_path, [{"text": "a"}]))
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
     with pytest.raises(DataError, match="x.parquet, row 1: the parquet file is damaged: too much"):
-        walk(source)
+        texts_of(source)
 
 
 def test_one_of_several_subsets_of_a_dataset_is_read_by_its_name(tmp_path):
@@ -223,16 +156,6 @@ def test_a_large_row_group_is_read_part_by_part(tmp_path):
     assert 0 < most < 5 * 2**20
 
 
-def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path):
-    write_gzip(tmp_path, RECORDS[:10])
-    write_parquet(tmp_path, RECORDS[10:20])
-    (tmp_path / "y.jsonl").write_bytes(as_lines(RECORDS[20:30]))
-    (tmp_path / "z.txt").write_text("record 30")
-    source = open_source(SourceTable(path=str(tmp_path / "*")))
-    assert sorted(texts_of(source, EpochKey("k"))) == sorted(f"record {n}" for n in range(31))
-    assert source.count() == 31
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -260,4 +183,4 @@ def test_a_package_that_is_not_installed_is_asked_for_by_its_name_on_the_index(
     table = write(tmp_path, RECORDS)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=f"pip install {installed_as} "):
-        walk(open_source(table))
+        texts_of(open_source(table))

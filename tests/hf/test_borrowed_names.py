@@ -118,29 +118,6 @@ def test_tensors_of_old_files_and_those_that_transformers_leaves_out_are_redunda
     assert_is_the_model(toy, filled(toy, read(toy, folder)))
 
 
-def test_a_machine_that_holds_a_part_of_the_weights_reads_that_part(toys):
-    toy = toys("qwen2")
-    weights = read(toy, toy.folder)
-    whole, part = filled(toy, weights), {}
-    for name in list(whole)[::3]:
-        part[name] = torch.zeros_like(whole[name])
-    weights.load({name: nullcontext(view) for name, view in part.items()})
-    assert part and all(torch.equal(part[name], whole[name]) for name in part)
-    assert 0 < weights.bytes_of(part) < weights.bytes_of(whole)
-
-
-def test_tensors_that_are_missing_misshapen_or_belong_nowhere_are_named(toys, tmp_path):
-    toy, one = toys("qwen3_moe"), "model.layers.1.mlp.experts.2.up_proj.weight"
-    for change, more, message in (
-        (lambda name: None if name == one else name, {}, f"missing: {one}"),
-        (lambda name: name, {one: torch.ones(12, 23)}, rf"of another shape: {one} \[12, 23\] instead of \[12, 24\]"),
-        (lambda name: name, {"vision.weight": torch.ones(1)}, "not part of the model: vision.weight"),
-    ):
-        folder = rewritten(toy, tmp_path, change, **more)
-        with pytest.raises(HFError, match=f"{message}$"):
-            read(toy, folder)
-
-
 def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys, tmp_path):
     toy = toys("olmo_hybrid")
     with pytest.raises(ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*save_pretrained"):

@@ -1,4 +1,4 @@
-"""An exported folder is complete: `transformers` loads it, generates text and stops, and the card says what it is."""
+"""An exported folder is complete: `transformers` loads it, generates text and stops, and has the run's templates and card."""
 
 import json
 import shutil
@@ -10,11 +10,15 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train
+from tests.support import conversations
 from tests.support.batch_contents import TEMPLATE, write_lines
+from tests.support.conversations import TOOL, answer, plain_text, question, small_tokenizer
 from torchround.commands import export_hf
 from torchround.commands.generation_files import byte_tokenizer_files, generation_content
 from torchround.config import TokenizerTable
-from torchround.data import build_tokenizer
+from torchround.data import TokenizerError, build_tokenizer
+from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.template_files import export_tokenizer
 from torchround.hf.model_card import CardFacts, hub_name, model_card
 
 CONFIG = """
@@ -70,15 +74,6 @@ def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(fo
     assert found[tokens.input_ids.shape[1] :].tolist() == [257]
 
 
-def test_the_card_says_base_data_settings_and_losses(folder):
-    card = (BASE / "README.md").read_text()
-    assert head(card) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["torchround"]}
-    last = json.loads(Path("outputs/own/metrics.jsonl").read_text().splitlines()[-1])
-    for text in ("# own\n", "trained from scratch", f"{last['loss']:.4f}", f"{last['tokens']:,}", "`text.jsonl`"):
-        assert text in card
-    assert "training.seq_len | `16`" in card and "optimizer.lr" in card and str(folder) not in card
-
-
 RUN = {
     "run": {"name": "x", "seed": 0},
     "model": {"family": "qwen3", "flavor": None, "hf_path": "/secret/place/My-Base"},
@@ -113,14 +108,6 @@ def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, know
     assert known or "trained from `My-Base`" in card
 
 
-def test_adapters_alone_have_a_card_too(folder):
-    based = ["--model.shape=none", f"--model.hf_path={BASE}", "--lora.rank=2", "--checkpoint.export=adapters"]
-    assert train.main(["--config", "own.toml", "--run.name=two", *based]) == 0
-    card = Path("outputs/two/export/step-2/README.md").read_text()
-    assert head(card)["library_name"] == "peft" and "AutoPeftModelForCausalLM" in card
-    assert "| lora.rank | `2` |" in card
-
-
 def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
     write_lines(Path("chats.jsonl"), [chat] * 20)
@@ -153,12 +140,6 @@ def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
     assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
 
 
-def test_the_files_of_the_byte_tokenizer_name_every_byte_once():
-    files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
-    vocabulary = files["tokenizer.json"]["model"]["vocab"]
-    assert sorted(vocabulary.values()) == list(range(256)) and len(vocabulary) == 256
-
-
 def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
     (folder / "tok").mkdir()
     files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
@@ -169,3 +150,73 @@ def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
     assert export_hf.main(["outputs/gone/checkpoints/step-2", "exported", "--config=outputs/gone/config.toml"]) == 0
     assert "the export has no generation_config.json of its own" in caplog.text
     assert Path("exported/model.safetensors").is_file()
+
+
+LOOP = conversations.LOOP + conversations.PROMPT
+OTHER = LOOP.replace("{{ m.content }}", "given {{ m.content }}")
+DIALOGUE = [question("one"), answer("two")]
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """Make a released folder: tokenizer, a template, and one more for tools."""
+    folder = tmp_path_factory.mktemp("release")
+    small_tokenizer(folder, "qwen3")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(LOOP)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}" + LOOP)
+    return folder
+
+
+def trained(**table):
+    """Return what a checkpoint of a run on conversations holds."""
+    table = {"path": None, "name": None, "chat_template": None, **table}
+    tokenizer = build_tokenizer(TokenizerTable(**table))
+    return {"config": {"tokenizer": table}, "data": {"data": {"chat_template": tokenizer.templates.digest()}}}
+
+
+def assert_transformers_writes_the_same(folder, table):
+    ours, theirs = ChatTemplate(build_tokenizer(table)), AutoTokenizer.from_pretrained(folder)
+    for tools in ((), (TOOL,)):
+        text = theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
+        assert plain_text(ours, DIALOGUE, tools) == text
+
+
+def test_an_export_has_the_templates_of_the_runs_folder(release, tmp_path):
+    names = export_tokenizer(tmp_path, trained(path=str(release)), base=None, tokenizer=release)
+    assert names == [
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert_transformers_writes_the_same(tmp_path, TokenizerTable(path=str(release)))
+
+
+def test_an_export_has_the_template_of_the_key_and_no_other_or_changed_one(release, tmp_path):
+    given, target, moved = (tmp_path / name for name in ("given.jinja", "export", "moved"))
+    given.write_text(OTHER)
+    target.mkdir()
+    state = trained(path=str(release), chat_template=str(given))
+    assert "additional_chat_templates/tool_use.jinja" not in export_tokenizer(target, state, None, release)
+    assert_transformers_writes_the_same(target, TokenizerTable(path=str(release), chat_template=str(given)))
+    given.write_text(LOOP)
+    with pytest.raises(TokenizerError, match=r"trained with another chat template than the one in .*given.jinja"):
+        export_tokenizer(target, state, None, release)
+    given.unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer.chat_template: given .*there is no such file"):
+        export_tokenizer(target, state, None, release)
+    moved.mkdir()
+    (moved / "chat_template.jinja").write_text(OTHER)
+    state["config"]["tokenizer"]["chat_template"] = None  # as an export that is given a tokenizer
+    (target / "chat_template.jinja").unlink()
+    assert export_tokenizer(target, state, None, moved) == ["chat_template.jinja"]
+    assert (target / "chat_template.jinja").read_text() == OTHER
+
+
+def test_a_run_on_bytes_does_not_export_the_tokenizer_of_its_base(release, tmp_path):
+    assert export_tokenizer(tmp_path, {"config": {"tokenizer": {"path": None, "name": "bytes"}}}, release) == []
+    state = {"config": {"tokenizer": {"path": None, "name": None}}}
+    assert "tokenizer.json" in export_tokenizer(tmp_path, state, release)

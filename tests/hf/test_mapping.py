@@ -1,9 +1,8 @@
 """A frozen base that stays in its files: trained as if copied, read when used, never written."""
 
+import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from tests.support.toy import assert_same_state, toy_engine, train
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
+from torchround.hf.tensor_folder import map_file, read_header, view_of
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 BF16 = torch.bfloat16
-ROOT = Path(__file__).parents[2]
 ATTENTION = ("q_proj", "o_proj")
 KINDS = ["llama3", "llama3 tied", "qwen3 moe", "gpt_oss"]
 
@@ -113,34 +112,26 @@ def test_what_does_not_lie_in_the_file_as_it_is_used_is_copied(hf, tmp_path):
     assert in_files == {} and len(store.weights()) == len(model.stored_shapes())
 
 
-USES_A_MAPPING = """
-import sys
-from pathlib import Path
-import torch
-from torchround.hf.tensor_folder import map_file, read_header, view_of
-
-path = Path(sys.argv[1])
-numbers = view_of(map_file(path), read_header(path)["numbers"])
-path.rename(path.with_name("deleted"))
-path.write_bytes(b"another file of the same name")
-path.with_name("deleted").unlink()
-assert numbers.memory[-1].item() == 3.0
-print("still there", flush=True)
-path = Path(sys.argv[2])
-numbers = view_of(map_file(path), read_header(path)["numbers"])
-with open(path, "r+b") as file:
-    file.truncate(4096)
-print(numbers.memory[-1].item())
-"""
+def uses_mappings():
+    """Replace one mapped file, and cut the other one short."""
+    path = Path("replaced.safetensors")
+    numbers = view_of(map_file(path), read_header(path)["numbers"])
+    path.rename("deleted")
+    path.write_bytes(b"another file of the same name")
+    Path("deleted").unlink()
+    assert numbers.memory[-1].item() == 3.0
+    print("still there", flush=True)
+    path = Path("cut.safetensors")
+    numbers = view_of(map_file(path), read_header(path)["numbers"])
+    os.truncate(path, 4096)
+    print(numbers.memory[-1].item())
 
 
-def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_process(tmp_path):
-    paths = [tmp_path / name for name in ("replaced.safetensors", "cut.safetensors")]
-    for path in paths:
-        save_file({"numbers": torch.full((100_000,), 3.0)}, path)
-    command = [sys.executable, "-c", USES_A_MAPPING, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGBUS, "still there\n"), done.stderr
+def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_process(processes, tmp_path):
+    for name in ("replaced", "cut"):
+        save_file({"numbers": torch.full((100_000,), 3.0)}, tmp_path / f"{name}.safetensors")
+    done = processes.run("tests.hf.test_mapping:uses_mappings", folder=tmp_path)
+    assert (done.returncode, done.text()) == (-signal.SIGBUS, "still there\n")
 
 
 def resident_bytes(path):

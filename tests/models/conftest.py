@@ -1,11 +1,46 @@
-"""The helpers of model tests as one fixture."""
+"""Helpers of model tests: their functions as one fixture, training beside a loop, and the CPU as an accelerator."""
+
+from dataclasses import replace
 
 import pytest
 
 from tests.support import model_tools
+from tests.support.reference import Reference
+from tests.support.toy import assert_same_state, toy_engine, toy_store, train
+from torchround.layer import with_dropout_seeds
+from torchround.models.kernels import operation
 
 
 @pytest.fixture(scope="session")
 def tools():
     """Return the functions of `tests/support/model_tools.py`."""
     return model_tools
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Let layers call fused operations on the CPU, which run their plain references."""
+    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
+
+
+@pytest.fixture
+def train_as_a_loop():
+    """Return what trains a model through an engine, and compares losses and state with the plain loop's bit by bit.
+
+    `cuts` are the document lengths of micro-batches, of every other step the second list of two.
+    """
+
+    def run(model, partition, *cuts, steps=2, devices=2, stale=0, **options):
+        batches = []
+        for step in range(steps):
+            documents = enumerate(cuts[step % len(cuts)])
+            parts = [model_tools.micro_batch(cut, 50, seed=10 * step + index) for index, cut in documents]
+            batches.append(with_dropout_seeds([replace(part, max_documents=2) for part in parts], seed=7, step=step))
+        store = toy_store(model, **options)
+        loop = Reference.of(model, store, **({"stale": stale} if stale else {}))
+        with toy_engine(model, store, partition, devices, stale_layers=stale) as engine:
+            losses = train(engine, batches)
+        assert losses == loop.train(batches)
+        assert_same_state(store.named_views(), loop.state())
+
+    return run

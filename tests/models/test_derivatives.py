@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchround.models.common.primitives import ACTIVATIONS, gated_product, lookup
-from torchround.models.gpt_oss.layers import _ClampedSwiGLU
+from torchround.models.gpt_oss.layers import ClampedSwiGLU
 
 ROWS, WIDTH = 6, 5
 
@@ -19,7 +19,7 @@ def test_clamped_swiglu():
     assert (gate_up > 2).any() and (gate_up < -2).any()
     weights = random(ROWS)
     assert torch.autograd.gradcheck(
-        lambda *inputs: _ClampedSwiGLU.apply(*inputs, 2.0, 1.7), (gate_up, weights), atol=1e-4
+        lambda *inputs: ClampedSwiGLU.apply(*inputs, 2.0, 1.7), (gate_up, weights), atol=1e-4
     )
 
 

@@ -1,33 +1,20 @@
 """Whole models by the fused operations' plain references: on the CPU, which is made to take them, and through the engine."""
 
-import gc
-import weakref
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.support import plain_flash
 from tests.support.interpreted import random
-from tests.support.reference import Reference
 from tests.support.rounding import assert_close_in_sums
-from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.models import FAMILIES
-from torchround.models.common import attention, packed_attention
+from torchround.models.common import attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
-from torchround.models.kernels import operation
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 # Other documents at the same place of a round, so that offsets of an earlier micro-batch would be seen.
 CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], [[32]]]]
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Let layers call fused operations on the CPU."""
-    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
 
 
 @pytest.fixture
@@ -39,7 +26,7 @@ def offsets_kernel(monkeypatch):
 
 def small(name, flavor, tied=False):
     config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
-    return FAMILIES[name].build(config), config
+    return FAMILIES[name].build(config)
 
 
 def loss_and_gradients(model, batch, tools):
@@ -52,7 +39,7 @@ def loss_and_gradients(model, batch, tools):
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
 def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flavor, tools, request):
-    model, _ = small(name, flavor)
+    model = small(name, flavor)
     tools.materialise(model)
     for parameter in tools.stored_parameters(model).values():
         with torch.no_grad():
@@ -71,44 +58,9 @@ def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flav
 
 
 @pytest.mark.parametrize("name, flavor", CASES[2:], ids=map("-".join, CASES[2:]))
-def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tools, fused, offsets_kernel):
+def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, fused, offsets_kernel, train_as_a_loop):
     """Recomputation, two workers and later rounds see each micro-batch's own offsets."""
-    model, _ = small(name, flavor)
-    batches = [
-        [
-            replace(tools.micro_batch(documents, 50, seed=10 * step + index), max_documents=2)
-            for index, documents in enumerate(CUTS[step % 2])
-        ]
-        for step in range(2)
-    ]
-    store = toy_store(model)
-    loop = Reference.of(model, store)
-    with toy_engine(model, store, PARTITION, num_devices=2) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
-
-
-def test_offsets_and_frequencies_are_computed_once_for_all_layers_of_a_micro_batch(
-    tools, fused, offsets_kernel, monkeypatch
-):
-    made = []
-    for module, name in ((packed_attention, "document_offsets"), (attention, "inverse_frequencies")):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, f=function, n=name: made.append((n, f(*given))) or made[-1][1])
-    model = tools.materialise(small("llama3", "debug")[0])
-    first, second = (replace(tools.micro_batch([[12, 20]], 50, seed), max_documents=2) for seed in (0, 1))
-    first = replace(first, dropout_seed=3)  # each layer gets a copy of such a micro-batch
-    for batch in (first, first, second):
-        hidden = None
-        for index, layer in enumerate(model.layers):
-            hidden = layer(hidden, batch.for_layer(index))
-        hidden.backward()
-    assert sorted(name for name, _ in made) == ["document_offsets"] * 2 + ["inverse_frequencies"] * 2
-    alive = [weakref.ref(tensor) for _, tensor in made]
-    del hidden, first, batch, made[:]
-    gc.collect()
-    assert sum(ref() is not None for ref in alive) == 2, "the first micro-batch's tensors go with it"
+    train_as_a_loop(small(name, flavor), PARTITION, *CUTS)
 
 
 def test_another_class_of_norm_is_not_replaced_by_the_fused_one(fused):
@@ -123,9 +75,8 @@ def test_another_class_of_norm_is_not_replaced_by_the_fused_one(fused):
     assert torch.equal(total, stream + update) and torch.equal(normed, total / 2)
 
 
-def test_a_compiler_sees_plain_operations(monkeypatch):
+def test_a_compiler_sees_plain_operations(fused):
     """It fuses by itself, and cannot look into ours."""
-    monkeypatch.setattr(operation, "is_accelerator", lambda device: True)
     norm, seen = RMSNorm(8, 1e-5), []
     norm.weight = torch.nn.Parameter(torch.ones(8))
 

@@ -1,126 +1,133 @@
-"""Every family through the engine: the bits of a plain loop, with ties, adapters, bounded updates and kept activations."""
+"""GPT-OSS, Llama, and a model whose blocks differ, through the engine: the bits of a plain loop.
 
-import random
+`tests/support/engine_rows.py` has Qwen3's and Llama's layers in every mode of the engine.
+"""
+
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from tests.support.reference import Reference
-from tests.support.toy import assert_same_state, toy_engine, toy_store, train
-from torchround.engine.store.bundles import ASYNC, BOUNDED
-from torchround.layer import KEEPABLE, with_dropout_seeds
-from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.engine.store.bundles import BOUNDED, SYNC
+from torchround.models import FAMILIES, LoraShape, ModelConfigError, TransformerConfig, add_adapters
+from torchround.models.common.attention import Attention
+from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
+from torchround.models.common.experts import GatedExperts
+from torchround.models.common.feed_forward import GatedMLP, MoE, MoEShape
+from torchround.models.common.primitives import RMSNorm
+from torchround.models.common.rope import Rope
+from torchround.models.qwen3.layers import QK_NORM_NAMES, expert_names
 from torchround.pipeline.partition import Partition
 
-LLAMA3, QWEN3, MIXTURE, GPT_OSS = CASES = [
-    *(("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug"))
-]
-PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
+ADAPTERS = ("q_proj", "v_proj")
 CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the second has one alone
 
 
-def build(case, adapters=(), **fields):
-    name, flavor = case
-    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, **{"num_layers": 2, **fields})
+@pytest.mark.parametrize(
+    ("name", "adapters", "dtype", "policy", "stale", "backward"),
+    [
+        ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1)),
+        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1)),
+        ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1)),
+    ],
+)
+def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
+    name, adapters, dtype, policy, stale, backward, train_as_a_loop
+):
+    """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
+    config = FAMILIES[name].config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=True)
     model = FAMILIES[name].build(config)
     if adapters:
         add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(2, 4.0, 0.25, adapters))
-    return model
+    partition = Partition((1, 2), 1, backward)
+    train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, policy=policy)
 
 
-def batches_of(tools, steps, parts):
-    return [
-        with_dropout_seeds(
-            [
-                replace(tools.micro_batch(CUTS[part], 50, seed=10 * step + part), max_documents=2)
-                for part in range(parts)
-            ],
-            seed=7,
-            step=step,
-        )
-        for step in range(steps)
-    ]
+CONFIG = TransformerConfig(4, 32, 4, 2, 8, 48, 50, Rope(10000.0), max_positions=64)
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MIXTURE = MoEShape(4, 2, 24, balance_coefficient=0.01)
+EXPERT_NAMES = expert_names(4)
 
 
-@pytest.mark.parametrize(
-    ("case", "tied"), [(LLAMA3, True), (MIXTURE, False), (GPT_OSS, True)], ids=["llama3 tied", "moe", "gpt_oss tied"]
-)
-def test_training_is_bitwise_that_of_a_plain_loop(case, tied, tools):
-    model, batches = build(case, tied_embeddings=tied), batches_of(tools, 2, 3)
-    store = toy_store(model)
-    loop = Reference.of(model, store)
-    with toy_engine(model, store, PARTITION, num_devices=2) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
+class OffsetNorm(RMSNorm):
+    """Another kind of norm: its weight begins at 0 and scales by `1 + weight`."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+    def init_weights(self):
+        with torch.no_grad():
+            self.weight.zero_()
 
 
-BOUNDED_ROWS = [
-    (LLAMA3, True, (), torch.bfloat16, 3),
-    (QWEN3, False, ("q_proj", "v_proj"), torch.bfloat16, 1),
-    (MIXTURE, False, (), torch.float32, 1),
-    (GPT_OSS, True, ("q_proj", "v_proj"), torch.bfloat16, 3),
+def block(attention, feed_forward, names, norm=RMSNorm, eps=1e-5):
+    return BlockSettings(attention, feed_forward, partial(norm, eps=eps), {**ATTENTION_NAMES, **names})
+
+
+def sliding(**settings):
+    return partial(Attention, **HEADS, rope=Rope(10000.0), window=5, **settings)
+
+
+def full(**settings):
+    return partial(Attention, **HEADS, rope=Rope(1000000.0), **settings)
+
+
+BLOCKS = [
+    block(sliding(), partial(GatedMLP, ffn_size=48), GATED_MLP_NAMES),
+    block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES, eps=1e-6),
+    block(
+        sliding(qk_norm_eps=1e-6),
+        partial(GatedMLP, ffn_size=40, activation="gelu_tanh"),
+        {**GATED_MLP_NAMES, **QK_NORM_NAMES},
+        norm=OffsetNorm,
+    ),
+    block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES),
 ]
 
 
-@pytest.mark.parametrize(("case", "tied", "adapters", "dtype", "stale_layers"), BOUNDED_ROWS)
-def test_bounded_training_is_bitwise_that_of_its_plain_loop(case, tied, adapters, dtype, stale_layers, tools):
-    """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
-    model, batches = build(case, adapters, tied_embeddings=tied), batches_of(tools, 3, 2)
-    store = toy_store(model, dtype, policy=BOUNDED)
-    loop = Reference.of(model, store, stale=stale_layers)
-    partition = Partition((1, 2), 1, (2, 1))
-    with toy_engine(model, store, partition, num_devices=2, stale_layers=stale_layers) as engine:
-        losses = train(engine, batches)
-    assert losses == loop.train(batches)
-    assert_same_state(store.named_views(), loop.state())
+@pytest.mark.parametrize(("tied", "devices"), [(False, 1), (True, 2)])
+def test_training_of_blocks_that_differ_is_bitwise_that_of_a_plain_loop(tied, devices, train_as_a_loop):
+    model = assemble(replace(CONFIG, tied_embeddings=tied), BLOCKS)
+    partition = Partition((1, 2, 2), 1, (1, 2, 2))  # embedding; pairs of blocks; head, and back in pairs
+    train_as_a_loop(model, partition, CUTS, devices=devices)
 
 
-BLOCKS = 4
-PARTITIONS = (Partition((1, 2, 2), 1, (1, 2, 2)), Partition((3,), 3, (2, 1)), Partition((1,) * 5, 1, (1,) * 5))
-FP32 = ({}, {})
-LAYERWISE = ({"policy": ASYNC}, {"layerwise_recompute": True})
-# Adapters on attention alone: experts have none.
-ADAPTED = ({"dtype": torch.bfloat16, "adapters": ("q_proj", "v_proj", "o_proj")}, {})
+def test_each_block_has_its_own_hugging_face_names():
+    model, names = assemble(CONFIG, BLOCKS), decoder_names(CONFIG, BLOCKS)
+    assert names.keys() == model.stored_shapes().keys()
+    assert names["block.0.mlp.gate.weight"] == "model.layers.0.mlp.gate_proj.weight"
+    assert names["block.1.mlp.router.weight"] == "model.layers.1.mlp.gate.weight"
+    assert names["block.1.mlp.experts.up"] == tuple(
+        f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)
+    )
+    assert names["block.2.attention.query_norm.weight"] == "model.layers.2.self_attn.q_norm.weight"
+    assert "block.0.attention.query_norm.weight" not in names
 
 
-def choices():
-    """Return what the blocks keep: all, each part alone, and mixtures."""
-    drawn = random.Random(0)
-    mixed = [tuple(tuple(n for n in KEEPABLE if drawn.random() < 0.5) for _ in range(BLOCKS)) for _ in range(2)]
-    each = tuple((name,) for name in KEEPABLE)
-    return [(KEEPABLE,) * BLOCKS, each[:4], each[:0:-1], *mixed]
+def test_the_penalty_counts_only_blocks_with_experts(tools):
+    model = tools.materialise(assemble(CONFIG, BLOCKS))
+    batch = tools.micro_batch([[32], [32]], 50)
+    stream, load = tools.hidden_before_head(model, batch)
+    # Each token chooses 2 experts in each of the 2 blocks with experts.
+    assert load[:, 0].sum(dim=-1).tolist() == [2 * 2 * 32] * 2
+    with torch.no_grad():
+        plain = model.layers[-1](stream, batch)
+    penalty = (model.layers[-1]((stream, load), batch) - plain) / (0.01 * batch.num_labels())
+    # Switch Transformer: E * sum of products of shares, 2 for a balanced choice of 2 experts; fresh routers are near.
+    assert penalty.item() == pytest.approx(2.0, rel=0.05)
 
 
-def trained(case, tools, partition, num_devices, kept, options, settings):
-    options = dict(options)
-    model = build(case, options.pop("adapters", ()), num_layers=BLOCKS)
-    store = toy_store(model, options.pop("dtype", torch.float32), **options)
-    with toy_engine(model, store, partition, num_devices, kept=kept, **settings) as engine:
-        losses = train(engine, batches_of(tools, 2, 2))
-        assert engine.pool.reserved_bytes == engine.pool.allocated_bytes, "a layer kept more than it declared"
-    return losses, store.named_views()
+def test_penalties_that_cannot_be_added_up_are_refused_with_their_values():
+    other = partial(MoE, shape=replace(MIXTURE, num_experts=8), make_experts=GatedExperts)
+    blocks = [BLOCKS[1], replace(BLOCKS[3], feed_forward=other)]
+    with pytest.raises(ModelConfigError, match=r"\(4, 0.01\), \(8, 0.01\)"):
+        assemble(CONFIG, blocks)
 
 
 @pytest.mark.parametrize(
-    ("case", "kept", "partition", "devices", "setting"),
-    [
-        (LLAMA3, 0, 1, 2, LAYERWISE),
-        (MIXTURE, 3, 0, 3, FP32),
-        (QWEN3, 1, 2, 2, ADAPTED),
-        (GPT_OSS, 2, 0, 8, LAYERWISE),
-        (GPT_OSS, 4, 1, 3, ADAPTED),
-        *(
-            pytest.param(case, kept, kept % 3, (1, 2, 3, 8)[kept % 4], setting, marks=pytest.mark.nightly)
-            for case in CASES
-            for setting in (FP32, LAYERWISE, ADAPTED)
-            for kept in range(5)
-        ),
-    ],
+    "feed_forward", [partial(GatedMLP, 8, 16), partial(GatedExperts, 8, 4, 16)], ids=["dense", "experts"]
 )
-def test_kept_activations_give_the_bits_of_full_recomputation(case, kept, partition, devices, setting, tools):
-    expected = trained(case, tools, PARTITIONS[partition], 1, (), *setting)
-    found = trained(case, tools, PARTITIONS[partition], devices, ((), *choices()[kept], ()), *setting)
-    assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+def test_an_unknown_activation_is_refused_with_the_legal_ones(feed_forward):
+    with pytest.raises(ModelConfigError, match="activation = 'relu'; legal: silu, gelu_tanh"):
+        feed_forward(activation="relu")

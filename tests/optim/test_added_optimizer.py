@@ -117,12 +117,3 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):  # noqa
     assert resumed.keys() == state.keys()
     assert not [name for name in state if not torch.equal(state[name], resumed[name])]
     assert small_runs.losses("rest") == {step: loss for step, loss in small_runs.losses("whole").items() if step > 3}
-
-
-def test_predicted_weights_are_refused_for_a_rule_that_cannot_predict(
-    small_runs,  # noqa: F811
-    capsys,
-):
-    assert small_runs("wrong", LION, ASYNC, PREDICT) == 2
-    assert "engine.delay_correction" in capsys.readouterr().err
-    assert not small_runs.path("wrong").exists()

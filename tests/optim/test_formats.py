@@ -1,10 +1,11 @@
-"""Compact state: the arithmetic in NumPy, bounds of its error, and blocks at the ends of fp32's range."""
+"""Compact state and split weights: the arithmetic in NumPy, bounds of its error, and the ends of fp32's range."""
 
 import numpy as np
 import pytest
 import torch
 
 from torchround.optim.formats import BLOCK, COMPACT, EXACT, StateValue
+from torchround.optim.split_weights import join, split
 
 FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
 
@@ -100,3 +101,37 @@ def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy():
     assert np.array_equal(kept.float().numpy(), scales)
     expected = np.stack([numpy_codes(block, is_signed=False)[0] for block in numbers])
     assert np.array_equal(codes.view(-1, BLOCK).numpy(), expected)
+
+
+# Around each of the 65,536 bf16 numbers: itself, its neighbours, and what is next to a tie on either side.
+LOWER = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+def every_upper_half():
+    """Return fp32 numbers of all bit patterns that end in one of `LOWER`, infinities and NaN among them."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    return torch.cat([upper + lower for lower in LOWER]).view(torch.float32)
+
+
+def bits(weight):
+    return weight.view(torch.int32)
+
+
+def test_every_weight_comes_back_bit_for_bit():
+    weight = every_upper_half()
+    device_weight, residual = split(weight)
+    assert (device_weight.dtype, residual.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(bits(join(device_weight, residual)), bits(weight))
+
+
+def test_the_device_weight_is_the_nearest_one_and_a_tie_goes_up_in_magnitude():
+    weight = every_upper_half()
+    weight = weight[weight.isfinite()]
+    device_weight, _ = split(weight)
+    is_tie = (bits(weight) & 0xFFFF) == 0x8000
+    cast = weight.to(torch.bfloat16)
+    assert torch.equal(device_weight[~is_tie].view(torch.int16), cast[~is_tie].view(torch.int16))
+    towards_zero = (bits(weight) & ~0xFFFF).view(torch.float32)
+    assert torch.all(device_weight[is_tie].float().abs() > towards_zero[is_tie].abs())
+    # About half of the ties are rounded otherwise by PyTorch's cast, so the check above can fail.
+    assert (device_weight[is_tie] != cast[is_tie]).float().mean() > 0.4

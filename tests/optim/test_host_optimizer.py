@@ -1,6 +1,5 @@
 """The optimizer that works, and the one that its user sees: one state, hyperparameters of their own."""
 
-import copy
 import warnings
 
 import pytest
@@ -72,30 +71,6 @@ def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
     optimizer.step(optimizer.hyperparameters(), gradients())
     [group] = optimizer.optimizer.param_groups
     assert (group["count"], float(group["mean"]), group["lr"]) == (3, 3.0, 0.5)
-
-
-def test_a_saved_state_is_loaded_with_its_hyperparameters():
-    on, other = weights(), weights()
-    optimizer, loaded = (bound(sgd, on), bound(lambda named: torch.optim.SGD(named, lr=9.0, momentum=0.1), other))
-    optimizer.step(optimizer.hyperparameters(), gradients())
-    saved = copy.deepcopy(optimizer.state_dict())
-    for (_, target), (_, source) in zip(other, on, strict=True):
-        target.copy_(source)
-    loaded.load_state_dict(saved)
-    for each in (optimizer, loaded):
-        each.step(each.hyperparameters(), gradients(2.0))
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(on, other, strict=True))
-    assert str(optimizer.state_dict()) == str(loaded.state_dict())
-
-
-def test_it_stays_with_its_weights():
-    on = weights()
-    optimizer = bound(sgd, on)
-    made = optimizer.optimizer
-    optimizer.bind(on)
-    assert optimizer.optimizer is made
-    with pytest.raises(HostOptimizerError, match="another host store"):
-        optimizer.bind(weights())
 
 
 @pytest.mark.parametrize(

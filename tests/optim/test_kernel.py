@@ -1,22 +1,28 @@
-"""The compiled update: the plain pass's bits for any length, cut and thread count; and a run without it.
+"""The compiled update: the plain pass's bits for any length and threads; its library; and a run without it.
 
 A C++ compilation of about a second for each kind, kept in Inductor's cache folder like a user's own.
 """
 
+import logging
 import os
+import shutil
+import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from tests.support.kernel_kinds import BF16, KINDS, SPLIT
-from torchround.engine.optimizer_worker import use_threads_here
-from torchround.optim import UpdateProgress, update_
-from torchround.optim.kernel import get_kernels
+from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT, cut_out, kind_of
+from torchround.optim import UpdateProgress, kernel, kernel_kind, update_
+from torchround.optim.kernel import CompiledUpdate, get_kernels
 from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
-from torchround.optim.kernel_kind import KernelError
+from torchround.optim.kernel_kind import KernelError, KernelKind
 from torchround.optim.node_threads import NodeThreads
+from torchround.optim.rules.adamw import AdamWRule
 
 pytestmark = pytest.mark.compiles
 
@@ -44,18 +50,6 @@ def update(buffers, kernel, progress=None, predicts=False):
     update_(buffers, lr=3e-4, update=3, gradient_scale=0.7, progress=progress, kernel=kernel, predicts=predicts)
 
 
-def cut_out(buffers, start, stop):
-    """Return the buffers' elements `[start, stop)`; `start` begins a block."""
-    names = ("weight", "residual", "current", "written", "gradient", "direction")
-    tensors = {name: getattr(buffers, name) for name in names}
-    parts = {}
-    for value in buffers.rule.values:
-        ranges = buffers.format.ranges(value, buffers.parts, start, stop)
-        parts.update(zip((part.name for part in buffers.format.parts(value)), ranges, strict=True))
-    cut = {name: tensor[start:stop] for name, tensor in tensors.items() if tensor is not None}
-    return replace(buffers, parts=parts, **cut)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(kernels, kind):
     for numel in (*range(1, 35, 3), 127, 128, 129, 256, 257, 513):
@@ -80,39 +74,6 @@ def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
             some.close()
             assert have_same_bits(compiled, plain)
     assert threading.active_count() == before
-
-
-def test_the_number_of_torch_threads_is_that_of_the_calling_thread_alone():
-    before, seen = torch.get_num_threads(), []
-
-    def look(count):
-        use_threads_here(count)
-        seen.append(torch.get_num_threads())
-
-    for count in (3, 1):
-        thread = threading.Thread(target=look, args=(count,))
-        thread.start()
-        thread.join()
-    assert seen == [3, 1]
-    assert torch.get_num_threads() == before
-
-
-def test_other_threads_run_python_during_an_update():
-    """They see an update half done. With the interpreter's lock held they would see none, however often they look."""
-    kind = SPLIT[1]
-    one_thread = get_kernels([kind], lambda: None)[kind]
-    buffers = example_buffers(kind, 2**23)
-    written, seen_between = buffers.written, False
-    for _ in range(200):
-        written.fill_(7.0)  # which no update of these weights gives
-        thread = threading.Thread(target=update, args=(buffers, one_thread))
-        thread.start()
-        while thread.is_alive() and not seen_between:
-            seen_between = bool(written[0] != 7.0) and bool(written[-1] == 7.0)
-        thread.join()
-        if seen_between:
-            break
-    assert seen_between
 
 
 @pytest.mark.parametrize("kind", SPLIT, ids=name_of)
@@ -148,3 +109,139 @@ def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels):
         update(buffers, kernels[kind], progress)
     assert have_same_bits(buffers, before)
     assert progress.done == 0
+
+
+def test_a_second_run_finds_the_library_without_a_compiler(kernels, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("PATH", "")
+    assert get_kernels([SPLIT[0]], lambda: None).keys() == {SPLIT[0]}
+
+
+def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
+    libraries = [kind.library() for kind in KINDS]
+    assert len(set(libraries)) == len(KINDS)
+    assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
+    monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
+    assert kind_of(ADAMW).library() not in libraries
+    buffers = example_buffers(SPLIT[0], 10)
+    assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
+    assert KernelKind.of(replace(buffers, gradient=torch.ones(10).double()), predicts=False) is None
+
+
+@pytest.mark.parametrize(("compiler", "words"), [("/nonexistent", "no C++ compiler"), ("false", "failed (")])
+def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
+    tmp_path, monkeypatch, caplog, compiler, words
+):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", "" if compiler == "/nonexistent" else os.environ["PATH"])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
+    [record] = caplog.records
+    assert words in record.getMessage() and "slower" in record.getMessage()
+
+
+def replaced(put):
+    """Put something else in the place of the library."""
+
+    def harm(cache, library):
+        (cache / library.name).unlink()
+        put(cache / library.name, library)
+
+    return harm
+
+
+HARMS = {
+    # Another user could put a folder in the place of the cache, or a file into it.
+    "parent open to all": lambda cache, library: cache.parent.chmod(0o777),
+    "folder open to all": lambda cache, library: cache.chmod(0o777),
+    "a link to code elsewhere": replaced(Path.symlink_to),
+    "no library": replaced(lambda path, library: path.write_bytes(b"no library")),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS.keys())
+def test_code_that_is_none_or_that_another_user_could_have_put_there_is_not_loaded(
+    kernels, tmp_path, monkeypatch, caplog, harm
+):
+    library = kernel.private_folder() / SPLIT[0].library()
+    cache = tmp_path / "shared" / "torchround"
+    cache.mkdir(parents=True, mode=0o700)
+    shutil.copyfile(library, cache / library.name)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.parent))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert get_kernels([SPLIT[0]], lambda: None).keys() == {SPLIT[0]}
+    harm(cache, library)
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
+
+
+@pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
+def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(tmp_path, monkeypatch, caplog, harm):
+    """Inductor itself takes any folder of its name in /tmp."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(default_cache_dir())
+    if harm == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif harm == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        kernel.keep_inductor_private()
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert (given is None) == (harm == "nothing") == (not caplog.records)
+    assert Path(given or folder).stat().st_mode & 0o777 == 0o700
+
+
+class RunStopped(Exception):
+    pass
+
+
+def test_a_kernel_with_other_bits_is_not_used(kernels, monkeypatch, caplog):
+    original = CompiledUpdate.__call__
+
+    def one_bit_off(self, buffers, numbers):
+        original(self, buffers, numbers)
+        assert buffers.residual is not None
+        buffers.residual[-1:].bitwise_xor_(1)
+
+    monkeypatch.setattr(CompiledUpdate, "__call__", one_bit_off)
+    with caplog.at_level(logging.WARNING):
+        assert get_kernels([SPLIT[0]], lambda: None) == {}
+    [record] = caplog.records
+    assert "does not give the uncompiled one's bits" in record.getMessage()
+
+
+SLOW_COMPILER = """#!/bin/sh
+exec 3> {pipe}
+(echo begun >&3; sleep 60; echo alive >&3) &
+wait
+"""
+
+
+def test_a_run_that_stops_meanwhile_takes_its_compilers_along(tmp_path, monkeypatch):
+    """The processes that compilers start end too: a pipe that these write to has no writer left."""
+    cache, compiler, pipe = tmp_path / "cache", tmp_path / "compiler", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    compiler.write_text(SLOW_COMPILER.format(pipe=pipe))
+    compiler.chmod(0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("CXX", str(compiler))
+    said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def stop():
+        with suppress(BlockingIOError):
+            if os.read(said, 100) == b"begun\n":
+                raise RunStopped
+
+    try:
+        with pytest.raises(RunStopped):
+            get_kernels([SPLIT[0]], stop)
+        os.set_blocking(said, True)
+        assert os.read(said, 100) == b""
+    finally:
+        os.close(said)
+    assert not list((cache / "torchround").iterdir())

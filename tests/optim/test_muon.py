@@ -106,19 +106,11 @@ def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_directions_have_singular_values_near_one():
-    matrices = torch.randn(4, 40, 64, generator=torch.Generator().manual_seed(8)).bfloat16()
-    values = torch.linalg.svdvals(orthogonalised(matrices).float())
-    # Jordan's coefficients leave them between 0.7 and 1.2, and bf16 adds a little.
-    assert values.min() > 0.6 and values.max() < 1.3
-    assert not orthogonalised(torch.zeros(1, 8, 16, dtype=torch.bfloat16)).any(), "zeros have no direction"
-
-
 @pytest.fixture
 def narrow_bands(monkeypatch):
     """Cut matrices of some hundred rows into five bands."""
-    monkeypatch.setattr(update_costs, "LEAST_BAND_ROWS", 32)
-    monkeypatch.setattr(update_costs, "BAND_EDGE_ROWS", 8)
+    for name, rows in (("LEAST_BAND_ROWS", 32), ("BAND_EDGE_ROWS", 8)):
+        monkeypatch.setattr(update_costs, name, rows)
 
 
 BANDED = {"tall": (1, 330, 203), "wide": (1, 170, 500), "square": (1, 256, 256), "experts": (3, 160, 210)}
@@ -169,15 +161,13 @@ def test_a_piece_takes_no_more_memory_than_is_counted(shape):
     assert peak_of_tensors(lambda: iterated_batch(given)) <= scratch_bytes(shape)
 
 
-def test_a_stack_is_cut_into_pieces_of_whole_matrices(monkeypatch):
-    monkeypatch.setattr("torchround.engine.worker.orthogonalise.PIECE_ELEMENTS", 2 * 32 * 24 + 5)
-    shape = SHAPES["experts"]
-    flat = torch.randn(5 * 32 * 24).bfloat16()
-    cut = list(pieces(flat, shape))
-    assert [piece.matrices for piece in cut] == [(2, 32, 24), (2, 32, 24), (1, 32, 24)]
-    assert torch.equal(torch.cat([piece.host for piece in cut]), flat)
+def test_a_stack_is_cut_into_pieces_of_whole_matrices():
+    shape, matrix = (5, 2048, 3000), 2048 * 3000  # two of them are a piece
+    cut = list(pieces(torch.empty(5 * matrix, dtype=torch.bfloat16, device="meta"), shape))
+    assert [piece.matrices for piece in cut] == [(2, 2048, 3000), (2, 2048, 3000), (1, 2048, 3000)]
+    assert [piece.host.storage_offset() for piece in cut] == [0, 2 * matrix, 4 * matrix]
     assert piece_elements(shape) == max(piece.host.numel() for piece in cut)
-    assert slot_bytes(shape) == 2 * 2 * 2 * 32 * 24
+    assert slot_bytes(shape) == 2 * 2 * 2 * matrix
 
 
 def test_parameters_outside_blocks_get_adamw_at_their_own_rate():

@@ -20,6 +20,10 @@ from torchround.engine.store.host_store import HostStore
 from torchround.optim import make_optimizer
 from torchround.optim.node_threads import NodeThreads, cut, memory_nodes
 
+CORES = frozenset(os.sched_getaffinity(0))
+FIRST, LAST = min(CORES), max(CORES)
+NODES = [frozenset({FIRST}), frozenset({LAST})]  # on a machine with one core both are that one
+
 
 def made_up_nodes(folder, lists):
     for number, cores in lists.items():
@@ -28,10 +32,9 @@ def made_up_nodes(folder, lists):
     return folder
 
 
-def test_nodes_are_read_in_order_and_cut_to_the_usable_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 12)))
-    folder = made_up_nodes(tmp_path, {10: "9,11,13", 2: "0-3,8", 0: "4-6", 1: "", 3: "0-1,12-15"})
-    assert memory_nodes(folder) == [{4, 5, 6}, {2, 3, 8}, {9, 11}]
+def test_nodes_are_read_in_order_and_cut_to_the_usable_cores(tmp_path):
+    folder = made_up_nodes(tmp_path, {10: f"{LAST}-{LAST + 3}", 2: f"5000,{FIRST}", 1: "", 3: "5000-5002"})
+    assert memory_nodes(folder) == [{FIRST}, set(range(LAST, LAST + 4)) & CORES]
     assert memory_nodes(tmp_path / "missing") == []
     (folder / "node1" / "cpulist").write_text("all of them")
     assert memory_nodes(folder) == [], "a machine that does not say has no nodes"
@@ -45,12 +48,12 @@ def test_ranges_cover_everything_once_and_begin_at_units(length, unit, parts):
 
 
 def work_seen(threads, length, ends=True):
-    """Let the threads take pieces of 10, and return by which threads each was taken."""
+    """Let the threads take pieces of 10, and return by which threads each was taken, and the cores of these."""
     seen = defaultdict(list)
 
     def work(part):
         while (piece := part.take(10)) is not None:
-            seen[piece].append(threading.current_thread().name)
+            seen[piece].append((threading.current_thread().name, frozenset(os.sched_getaffinity(0))))
 
     threads.run(length, 10, work)
     if ends:
@@ -63,13 +66,13 @@ def done_once(seen, length):
     return seen.keys() == pieces and {len(by) for by in seen.values()} == {1}
 
 
-@pytest.mark.parametrize(("count", "nodes"), [(1, []), (7, []), (3, [frozenset({0, 1})])])
-def test_every_piece_is_done_once_by_any_number_of_threads_and_a_flat_machine_binds_none(count, nodes, monkeypatch):
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("a thread was bound"))
-    assert done_once(work_seen(NodeThreads(count, nodes), 1003), 1003)
+@pytest.mark.parametrize(("count", "nodes"), [(1, []), (7, []), (3, [NODES[0]])])
+def test_every_piece_is_done_once_by_any_number_of_threads_and_a_flat_machine_binds_none(count, nodes):
+    seen = work_seen(NodeThreads(count, nodes), 1003)
+    assert done_once(seen, 1003) and {cores for [(_, cores)] in seen.values()} == {CORES}
 
 
-@pytest.mark.parametrize(("nodes", "most"), [([], 0), ([], 1), ([{0}, {1}], 0), ([{0}, {1}], 2)])
+@pytest.mark.parametrize(("nodes", "most"), [([], 0), ([], 1), (NODES, 0), (NODES, 2)])
 def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(monkeypatch, caplog, nodes, most):
     start, started = threading.Thread.start, itertools.count()
 
@@ -78,7 +81,6 @@ def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(monk
             raise RuntimeError(f"can't start new thread for {most} of {nodes}")
         start(thread)
 
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     threads = NodeThreads(4, nodes)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(threading.Thread, "start", refuse)
@@ -89,38 +91,25 @@ def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(monk
     assert done_once(first, 1000) and done_once(second, 1000)
 
 
-def test_threads_that_may_not_be_bound_work_on_any_core(monkeypatch, caplog):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted in this test")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+def test_threads_that_cannot_be_bound_work_on_any_core(caplog):
     with caplog.at_level(logging.WARNING):
-        seen = work_seen(NodeThreads(4, [frozenset({0, 1}), frozenset({2, 3})]), 1000)
-    assert done_once(seen, 1000) and "MainThread" not in {name for (name,) in seen.values()}
+        seen = work_seen(NodeThreads(4, [frozenset({5000}), frozenset({5001})]), 1000)
+    assert done_once(seen, 1000) and "MainThread" not in {name for [(name, _)] in seen.values()}
     [message] = {record.getMessage() for record in caplog.records}
     assert "cannot be bound" in message
 
 
-def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range(monkeypatch):
-    bound = {}
-
-    def note(process, cores):
-        assert process == 0  # the calling thread
-        bound[threading.current_thread().name] = cores
-
-    monkeypatch.setattr(os, "sched_setaffinity", note)
-    nodes = [frozenset({0, 1}), frozenset({2, 3})]
-    seen = work_seen(NodeThreads(4, nodes), 1000)
-    assert set(bound.values()) == set(nodes)
+def test_threads_of_a_node_are_bound_to_its_cores_and_work_on_its_range():
+    seen = work_seen(NodeThreads(4, NODES), 1000)
     assert done_once(seen, 1000)
-    assert all(bound[name] == nodes[start // 500] for (start, _), (name,) in seen.items())
+    assert all(cores == NODES[start // 500] for (start, _), [(_, cores)] in seen.items())
 
 
 def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended():
     def work(part):
         raise ArithmeticError("planted")
 
-    threads = NodeThreads(3, [frozenset(os.sched_getaffinity(0))] * 2)
+    threads = NodeThreads(3, NODES)
     with pytest.raises(ArithmeticError, match="planted"):
         threads.run(1000, 10, work)
     threads.close()
@@ -128,19 +117,14 @@ def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended():
 
 @pytest.fixture
 def first_writers(monkeypatch):
-    """Make up two nodes, and note which of them writes each range of new buffers: node (-1: neither), address, bytes."""
-    nodes = (frozenset({0}), frozenset({1}))
-    bound = {}
+    """Make up two nodes, and note the name of the thread that writes each range of new buffers, address and bytes."""
     written = []
-    monkeypatch.setattr(host_memory, "nodes_of_machine", lambda: nodes)
-    monkeypatch.setattr(
-        os, "sched_setaffinity", lambda _, cores: bound.update({threading.get_ident(): nodes.index(cores)})
-    )
-    monkeypatch.setattr(
-        host_memory.ctypes,
-        "memset",
-        lambda address, _, size: written.append((bound.get(threading.get_ident(), -1), address, size)),
-    )
+
+    def note(address, _, size):
+        written.append((threading.current_thread().name.partition("_")[0], address, size))
+
+    monkeypatch.setattr(host_memory, "nodes_of_machine", lambda: NODES)
+    monkeypatch.setattr(host_memory.ctypes, "memset", note)
     return written
 
 
@@ -148,7 +132,10 @@ def first_writers(monkeypatch):
 def test_new_buffers_are_first_written_by_threads_of_the_node_that_owns_them(first_writers, for_devices):
     buffer = HostAllocator(pinned=False).allocate(1_000_000, for_devices)
     begin, half = buffer.data_ptr(), 1_000_000 // 2 // 4096 * 4096
-    assert sorted(first_writers) == [(0, begin, half), (1, begin + half, 1_000_000 - half)]
+    assert sorted(first_writers) == [
+        ("torchround node 0", begin, half),
+        ("torchround node 1", begin + half, 1_000_000 - half),
+    ]
 
 
 class WideBlock(ToyBlock):
@@ -174,4 +161,4 @@ def test_the_node_that_updates_a_range_of_a_segment_has_first_written_it(first_w
         for segment in large:
             for node, part in enumerate(cut(segment.numel * flat.itemsize, 4096, 2)):
                 begin = flat.data_ptr() + segment.start * flat.itemsize
-                assert (node, begin + part.start, part.stop - part.start) in first_writers
+                assert (f"torchround node {node}", begin + part.start, part.stop - part.start) in first_writers

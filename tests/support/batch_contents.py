@@ -1,11 +1,17 @@
 """Small loaders over files of records; their batches as lists that can be compared, and as the text of each document."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from torchround.config import DataTable, SourceTable
 from torchround.data import build_loader
+from torchround.data.formats import file_index, json_array, source_files, sources
+from torchround.data.packing import best_fit
 from torchround.layer import IGNORED_LABEL
+from torchround.untrusted import data_limits
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -15,6 +21,17 @@ TEMPLATE = """\
 {{- "<|bos|>assistant:" }}
 {%- endif %}
 """
+
+
+@contextmanager
+def reading_limits(**limits):
+    """Set limits of readers and packers by name, such as `PIECE_SIZE`, in each module that has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            for module in (best_fit, sources, source_files, file_index, json_array, data_limits):
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
+        yield
 
 
 def write_lines(path, records):

@@ -1,6 +1,6 @@
 """Kinds of compiled updates, with two rules for tests beside AdamW."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,3 +86,15 @@ KINDS = [
     *(kind_of(DirectedRule(), state, splits=splits) for state in (EXACT, COMPACT) for splits in (False, True)),
     kind_of(StatelessRule(), splits=True),
 ]
+
+
+def cut_out(buffers, start, stop):
+    """Return the buffers' elements `[start, stop)`; `start` begins a block."""
+    names = ("weight", "residual", "current", "written", "gradient", "direction")
+    tensors = {name: getattr(buffers, name) for name in names}
+    parts = {}
+    for value in buffers.rule.values:
+        ranges = buffers.format.ranges(value, buffers.parts, start, stop)
+        parts.update(zip((part.name for part in buffers.format.parts(value)), ranges, strict=True))
+    cut = {name: tensor[start:stop] for name, tensor in tensors.items() if tensor is not None}
+    return replace(buffers, parts=parts, **cut)

@@ -3,13 +3,12 @@
 Shapes: V vocabulary.
 """
 
-import tempfile
 from functools import cache
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
+from tests.support.model_tools import gather, released_tensors
 from torchround.engine.device import CpuDevice
 from torchround.generation import TextEngine, inference_store
 from torchround.models import FAMILIES
@@ -58,7 +57,7 @@ def own_model(family, devices=None):
     model, names = ours.build(config), ours.hf_names(config)
     store = inference_store(model, torch.float32, devices or [CpuDevice(0)])
     released = released_tensors(theirs)
-    store.write_weights({name: _gathered(names[name], released) for name in store.weights()})
+    store.write_weights({name: gather(names[name], released) for name in store.weights()})
     return model, store
 
 
@@ -96,16 +95,3 @@ def their_texts(model, texts, max_tokens, stop=None):
         for row, text in zip(rows, whole[:, length:].tolist(), strict=True):
             found[row] = text[: text.index(stop) + 1] if stop in text else text
     return [found[row] for row in range(len(texts))]
-
-
-def released_tensors(model):
-    """Return the tensors that `transformers` writes for a model."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
-
-
-def _gathered(names, tensors):
-    if isinstance(names, str):
-        return tensors[names]
-    return torch.stack([tensors[name] for name in names])

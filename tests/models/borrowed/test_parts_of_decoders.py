@@ -1,7 +1,5 @@
 """The parts that borrowed models are made of: buffers, initial weights, names, the loss of a head, shared arguments."""
 
-import copy
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -61,35 +59,6 @@ def test_initial_weights_are_the_model_s_own_and_follow_from_the_generator_alone
     assert float(first["mlp.up_proj.weight"].std()) == pytest.approx(0.5, abs=6 * 0.5 / 3072**0.5)
     assert torch.equal(first["input_layernorm.weight"], torch.ones(32))
     assert torch.equal(first["self_attn.q_proj.bias"], torch.zeros(32))
-
-
-def test_a_copy_of_the_layers_shares_one_shell_of_its_own():
-    layers = cut("qwen2").layers.layers
-    twins = copy.deepcopy(torch.nn.ModuleList(layers))
-    assert twins[1].shell is twins[2].shell
-    assert twins[1].shell is not layers[1].shell
-    # What is bound to a copy is what its block computes with.
-    bound = torch.nn.Parameter(torch.ones(32))
-    twins[1].input_layernorm.weight = bound
-    assert twins[1].core.input_layernorm.weight is bound
-    assert layers[1].core.input_layernorm.weight is not bound
-
-
-def test_arguments_of_one_micro_batch_are_made_once_and_kept_for_one_alone(tools):
-    model = tools.materialise(cut("qwen2").layers)
-    shell = model.layers[1].shell
-    made = []
-    shell.body.register_forward_hook(lambda *_: made.append(1))
-    first, second = tools.micro_batch([[5, 7]], 64), tools.micro_batch([[12]], 64)
-    hidden = torch.zeros(1, 12, 32)
-    for layer in model.layers[1:-1]:
-        layer(hidden, first)
-    assert len(made) == 1
-    model.layers[1](hidden, second)
-    assert len(made) == 2
-    # Masks are large: those of the micro-batch before are made again.
-    model.layers[1](hidden, first)
-    assert len(made) == 3
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -59,16 +59,21 @@ ROWS = [(SINGLE, None, False), (SINGLE, 4, True), (SINGLE, 9, False), (PACKED, N
 ROWS += [(PACKED, 4, True), (MIXED, None, False), (MIXED, 4, False), (MIXED, 1, True), (MIXED, 20, True)]
 
 
-@pytest.mark.parametrize(("document_ids", "window", "with_sinks"), ROWS)
-def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
+def check(function, document_ids, bound, window, with_sinks):
+    """Compare attention and its gradients with brute force."""
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = attend(*heads, Documents(document_ids, most_documents(document_ids)), window, sinks)
+    found = function(*heads, Documents(document_ids, bound), window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     assert_close_in_sums(found, expected, FORWARD_TERMS)
     upstream = torch.randn(found.shape)
     assert_gradients_close(*(torch.autograd.grad(mixed, inputs, upstream) for mixed in (found, expected)))
+
+
+@pytest.mark.parametrize(("document_ids", "window", "with_sinks"), ROWS)
+def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
+    check(attend, document_ids, most_documents(document_ids), window, with_sinks)
 
 
 def test_a_returning_document_id_attends_to_its_earlier_part():
@@ -129,15 +134,7 @@ def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
 def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
     """Replace the flash kernels by plain ones: the layout, offsets, windows and sinks around them are ours to test."""
     plain_flash.install(monkeypatch)
-    document_ids = ids([4, 1, 4], [1, 8])
-    heads = make_heads(2, 9)
-    inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
-    sinks = inputs[3] if with_sinks else None
-    found = packed_attention.attend_by_offsets(*heads, Documents(document_ids, 4), window, sinks)
-    expected = brute_force(*heads, document_ids, window, sinks)
-    assert_close_in_sums(found, expected, FORWARD_TERMS)
-    upstream = torch.randn(found.shape)
-    assert_gradients_close(*(torch.autograd.grad(mixed, inputs, upstream) for mixed in (found, expected)))
+    check(packed_attention.attend_by_offsets, PACKED, 4, window, with_sinks)
 
 
 def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeypatch):
@@ -166,19 +163,6 @@ def test_offsets_and_masks_are_made_without_reading_from_the_device():
     document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     assert document_offsets(document_ids, 4).shape == (9,)
     assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
-
-
-def test_the_flash_kernels_take_what_they_are_given():
-    """Ask PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
-    shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    heads = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
-    document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    sinks = torch.empty(HEADS, device="meta", requires_grad=True)
-    for window in (None, 4):
-        mixed = packed_attention.attend_by_offsets(*heads, Documents(document_ids, 4), window, sinks)
-        assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
-        gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
-        assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):

@@ -1,11 +1,14 @@
-"""Initial weights depend on a layer's generator and shapes only."""
+"""Initial weights depend on a layer's generator and shapes only, and the embedding's gradient adds up in fp32."""
 
 import pytest
 import torch
 
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.models.common import primitives
-from torchround.models.common.primitives import init_embedding_, init_linear_
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.decoder import Embedding
+from torchround.models.common.primitives import BLOCK_ELEMENTS, init_embedding_, init_linear_
+from torchround.models.common.rope import Rope
 
 
 def seeded(seed=0):
@@ -35,12 +38,11 @@ def test_embedding_weights_are_normal_with_tails():
     assert weight.abs().max() > 4 * 0.02
 
 
-def test_scratch_is_one_block_and_every_block_is_filled(monkeypatch):
-    monkeypatch.setattr(primitives, "BLOCK_ELEMENTS", 64)
-    weight = torch.full((7, 100), torch.nan)
+def test_every_block_is_filled_with_numbers_of_its_own():
+    weight = torch.full((BLOCK_ELEMENTS + 64,), torch.nan)
     init_linear_(weight, seeded())
     assert weight.isfinite().all()
-    assert not torch.equal(weight.view(-1)[:64], weight.view(-1)[64:128])
+    assert not torch.equal(weight[:64], weight[BLOCK_ELEMENTS:])
 
 
 def test_storage_that_is_not_contiguous_is_refused():
@@ -68,3 +70,16 @@ def test_projections_into_the_residual_stream_are_scaled_down_by_depth(family, t
     scale = (2 * config.num_layers) ** -0.5
     into, out_of = stored["block.1.attention.query.weight"], stored["block.1.attention.output.weight"]
     assert (out_of.std() / into.std()).item() == pytest.approx(scale, rel=0.05)
+
+
+def test_a_token_met_a_thousand_times_counts_a_thousand_times():
+    embedding, tokens = Embedding(TransformerConfig(1, 4, 1, 1, 4, 4, 10, Rope(10000.0), 64)), torch.full((2, 500), 3)
+    embedding.weight = torch.nn.Parameter(torch.randn(10, 4).bfloat16())
+    embedding.weight.grad_dtype = torch.float32
+    embedding.weight.grad = torch.zeros(10, 4)
+    embedding(None, MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens))).backward(
+        torch.ones(2, 500, 4, dtype=torch.bfloat16)
+    )
+    expected = torch.zeros(10, 4)
+    expected[3] = 1000.0  # bf16 would stop at 256: it cannot hold 257
+    assert torch.equal(embedding.weight.grad, expected)

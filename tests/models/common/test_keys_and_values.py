@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.toy_decoders import toy_config
 from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.models import FAMILIES
@@ -13,12 +14,17 @@ from torchround.models.common.keys_and_values import KeysAndValues
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
 NEW_TOKENS = 3
 CASES = [(name, flavor) for name in FAMILIES for flavor in ("debug", "debug_moe") if flavor in FAMILIES[name].flavors]
+CASES.append(("transformers", "qwen2"))
 
 
 @pytest.fixture(params=CASES, ids="-".join)
 def model(request, tools):
     family, flavor = FAMILIES[request.param[0]], request.param[1]
-    built = tools.materialise(family.build(family.config_from_flavor(flavor, num_layers=2, vocab_size=50)))
+    if request.param[0] == "transformers":
+        config = family.config_from_hf(toy_config(flavor, num_hidden_layers=2, layer_types=None).to_dict())
+    else:
+        config = family.config_from_flavor(flavor, num_layers=2, vocab_size=50)
+    built = tools.materialise(family.build(config))
     with torch.no_grad():
         for parameter in tools.stored_parameters(built).values():
             if parameter.ndim > 1:
@@ -72,11 +78,11 @@ def test_a_group_with_a_cache_has_the_logits_of_each_text_alone(model):
 
 
 def test_the_memory_is_what_was_counted_and_goes_with_clear(model):
-    cache = DecodingCache(model.layers, 40)
+    cache = DecodingCache(model.layers, 9)
     assert can_decode(model.layers)
     assert cache.nbytes == 0
     logits(model, replace(padded([torch.arange(5), torch.arange(9)], 9), cache=cache))
-    assert cache.nbytes == 2 * sum(sequence_bytes(model.layers, 40, 4)) > 0
+    assert cache.nbytes == 2 * sum(sequence_bytes(model.layers, 9, 4)) > 0
     cache.clear()
     assert cache.nbytes == 0
 

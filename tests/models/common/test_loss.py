@@ -21,15 +21,27 @@ TERMS = TOKENS + VOCAB + 15 * WIDTH
 TWO_BF16_ROUNDINGS = 2 * BF16
 
 
+@pytest.fixture
+def limit(monkeypatch):
+    """Return what sets limits of the two modules by name."""
+
+    def set_limits(**limits):
+        for name, value in limits.items():
+            for module in (loss, softmax_loss):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
+
+    return set_limits
+
+
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Cut into chunks of 16 tokens, so that the last of five chunks is a partial one."""
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * VOCAB)
+def small_chunks(limit):
+    """Cut into chunks of 16 tokens, so that the last of five chunks is a partial one, and blocks of three tokens."""
+    limit(
+        CHUNK_BYTES=16 * 4 * VOCAB, ACCELERATOR_CHUNK_BYTES=16 * 2 * VOCAB, TOKEN_MULTIPLE=8, BLOCK_BYTES=3 * 4 * VOCAB
+    )
     assert loss.chunk_tokens(VOCAB) == 16
-    monkeypatch.setattr(loss, "ACCELERATOR_CHUNK_BYTES", 16 * 2 * VOCAB)
-    monkeypatch.setattr(loss, "TOKEN_MULTIPLE", 8)
     assert [loss.accelerator_chunk_tokens(VOCAB, element_bytes) for element_bytes in (2, 4)] == [16, 8]
-    monkeypatch.setattr(softmax_loss, "BLOCK_BYTES", 3 * 4 * VOCAB)  # three tokens a block
 
 
 def make_inputs(ignored=(), dtype=torch.float32):
@@ -141,9 +153,9 @@ def test_a_second_backward_is_refused(implementation):
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [(loss.chunked_loss_sum, torch.bfloat16), (loss.token_loss_sum, torch.float32)]
 )
-def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, monkeypatch, tools):
+def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, limit, tools):
     tokens, width, vocab = 1024, 16, 2048
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 64 * 4 * vocab)
+    limit(CHUNK_BYTES=64 * 4 * vocab)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))
@@ -154,12 +166,9 @@ def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, 
     assert peak_bytes < tokens * vocab * 4 / 3, "a third of what all logits would take"
 
 
-def test_the_accelerators_scratch_is_one_chunk_of_logits(monkeypatch, tools):
+def test_the_accelerators_scratch_is_one_chunk_of_logits(limit, tools):
     tokens, width, vocab = 1024, 16, 2048
-    monkeypatch.setattr(loss, "ACCELERATOR_CHUNK_BYTES", 64 * 4 * vocab)
-    monkeypatch.setattr(loss, "BLOCK_ROWS", 256)
-    for module in (loss, softmax_loss):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 4 * vocab)
+    limit(ACCELERATOR_CHUNK_BYTES=64 * 4 * vocab, BLOCK_ROWS=256, BLOCK_BYTES=4 * 4 * vocab)
     # float32, because the CPU's products of bf16 matrices take scratch of their own.
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)

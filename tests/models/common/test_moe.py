@@ -24,11 +24,17 @@ def make_moe(num_chosen=2, normalised=True):
     shape = MoEShape(EXPERTS, num_chosen, F_EXPERT, normalised)
     moe = MoE(D, shape, GatedExperts)
     generator = torch.Generator().manual_seed(0)
-    for module in moe.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(torch.randn(parameter.shape, generator=generator))
+    fill(moe, lambda shape: torch.randn(shape, generator=generator))
     return moe
+
+
+def fill(module, numbers):
+    """Give parameters memory of their own, with numbers for their shapes."""
+    for path, parameter in list(module.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        setattr(
+            module.get_submodule(owner), name, torch.nn.Parameter(numbers(parameter.shape), parameter.requires_grad)
+        )
 
 
 def token_by_token(moe, x):
@@ -62,18 +68,17 @@ def test_output_and_gradients_equal_token_by_token_computation(num_chosen, norma
 
 
 @pytest.fixture(params=["loop", "kernels"])
-def on_an_accelerator(request, monkeypatch):
-    """Experts take the accelerators' way here, with the loop over experts or with the reference of the kernels."""
-    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
+def products(request, monkeypatch):
+    """Experts on an accelerator's way run the loop over experts, or the reference of the kernels."""
     monkeypatch.setattr(grouped, "uses_triton", lambda tensor: request.param == "kernels")
     kernels = types.ModuleType("grouped_triton")
     kernels.launch_rows, kernels.launch_gradient = grouped.reference_rows, grouped.reference_gradient_
     monkeypatch.setitem(sys.modules, "torchround.models.kernels.grouped_triton", kernels)
-    return request.param
 
 
 @pytest.mark.parametrize("has_sums", [False, True], ids=["no sums", "sums"])
-def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_computation(on_an_accelerator, has_sums):
+@pytest.mark.usefixtures("products", "fused")
+def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_computation(has_sums):
     moe, x = make_moe(num_chosen=1), torch.randn(2, 9, D, requires_grad=True)
     upstream = torch.randn(2, 9, D)
     expected = torch.autograd.grad(token_by_token(moe, x), [x, *moe.parameters()], upstream)
@@ -100,23 +105,19 @@ def adapted_block(family, flavor):
     add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(3, 6.0, 0.25, targets[family]))
     moe = model.layers[1].mlp
     generator = torch.Generator().manual_seed(0)
-    for module in moe.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                numbers = 0.1 * torch.randn(parameter.shape, generator=generator)
-                module._parameters[name] = torch.nn.Parameter(numbers, parameter.requires_grad)
+    fill(moe, lambda shape: 0.1 * torch.randn(shape, generator=generator))
     moe.experts.seed = 7
     return moe, torch.randn(2, 9, config.hidden_size, generator=generator)
 
 
 @pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])
-def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(
-    family, flavor, on_an_accelerator, monkeypatch
-):
+@pytest.mark.usefixtures("products")
+def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(family, flavor, request):
     moe, x = adapted_block(family, flavor)
     found = []
     for fused in (False, True):
-        monkeypatch.setattr(grouped, "uses_fused", lambda tensor, fused=fused: fused)
+        if fused:
+            request.getfixturevalue("fused")
         for parameter in moe.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         leaf = x.clone().requires_grad_()

@@ -1,19 +1,22 @@
-"""Which template writes a conversation, what it is given, and what its own checks see."""
+"""Messages as their authors mark them, which template writes a conversation, and what its own checks see."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support import conversations
 from tests.support.conversations import (
+    SAME_DAY,
     TOOL,
     answer,
+    call,
     learnt,
     plain_text,
     question,
-    small_tokenizer,
+    released,
     with_templates,
     written,
 )
@@ -23,29 +26,148 @@ from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.messages import REASONING
 from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
 LOOP = conversations.LOOP + conversations.PROMPT
+FAMILIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
+EACH_TEMPLATE = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def templates(chat_tokenizers):
+    return {name: with_templates(chat_tokenizers[family], released(name)) for name, family in FAMILIES.items()}
+
+
+# Weight and train.
+
+
+@EACH_TEMPLATE
+def test_a_message_without_weight_is_written_and_not_learnt(templates, name):
+    def dialogue(**marks):
+        return [question("one"), answer("first", **marks), question("two"), answer("second")]
+
+    plain = learnt(templates[name], dialogue())
+    assert "first" in plain[0]
+    for mark in ({"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}):
+        assert learnt(templates[name], dialogue(**mark)) == plain[1:]
+        assert plain_text(templates[name], dialogue(**mark)) == plain_text(templates[name], dialogue())
+    ones = [message | {"weight": 1, "train": True} for message in dialogue()]
+    assert written(templates[name], ones) == written(templates[name], dialogue())
+    none = [question("one"), answer("first", weight=0, thinking="Hm."), question("two"), answer("x", train=False)]
+    assert learnt(templates[name], none) == []
+
+
+def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_learnt(templates):
+    """GPT-OSS writes thoughts and answer with a header each, and neighbouring messages as one turn."""
+    messages = [
+        question("one"),
+        answer("", tool_calls=[call("weather", city="Köln")], weight=0),
+        {"role": "tool", "content": "rain"},
+        answer("draft", weight=0),
+        answer("It rains.", thinking="Hm."),
+    ]
+    end = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
+    assert learnt(templates["gpt_oss"], messages) == [end]
+    messages[-2]["weight"], messages[-1]["weight"] = 1, 0
+    assert learnt(templates["gpt_oss"], messages) == ["<|channel|>final<|message|>draft<|end|>"]
+
+
+def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(chat_tokenizers):
+    template = with_templates(chat_tokenizers["qwen3"], LOOP, loss_on="all")
+    messages = [question("one"), answer("first", weight=0), question("two"), answer("second")]
+    assert learnt(template, messages) == [
+        "<|im_start|>user\none<|im_end|>\n",
+        "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nsecond<|im_end|>\n",
+    ]
+    with pytest.raises(DataError, match=r"message 0 \(user\) has weight 0 .* data.loss_on = \"assistant\""):
+        template(Conversation((question("one", train=False), answer("two"))))
+
+
+JOINS = (
+    "{% for m in messages %}{% set follows = not loop.first and messages[loop.index0 - 1].role == m.role %}"
+    "{% if m.thinking %}<|start|>assistant<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% if not follows %}<|start|>{{ m.role }}<|message|>{% endif %}{{ m.content }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != m.role %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_messages_that_a_template_joins_cannot_have_different_weights(chat_tokenizers):
+    template = with_templates(chat_tokenizers["gpt_oss"], JOINS)
+    assert learnt(template, [question("one"), answer("two"), answer("three")]) == ["<|message|>twothree<|end|>"]
+    with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
+        template(Conversation((question("one"), answer("two"), answer("three", weight=0))))
+
+
+# Reasoning.
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking", "gpt_oss"])
+def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(templates, chat_folders, name):
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(chat_folders[FAMILIES[name]] / "tokenizer.json"))
+    for field in REASONING:
+        messages = [question("one"), answer("two", **{field: "the thought"})]
+        text = plain_text(templates[name], messages)
+        assert "the thought" in text
+        template = SAME_DAY + released(name)
+        assert text == theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+        for empty in (None, ""):  # names without a value do not hide the one that has it
+            fields = dict.fromkeys(REASONING, empty) | {field: "the thought"}
+            assert plain_text(templates[name], [question("one"), answer("two", **fields)]) == text
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "tool_calls"])
+def test_a_message_of_reasoning_or_calls_needs_no_content(templates, field):
+    value = [call("weather")] if field == "tool_calls" else "the thought"
+    reader = RecordReader(SourceTable(path="x.jsonl", content="messages"), templates["qwen3"])
+    record = {"messages": [question("one"), {"role": "assistant", "content": None, field: value}]}
+    text = "".join(span.text for span in reader.read(Document("x.jsonl", number=1), record))
+    assert ("weather" if field == "tool_calls" else "the thought") in text
+
+
+# Fields that a template drops.
+
+WITH_FIELDS = (
+    question("one"),
+    answer("", tool_calls=[call("weather"), call("now")], reasoning="Hm."),
+    {"role": "tool", "content": "rain"},
+    answer("two"),
+)
+
+
+def warnings_of(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return sorted(text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts)
+
+
+def test_each_kind_of_field_that_a_template_drops_is_said_once_and_no_other(chat_tokenizers, caplog):
+    drops = with_templates(chat_tokenizers["qwen3"], LOOP)
+    first_call = with_templates(chat_tokenizers["gpt_oss"], released("gpt_oss"))
+    every = with_templates(chat_tokenizers["qwen3"], released("qwen3"))
+    for template, tools, expected in (
+        (drops, (TOOL,), ["reasoning", "tool calls", "tools"]),
+        (first_call, (), ["tool calls"]),
+        (every, (), []),
+    ):
+        caplog.clear()
+        for _ in range(3):
+            template(Conversation(WITH_FIELDS, tools))
+        assert warnings_of(caplog) == expected
+
+
 DIALOGUE = [question("one"), answer("two")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Make a folder with Qwen's tokenizer and no template."""
-    made = tmp_path_factory.mktemp("qwen3")
-    small_tokenizer(made, "qwen3")
-    return made
+@pytest.fixture
+def folder(chat_folders):
+    return chat_folders["qwen3"]
 
 
-@pytest.fixture(scope="module")
-def qwen(folder):
-    return build_tokenizer(TokenizerTable(path=str(folder)))
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")
+@pytest.fixture
+def qwen(chat_tokenizers):
+    return chat_tokenizers["qwen3"]
 
 
 # Templates with names.
@@ -83,16 +205,6 @@ def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_trans
         assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
 
 
-def test_a_template_that_is_given_writes_all_conversations(folder, tmp_path):
-    given = tmp_path / "given.jinja"
-    given.write_text(named("given"))
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE_LIST}))
-    table = TokenizerTable(path=str(tmp_path), chat_template=str(given))
-    for tools in ((), (TOOL,)):
-        assert "given two" in written(ChatTemplate(build_tokenizer(table)), DIALOGUE, tools)
-
-
 def test_templates_without_a_default_say_which_key_gives_one(qwen, tmp_path):
     tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
     with pytest.raises(TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'):
@@ -107,14 +219,6 @@ def test_another_template_for_tools_is_another_place_in_the_data():
     alone, both = TemplateSources(LOOP), TemplateSources(LOOP, with_tools=LOOP)
     settings = TemplateSources(LOOP, settings={"enable_thinking": False})
     assert len({alone.digest(), both.digest(), settings.digest()}) == 3
-
-
-def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path):
-    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    for name, message in (("gone", "there is no such file; legal"), ("latin", "cannot be read")):
-        table = TokenizerTable(name="bytes", chat_template=str(tmp_path / f"{name}.jinja"))
-        with pytest.raises(TokenizerError, match=rf"^tokenizer.chat_template: given .*{message}"):
-            build_tokenizer(table)
 
 
 # Templates that mark turns in other ways.
@@ -188,8 +292,8 @@ REFUSAL = (
 )
 
 
-def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss):
-    template = with_templates(gpt_oss, REFUSAL + conversations.released("gpt_oss"))
+def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(chat_tokenizers):
+    template = with_templates(chat_tokenizers["gpt_oss"], REFUSAL + conversations.released("gpt_oss"))
     tagged = "<|channel|>final<|message|>two"
     with pytest.raises(DataError, match=r"You have passed a message containing <\|channel\|> tags"):
         template(Conversation((question("one"), answer(tagged))))

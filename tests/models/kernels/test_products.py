@@ -1,20 +1,88 @@
-"""Products that add to a weight's fp32 gradient, with a stand-in for the product, which the CPU does not have."""
+"""What runs on cards of each generation, counted on `meta`, and products that add to a weight's fp32 gradient."""
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_counts import CountingMode
 from tests.support.interpreted import random
 from tests.support.rounding import BF16, FP32, assert_close_in_sums
-from torchround.models.kernels import operation, projections
+from torchround.accelerators import CudaKind, as_if_on
+from torchround.models import FAMILIES
+from torchround.models.common import loss
+from torchround.models.kernels import projections
 from torchround.models.kernels.projections import Projection, project, project_all
+
+BEFORE_HOPPER, HOPPER, GEFORCE_BLACKWELL = (8, 9), (9, 0), (12, 0)
+
+
+class Names(TorchDispatchMode):
+    """Notes the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def experts_operations(family, flavor, capability, has_sums):
+    """Operations of the forward and backward of one block's experts on a card of this capability."""
+    config = FAMILIES[family].config_from_flavor(flavor, num_layers=1)
+    moe = FAMILIES[family].build(config).layers[1].mlp.bfloat16()
+    for parameter in moe.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.empty(parameter.shape, device="meta") if has_sums else None
+    x = torch.empty(2, 16, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with as_if_on(CudaKind(capability)), Names() as names:
+        moe(x).backward(torch.empty_like(x))
+    return names.seen
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "products", "has_sums", "capability"),
+    [("qwen3", "debug_moe", 3, True, BEFORE_HOPPER), ("gpt_oss", "debug", 2, False, GEFORCE_BLACKWELL)],
+)
+def test_cards_without_pytorchs_kernel_run_triton_and_never_wait(family, flavor, products, has_sums, capability):
+    seen = experts_operations(family, flavor, capability, has_sums)
+    assert seen.count("torchround::grouped_rows") == 2 * products
+    assert seen.count("torchround::grouped_gradient_") == products
+    assert "aten::_grouped_mm" not in seen and "aten::_local_scalar_dense" not in seen
+
+
+@pytest.mark.parametrize(("has_sums", "theirs", "ours"), [(True, 6, 3), (False, 9, 0)])
+def test_hopper_runs_pytorchs_kernel_and_adds_to_sums_with_triton(has_sums, theirs, ours):
+    seen = experts_operations("qwen3", "debug_moe", HOPPER, has_sums)
+    assert seen.count("aten::_grouped_mm") == theirs
+    assert seen.count("torchround::grouped_gradient_") == ours and "torchround::grouped_rows" not in seen
+
+
+VOCAB, WIDTH, TOKENS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
+
+
+def test_the_head_moves_at_most_25_gb_in_all():
+    """On `meta`, as on a card, with the weight's gradient where the engine has it."""
+    hidden = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(VOCAB, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.empty(VOCAB, WIDTH, device="meta")
+    labels = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    with as_if_on("cuda"), CountingMode() as mode:
+        total = loss.token_loss_sum(hidden, weight, labels, 0.1)
+        total.backward(torch.empty_like(total))
+    assert mode.counted.elementwise_bytes + mode.counted.product_bytes < 25e9
+    assert "mul_" not in mode.counted.by_name(), "no pass multiplies finished gradients"
+
 
 BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """Let the CPU have products with fp32 output, and return the list of totals that were added to."""
+    """Let the CPU have products of bf16 with fp32 output, and return the list of totals that were added to."""
     totals = []
 
     def add(total, left, right):
@@ -22,8 +90,9 @@ def products(monkeypatch):
         totals.append(total)
         total += left.float() @ right.float()
 
-    monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: True)
-    monkeypatch.setattr(projections, "add_product_", add)
+    stand_ins = {"has_float32_products": lambda device, dtype: dtype != torch.float16, "add_product_": add}
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(projections, name, function)
     return totals
 
 
@@ -70,11 +139,10 @@ def test_the_leaf_that_was_bound_in_the_forward_gets_the_gradient(products):
 
 
 @pytest.mark.parametrize("case", ["no sum", "fp32 weight", "frozen", "no gradients", "no such product"])
-def test_every_other_weight_is_left_to_autograd(case, products, monkeypatch):
-    weight = leaf((OUTPUTS, INPUTS), torch.float32 if case == "fp32 weight" else torch.bfloat16, case != "no sum")
+def test_every_other_weight_is_left_to_autograd(case, products):
+    dtypes = {"fp32 weight": torch.float32, "no such product": torch.float16}
+    weight = leaf((OUTPUTS, INPUTS), dtypes.get(case, torch.bfloat16), case != "no sum")
     weight.requires_grad_(case != "frozen")
-    if case == "no such product":
-        monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: False)
     x = micro_batch(0).detach().to(weight.dtype).requires_grad_()
     with torch.set_grad_enabled(case != "no gradients"):
         result = project(x, weight)
@@ -94,8 +162,7 @@ def test_a_gradient_that_is_gone_by_the_backward_is_made_by_autograd(products):
 
 
 @pytest.mark.parametrize("wants", ["everything", "no input", "one weight frozen"])
-def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, monkeypatch):
-    monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
+def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, fused):
     layers = [Projection(INPUTS, OUTPUTS, bias=True), Projection(INPUTS, 3)]
     for layer in layers:
         for name, parameter in layer.named_parameters():
@@ -122,12 +189,3 @@ def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, pro
         assert_close_in_sums(layers[0].weight.grad.double(), expected[1], BATCH * TOKENS, scale=20.0)
     assert_close_in_sums(layers[0].bias.grad.double(), expected[2], BATCH * TOKENS, scale=20.0)
     assert_close_in_sums(layers[1].weight.grad.double(), expected[3], BATCH * TOKENS, scale=20.0)
-
-
-def test_pytorch_describes_the_product_that_a_card_runs():
-    """Ask PyTorch's own description of the operation (shapes, dtypes), which needs no card."""
-    total = torch.empty(OUTPUTS, INPUTS, device="meta")
-    left = torch.empty(TOKENS, OUTPUTS, device="meta", dtype=torch.bfloat16).T
-    right = torch.empty(TOKENS, INPUTS, device="meta", dtype=torch.bfloat16)
-    projections.add_product_(total, left, right)
-    assert total.dtype == torch.float32 and total.shape == (OUTPUTS, INPUTS)

@@ -1,11 +1,22 @@
-"""All Triton kernels through Triton's compiler: the interpreter accepts much that no card would run."""
+"""Fused operations give what float64 gives, by their references and by Triton's interpreter, and compile for cards."""
 
 import pytest
 
+from tests.support import fused_cases
 from tests.support.compiled_kernels import compiled
+from tests.support.interpreted import case_names, outcomes
 
-# Triton takes tens of seconds, so these are no part of the default tier.
-pytestmark = pytest.mark.compiles
+
+@pytest.mark.parametrize("name", case_names(fused_cases))
+def test_the_references_pass_every_case(name):
+    getattr(fused_cases, name)()
+
+
+@pytest.mark.compiles  # Triton takes tens of seconds
+def test_the_triton_kernels_pass_every_case():
+    found = outcomes(fused_cases)
+    assert found and {name: problem for name, problem in found.items() if problem} == {}
+
 
 # The oldest cards that compute in bfloat16, and Hopper; GeForce of 2022 and of 2025, and a card of AMD's.
 CARDS = [
@@ -29,6 +40,7 @@ def kernels(tmp_path_factory):
 
 
 @pytest.mark.thorough
+@pytest.mark.compiles
 @pytest.mark.parametrize("card", CARDS)
 def test_every_kernel_compiles(card, kernels):
     texts = kernels(card)
@@ -37,6 +49,7 @@ def test_every_kernel_compiles(card, kernels):
 
 
 @pytest.mark.thorough
+@pytest.mark.compiles
 def test_no_limit_takes_the_place_of_nan(kernels):
     """The plain minimum of NaN and a limit is the limit on a card. The interpreter gives NaN."""
     texts = kernels("cuda-90")
