@@ -44,6 +44,15 @@ def bare(tmp_path):
     return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
+@pytest.mark.nightly
+def test_the_accelerators_tests_are_found_on_a_bare_machine(bare):
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", "accelerator", "tests/accelerator"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "left out: test_generation.py, which needs transformers" in done.stdout
+    assert "test_gpu_benchmark.py::" in done.stdout and "test_training.py::" in done.stdout
+
+
 @pytest.mark.documented
 def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path, bare):
     """The command must not take tests on the simulated accelerator for tests that passed on a GPU."""

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +19,7 @@ from torchround.config import TokenizerTable
 from torchround.data import DataError, build_tokenizer
 from torchround.data.text import jinja_template
 from torchround.data.text.jinja_template import compile_template
+from torchround.untrusted.template_process import OUT_OF_MEMORY
 
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",
@@ -29,19 +32,33 @@ GROWTH = "{% set n = namespace(t=BEGIN) %}{% for i in range(60) %}{% set n.t = n
 HOSTILE = {
     "a text": "{{ 'a' * 10**10 }}",
     "a list": "{{ [1] * 10**9 }}",
+    "a tuple": "{{ ((1,) * 10**9)|length }}",
     "a width": "{{ '%999999999d' % 1 }}",
+    "a width as a value": "{{ '%*d' % (10**9, 1) }}",
     "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
+    "a width of zeros": "{{ '1'.zfill(10**9) }}",
+    "a format as a filter": "{{ '%s%s'|format('a' * 10**8, 'a' * 10**9) }}",
     "a join of lists": "{{ (['a' * 10**6] * 10**6)|join }}",
+    "a join by a text": "{{ ('x' * 10**6).join(['a'] * 10**6) }}",
+    "translate": "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
     "replace": "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
     "doubling by ~": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "~"),
+    "doubling by +": GROWTH.replace("BEGIN", "'a'").replace("OPERATOR", "+"),
+    "doubling of tuples": GROWTH.replace("BEGIN", "(1, 2)").replace("OPERATOR", "+"),
     "squares": GROWTH.replace("BEGIN", "9").replace("OPERATOR", "*"),
     "a power": "{{ (10**8) ** (10**8) }}",
     "loops": LOOPS.replace("TEXT", ""),
+    "loops that write": LOOPS.replace("TEXT", "a" * 99),
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "sort": "{{ (range(99999)|list * 10**3)|sort|length }}",
+    "unique": "{{ (range(99999)|list * 10**3)|unique|list|length }}",
     "groups": "{{ ([{'a': 1}] * 10**8)|groupby('a')|length }}",
+    "map": "{{ ([1] * 10**9)|map('string')|join|length }}",
     "a batch": "{{ [1]|batch(10**9, 'x')|list|length }}",
+    "slices": "{{ [1]|slice(10**9)|list|length }}",
+    "a sum of lists": "{{ ([[1] * 1000] * 10**5)|sum(start=[])|length }}",
     "an indent": "{{ messages|tojson(indent=10**9) }}",
+    "addresses": "{{ ('http://a.b ' * 10**7)|urlize|length }}",
     "a wide source": "{{ (" + "1," * 10**7 + ") }}",
     "a deep source": "{{ " + "(" * 50_000,
 }
@@ -62,6 +79,36 @@ def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
     monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
+
+
+# The memory of a process counts with that of the one that started it, so this one imports nothing large.
+MEASURED = """
+import json, resource, struct, subprocess, sys
+command, sources = json.load(sys.stdin)
+length = struct.Struct("<I")
+for source in sources:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    requests = [json.dumps(request).encode() for request in (source, {})]
+    process.communicate(b"".join(length.pack(len(request)) + request for request in requests))
+    print(process.returncode)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.nightly
+def test_no_template_takes_500_mb():
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURED],
+        input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    *codes, most_bytes = map(int, ended.stdout.split())
+    # A source that is nested too deeply is an error of Jinja's, after which the process goes on.
+    ends = {name: code for name, code in zip(HOSTILE, codes, strict=True) if name != "a deep source"}
+    assert {*ends.values()} == {OUT_OF_MEMORY, -signal.SIGPROF}, ends
+    assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
 def test_a_template_is_given_up_after_three_failures_in_a_row():

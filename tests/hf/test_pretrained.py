@@ -1,6 +1,11 @@
 """Hugging Face folders into the host store: every number in its place, and every fault named before reading."""
 
+import contextlib
 import json
+import os
+import pty
+import re
+import threading
 
 import pytest
 import torch
@@ -125,6 +130,26 @@ def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_on
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ({"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}, "an FP8"),
+        ({"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16}, "an AWQ or GPTQ"),
+        ({"weight": torch.uint8, "weight.quant_state.bitsandbytes__nf4": torch.uint8}, "a bitsandbytes"),
+    ],
+)
+def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind, rewritten):
+    def quantise(tensors):
+        for linear in [name for name in tensors if name.endswith("_proj.weight")]:
+            del tensors[linear]
+            stem = linear.removesuffix("weight")
+            tensors |= {f"{stem}{name}": torch.zeros(2).to(dtype) for name, dtype in names.items()}
+
+    with pytest.raises(HFError, match=f"this is {kind} release") as error:
+        read(rewritten("llama3", quantise))
+    assert len(str(error.value)) < 400
+
+
 def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf, tmp_path, caplog):
     release = hf.release("llama3", tmp_path, max_shard_size="20KB")
     assert (tmp_path / INDEX).is_file() and not (tmp_path / SINGLE).is_file()
@@ -181,3 +206,31 @@ def test_the_smallest_scale_is_kept_and_the_reserved_one_is_not_a_number():
     blocks = torch.full((2, 16), 0x22, dtype=torch.uint8)
     smallest, reserved = dequantise(blocks, torch.tensor([0, 255], dtype=torch.uint8)).unflatten(0, (2, 32))
     assert (smallest == 2.0**-127).all() and reserved.isnan().all()
+
+
+@pytest.mark.parametrize("files", [pty.openpty, os.pipe], ids=["terminal", "log file"])
+def test_a_terminal_shows_how_much_is_read_up_to_all_of_it_and_a_log_file_nothing(releases, monkeypatch, files):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    release, received = releases("qwen3 moe"), []
+    model, names = release.family.build(release.config), release.family.hf_names(release.config)
+    weights = PretrainedWeights(release.folder, names, model.stored_shapes())
+    ours, theirs = files()
+
+    def receive():
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while piece := os.read(ours, 4096):
+                received.append(piece)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    with open(theirs, "w") as stderr, contextlib.redirect_stderr(stderr):
+        HostStore(model).initialize(model, 0, weights.load)
+    reader.join()
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", b"".join(received).decode())
+    size = f"{weights.bytes_of(weights.names) / 1024:.1f}"
+    if files is os.pipe:
+        assert shown == ""
+    else:
+        assert f"reading {release.folder}" in shown and f"{size}/{size} KiB" in shown

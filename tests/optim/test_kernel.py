@@ -76,6 +76,24 @@ def test_its_bits_are_the_same_with_any_number_of_threads_on_any_nodes(kernels):
     assert threading.active_count() == before
 
 
+def test_other_threads_run_python_during_an_update():
+    """They see an update half done. With the interpreter's lock held they would see none, however often they look."""
+    kind = SPLIT[1]
+    one_thread = get_kernels([kind], lambda: None)[kind]
+    buffers = example_buffers(kind, 2**23)
+    written, seen_between = buffers.written, False
+    for _ in range(200):
+        written.fill_(7.0)  # which no update of these weights gives
+        thread = threading.Thread(target=update, args=(buffers, one_thread))
+        thread.start()
+        while thread.is_alive() and not seen_between:
+            seen_between = bool(written[0] != 7.0) and bool(written[-1] == 7.0)
+        thread.join()
+        if seen_between:
+            break
+    assert seen_between
+
+
 @pytest.mark.parametrize("kind", SPLIT, ids=name_of)
 def test_a_second_moment_that_overflows_stays_infinite_as_in_the_plain_pass(kernels, kind):
     """The next step is divided by its root: a zero would make that step huge."""
