@@ -33,17 +33,21 @@ class Absence:
     has_card: bool
 
 
-def why_no_accelerator(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Absence:
+def why_no_accelerator(
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
+    built_for: str | None = maker_of_build(),
+) -> Absence:
     """Find the reason on a machine on which PyTorch sees no accelerator. `root` holds `dev`, `proc` and `sys`."""
     build = f"torch {torch.__version__}"
-    maker = _maker_of_card(root)
+    maker = _maker_of_card(root, built_for)
     if maker is None:
         return Absence(f"{build} sees none, and this machine shows no NVIDIA or AMD card", has_card=False)
     is_wsl = (root / _WSL_NODE).exists()
     hidden = [name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")]
     if hidden:
         reason = f"{hidden[0]} is set to {environment[hidden[0]] or 'nothing'}, which hides the {maker} card"
-    elif maker_of_build() != maker:
+    elif built_for != maker:
         platform = _PLATFORM[maker]
         reason = (
             f"this machine has an {maker} card, and {build} is built without {platform}; install a build for "
@@ -61,7 +65,7 @@ def why_no_accelerator(root: Path = Path("/"), environment: Mapping[str, str] = 
     return Absence(reason, has_card=True)
 
 
-def _maker_of_card(root: Path) -> str | None:
+def _maker_of_card(root: Path, built_for: str | None) -> str | None:
     """Return the maker of a card in the machine, by the list of PCI devices, which needs no driver."""
     found = set()
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
@@ -75,8 +79,7 @@ def _maker_of_card(root: Path) -> str | None:
     if wsl or list((root / "dev").glob(_NODES["NVIDIA"])):
         found.add("NVIDIA")
     # With cards of both makers, the one that this build can use is the one that is missed.
-    build = maker_of_build()
-    return build if build in found else min(found, default=None)
+    return built_for if built_for in found else min(found, default=None)
 
 
 def _refusal() -> str:
