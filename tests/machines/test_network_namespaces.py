@@ -64,6 +64,7 @@ def train_in(networks, arguments):
     return small_main(arguments)
 
 
+@pytest.mark.nightly
 def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
     with networks_of(MBIT_PER_S) as networks:
         function = "tests.machines.test_network_namespaces:exchange_for_ever"

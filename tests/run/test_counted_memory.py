@@ -1,4 +1,4 @@
-"""The dry run and the run agree: 30 random settings take the memory that is counted, and with one byte less are refused.
+"""The dry run and the run agree: random settings take the memory that is counted, and with one byte less are refused.
 
 The allocators' own counters are compared: the host store, the pool of host buffers, and the buffers of each device.
 Activations of virtual devices belong to PyTorch's allocator on the host, which counts nothing; those are as planned.
@@ -143,18 +143,18 @@ def assert_takes_what_is_counted(setting):
         assert setting.measured_bytes(plan) == counted
 
 
-@pytest.mark.parametrize("seed", seeds(range(30), 6))
+@pytest.mark.parametrize("seed", seeds([3, *range(3), *range(4, 30)], 3))
 def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed):
     assert_takes_what_is_counted(RandomSetting(seed))
 
 
-@pytest.mark.parametrize("seed", seeds(range(100, 116), 4))
+@pytest.mark.parametrize("seed", seeds(range(100, 116), 2))
 def test_a_run_of_bounded_updates_takes_what_is_counted(seed):
     """Inputs of stale layers wait on the host, and layers inside a backward stage have buffers for them on a device."""
     assert_takes_what_is_counted(RandomSetting(seed, is_bounded=True))
 
 
-@pytest.mark.parametrize("seed", seeds(range(8), 2))
+@pytest.mark.parametrize("seed", seeds(range(8), 1))
 def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(seed):
     setting = RandomSetting(seed)
     plan = plan_for(setting.question())

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.support.small_run import small_runs
+from tests.support.small_run import before_step, small_runs
 from torchround.accelerators import deterministic_operations
-from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
 
 __all__ = ["small_runs"]
@@ -13,17 +12,16 @@ __all__ = ["small_runs"]
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_operations_have_a_fixed_order_in_the_run_if_asked_for(small_runs, monkeypatch, wanted):
-    seen, step = [], Engine.step
+    seen = []
 
-    def noting(self, *arguments, **options):
+    def note():
         filled = torch.utils.deterministic.fill_uninitialized_memory
         seen.append((torch.are_deterministic_algorithms_enabled(), filled))
-        return step(self, *arguments, **options)
 
-    monkeypatch.setattr(Engine, "step", noting)
+    before_step(monkeypatch, 2, note)
     given = ("--training.steps=2", f"--training.deterministic={str(wanted).lower()}")
     assert small_runs(f"wanted_{wanted}", *given) == 0
-    assert seen == 2 * [(wanted, not wanted)]
+    assert seen == [(wanted, not wanted)]
     assert not torch.are_deterministic_algorithms_enabled()
 
 

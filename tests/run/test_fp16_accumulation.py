@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.support.small_run import small_runs
+from tests.support.small_run import before_step, small_runs
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind, CudaKind, accumulating_in_fp16
 from torchround.config import EngineTable, TrainingTable
-from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
 from torchround.pipeline.cards import find_device
 from torchround.run.hardware import Hardware
@@ -39,42 +38,32 @@ def switch(monkeypatch):
     return kind
 
 
-@pytest.fixture
-def seen(switch, monkeypatch):
-    """The state of the switch at each step."""
-    states, forward_backward = [], Engine.forward_backward
-
-    def noting(self, micro_batches, *share):
-        states.append(switch.fp16_accumulation())
-        return forward_backward(self, micro_batches, *share)
-
-    monkeypatch.setattr(Engine, "forward_backward", noting)
-    return states
-
-
-def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, switch, seen):
+def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, switch, monkeypatch):
+    seen = []
+    before_step(monkeypatch, 2, lambda: seen.append(switch.fp16_accumulation()))
     assert small_runs("on", *ON, "--training.steps=2") == 0
-    assert seen == [True, True] and switch.settings == [False, True, False]
+    assert seen == [True] and switch.settings == [False, True, False]
     with pytest.raises(KeyError), accumulating_in_fp16("cpu"):
         raise KeyError
     assert switch.settings[3:] == [True, False]
-
-
-def test_a_run_that_does_not_ask_for_it_leaves_it_alone(small_runs, switch, seen):
     switch.settings = [True]  # as a program set it that calls the library
     assert small_runs("off", "--training.dtype=float16", "--training.steps=2") == 0
-    assert seen == [True, True] and switch.settings == [True]
+    assert switch.settings == [True], "a run that does not ask for it leaves it alone"
 
 
-def test_devices_without_the_switch_are_refused_before_anything_is_made(small_runs, capfd):
-    assert small_runs("refused", *ON) == 2
-    assert capfd.readouterr().err.count("training.fp16_accumulation = true: cpu devices") == 1
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (ON, "training.fp16_accumulation = true: cpu devices"),
+        (("--training.dtype=bfloat16", "--training.fp16_accumulation=true"), "fp16_accumulation, training.dtype"),
+    ],
+)
+def test_devices_without_the_switch_and_other_dtypes_are_refused_before_anything_is_made(
+    small_runs, capfd, given, said
+):
+    assert small_runs("refused", *given) == 2
+    assert capfd.readouterr().err.count(said) == 1
     assert not small_runs.path("refused").exists()
-
-
-def test_another_dtype_is_refused_with_both_keys(small_runs, capfd):
-    assert small_runs("refused", "--training.dtype=bfloat16", "--training.fp16_accumulation=true") == 2
-    assert "training.fp16_accumulation, training.dtype" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("card", "ratio"), [("rtx4090", 2.0), ("h100", 1.0)])

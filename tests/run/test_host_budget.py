@@ -147,9 +147,10 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
     none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
     limit.write_text("12345\n")
     unlimited.write_text("max\n")
-    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited))
+    paths = [none, unlimited]
+    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", paths)
     assert available_host_bytes() > 2**20
-    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited, limit))
+    paths.append(limit)
     assert available_host_bytes() == 12345
 
 

@@ -32,6 +32,7 @@ from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import joint_losses
 
 STEP = 7
+nightly = pytest.mark.nightly
 
 
 adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
@@ -72,8 +73,8 @@ def restored(build, dtype, policy, load, size, optimizer=None):
     [
         (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
         (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
-        (expert_model, torch.bfloat16, SYNC, "muon"),
-        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
+        pytest.param(expert_model, torch.bfloat16, SYNC, "muon", marks=nightly),
+        pytest.param(adapted_model, torch.bfloat16, ASYNC, "adamw", marks=nightly),
     ],
     ids=["tied, muon, compact", "predicting, compact", "experts, muon", "adapters"],
 )
@@ -106,9 +107,9 @@ def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_p
     ("dtype", "policy", "table", "before", "after"),
     [
         (torch.float32, SYNC, AdamWTable, "exact", "compact"),
-        (torch.float32, SYNC, MuonTable, "compact", "compact"),
         (torch.bfloat16, ASYNC, MuonTable, "compact", "exact"),
-        (torch.bfloat16, ASYNC, AdamWTable, "exact", "exact"),
+        pytest.param(torch.float32, SYNC, MuonTable, "compact", "compact", marks=nightly),
+        pytest.param(torch.bfloat16, ASYNC, AdamWTable, "exact", "exact", marks=nightly),
     ],
 )
 def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
@@ -132,9 +133,6 @@ def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
         together |= store.named_views()
     assert together.keys() == alone.named_views().keys()
     assert all(torch.equal(view, together[name]) for name, view in alone.named_views().items())
-
-
-# The folder.
 
 
 def entered(folder, shared, hold):
@@ -175,7 +173,6 @@ def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path):
 
 def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LEASE_S", 1)
-    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
         messages = refusals(entered(tmp_path, True, pytest.fail))
     holder = f"is in use by process {os.getpid()}"
@@ -200,21 +197,14 @@ def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_pa
     assert all("is one folder on machine 0 (node0) and machine 1 (node1)" in text for text in messages)
 
 
-# The checkpoints of a run.
-
-
 def checkpoints_of(folder, group, **table):
-    config = Config.model_validate(
-        {
-            "run": {"name": "run", "folder": str(folder)},
-            "model": {"family": "llama3", "flavor": "debug"},
-            "tokenizer": {"name": "bytes"},
-            "data": {"sources": [{"path": "text.jsonl"}]},
-            "training": {"steps": 9, "seq_len": 16, "global_batch_size": 2, "micro_batch_size": 1},
-            "optimizer": {"lr": 1e-3},
-            "checkpoint": table,
-        }
-    )
+    tables = {
+        "run": {"name": "run", "folder": str(folder)},
+        "model": {"family": "llama3", "flavor": "debug"},
+        "data": {"sources": [{"path": "text.jsonl"}]},
+        "training": {"steps": 9, "seq_len": 16, "global_batch_size": 2, "micro_batch_size": 1},
+    }
+    config = Config.model_validate({**tables, "checkpoint": table})
     return RunCheckpoints(config, RunFolder(config.run, team=MachineTeam.of(group)))
 
 

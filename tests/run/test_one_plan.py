@@ -25,21 +25,18 @@ KEYS = [
 MACHINE = Hardware("cpu", 2, 64 * MIB, 8 * MIB)
 
 
-def on_this_machine(patch, machine):
-    patch.setattr(train_model, "find_hardware", lambda *_: machine)
-    patch.setattr(plan_run, "hardware", lambda given, config: machine)
-
-
 def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_same_numbers(small_runs, monkeypatch):
-    on_this_machine(monkeypatch, MACHINE)
     asked = []
 
     def seen(question, *costs):
         asked.append(question)
         return plan_for(question, *costs)
 
-    for module in (train_model, plan_report, torchround.run.run_plan):
-        monkeypatch.setattr(module, "plan_for", seen)
+    replaced = [(module, "plan_for", seen) for module in (train_model, plan_report, torchround.run.run_plan)]
+    for module, name in ((train_model, "find_hardware"), (plan_run, "hardware")):
+        replaced.append((module, name, lambda *_: MACHINE))
+    for module, name, value in replaced:
+        monkeypatch.setattr(module, name, value)
     assert small_runs("run", *KEYS, "--engine.measure_steps=1") == 0
     of_the_run, *alternatives, measured = asked  # the header names a faster setting
     assert all(question.given is None for question in alternatives)

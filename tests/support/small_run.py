@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from tests.support.processes import ROOT, start_program
-from torchround.commands import configured_model, train_model
+from torchround.commands import configured_model, export_hf, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
@@ -143,14 +143,27 @@ def small_runs(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory):
+    """Yield runs that all tests of a module share."""
+    folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        use_family(patch, "small", small_family())
+        draw_no_pictures(patch)
+        patch.chdir(folder)
+        yield SmallRuns(folder)
+    torch.set_num_threads(threads)
+
+
 def draw_no_pictures(monkeypatch):
     """Let runs end without the picture of their losses, which takes them longer than five steps."""
     monkeypatch.setattr(run_page, "draw_run", lambda folder: None)
 
 
 def use_family(monkeypatch, name, family):
-    """Make `model.family = name` build `family` in this process."""
-    monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
+    """Make `model.family = name` build `family` in this process, and exports write it."""
+    for module in (configured_model, export_hf):
+        monkeypatch.setattr(module, "FAMILIES", {**configured_model.FAMILIES, name: family})
 
 
 def write_text(path, lines, seed=0):

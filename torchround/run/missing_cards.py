@@ -48,10 +48,9 @@ def why_no_accelerator(
     if hidden:
         reason = f"{hidden[0]} is set to {environment[hidden[0]] or 'nothing'}, which hides the {maker} card"
     elif built_for != maker:
-        platform = _PLATFORM[maker]
         reason = (
-            f"this machine has an {maker} card, and {build} is built without {platform}; install a build for "
-            f"{platform} (pytorch.org shows the command)"
+            f"this machine has an {maker} card, and {build} is built without {_PLATFORM[maker]}; install a build "
+            f"for {_PLATFORM[maker]} (pytorch.org shows the command)"
         )
     elif not is_wsl and not (root / _DRIVER[maker]).exists():
         reason = f"this machine has an {maker} card, and its driver is not loaded"
