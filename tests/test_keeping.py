@@ -176,11 +176,3 @@ def test_a_layer_that_writes_into_a_kept_tensor_is_refused():
         refused = pytest.raises(KeptActivationError, match="writes into its own kept activation")
         with refused, torch.no_grad(), recording(("down",)):
             writes(torch.randn(3, 4))
-
-
-def test_compiled_code_runs_its_parts_as_they_are():
-    block, x = made()
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    with torch.no_grad(), recording(PARTS) as record:
-        assert torch.equal(compiled(x), block(x))
-    assert len(record.tensors) == 5  # those of the plain block

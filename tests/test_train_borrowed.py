@@ -138,7 +138,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.nightly)])
 def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained_alike_on_a_mapped_base(
-    kind, folder, releases
+    kind, folder, releases, capsys
 ):
     from peft import PeftModel
 
@@ -158,7 +158,18 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
     other = saved(folder, "other", step=1)
     weights = [key for key in read if key.startswith("weights/") and "lora_" in key]
     assert weights and all(torch.equal(read[key], other[key]) for key in weights)
+    for more, message in (
+        ("--lora.rank=3", "r is 2 instead of 3"),
+        ("--lora.alpha=8.0", "lora_alpha is 16 instead of 8.0"),
+        ('--lora.targets=["q_proj"]', "not part of the model: base_model.model.model.layers.0.mlp.down_proj"),
+        ("--lora.path=nowhere", "adapter_config.json cannot be read"),
+    ):
+        capsys.readouterr()
+        assert run("refused", *ADAPTED, *idle, more) == 2
+        assert message in capsys.readouterr().err
     assert run("mapped", *ADAPTED, "--lora.map_base=true") == 0
+    shutil.rmtree(folder / "outputs" / "mapped" / "checkpoints" / "step-3")
+    assert run("mapped", *ADAPTED, "--lora.map_base=true") == 0  # resumed after step 2
     mapped = saved(folder, "mapped")
     assert mapped.keys() < read.keys()
     assert all(torch.equal(mapped[key], read[key]) for key in mapped)

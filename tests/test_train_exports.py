@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import train
-from tests.support.released_run import MAPPED, exported, folder, saved
+from tests.support.released_run import exported, folder
 from torchround.commands import export_hf
 
 __all__ = ["folder"]
@@ -33,18 +33,6 @@ def test_a_complete_run_is_exported_by_the_command_that_it_ends_with_or_when_the
     assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     assert (exported(folder) / "config.json").is_file()
-
-
-def test_exported_adapters_start_another_run(folder):
-    (folder / "given.jinja").write_text("a template")
-    template = "--tokenizer.chat_template=given.jinja"
-    assert train.main(["--config", "small.toml", *MAPPED, template, "--checkpoint.export=adapters"]) == 0
-    assert (exported(folder, 3) / "chat_template.jinja").read_text() == "a template"
-    again = ("--run.name=again", f"--lora.path={exported(folder, 3)}", "--optimizer.lr=1e-30")
-    assert train.main(["--config", "small.toml", "--lora.rank=2", "--training.steps=1", *again]) == 0
-    before, after = saved(folder, "small"), saved(folder, "again", step=1)
-    adapters = [name for name in before if name.startswith("weights/") and "lora_" in name]
-    assert len(adapters) == 16 and all(torch.equal(before[name], after[name]) for name in adapters)
 
 
 def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):

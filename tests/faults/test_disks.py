@@ -16,16 +16,13 @@ TROUBLES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("trouble", "mode"),
     [
-        pytest.param("filling", SYNC, id="filling, sync"),
-        *(
-            pytest.param(trouble, mode, id=f"{trouble}, {name}", marks=pytest.mark.nightly)
-            for trouble in TROUBLES
-            for name, mode in (("sync", SYNC), ("async", [ASYNC]))
-            if (trouble, mode) != ("filling", SYNC)
-        ),
+        pytest.param(trouble, mode, id=f"{trouble}, {name}")
+        for trouble in TROUBLES
+        for name, mode in (("sync", SYNC), ("async", [ASYNC]))
     ],
 )
 def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(

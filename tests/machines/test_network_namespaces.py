@@ -7,8 +7,6 @@ import torch
 
 from tests.support.machines import start_machines
 from tests.support.namespaces import ADDRESSES, enter, networks_of
-from tests.support.scenarios import prepare
-from tests.support.small_machines import SHARED, small_main
 from torchround.config import Config
 from torchround.machines.errors import MachineError
 from torchround.machines.launch import join
@@ -57,13 +55,6 @@ def exchange_for_ever(networks):
     return 0
 
 
-def train_in(networks, arguments):
-    """Train a small run as a machine in its own namespace."""
-    enter(networks[int(os.environ["RANK"])])
-    os.environ["MASTER_ADDR"] = ADDRESSES[0]
-    return small_main(arguments)
-
-
 @pytest.mark.nightly
 def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
     with networks_of(MBIT_PER_S) as networks:
@@ -81,24 +72,3 @@ def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_othe
     # Both machines know one rate, which the link limits.
     rates = {float(line.removeprefix("rate ")) for line in (first + second).splitlines() if line.startswith("rate ")}
     assert len(rates) == 1 and rates.pop() * 8 < 1.1 * MBIT_PER_S * 1e6
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(processes, tmp_path):
-    prepare(tmp_path)
-    arguments = ["--config", "small.toml", "--run.name=run", *SHARED, "--engine.rounds=6", "--training.steps=100000"]
-    arguments += ["--checkpoint.interval_steps=5", "--machines.timeout_s=3"]
-    with networks_of(MBIT_PER_S) as networks:
-        function = "tests.machines.test_network_namespaces:train_in"
-        machines = start_machines(
-            processes, 2, function, networks.names, arguments, first_holds_store=True, folder=tmp_path
-        )
-        machines[0].wait_until_printed("saved outputs/run/checkpoints/step-5 ")
-        networks.cut()
-        codes = [machine.wait() for machine in machines]
-    first, second = (machine.text() for machine in machines)
-    assert codes == [1, 1], first + second
-    assert "no sign of life for 3 s" in first and " waited for " in first
-    assert "cannot be reached, and keeps the store" in second and " waited for " in second
-    checkpoints = sorted((tmp_path / "outputs" / "run" / "checkpoints").iterdir())
-    assert any((checkpoint / "manifest.json").exists() for checkpoint in checkpoints), checkpoints

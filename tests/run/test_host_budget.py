@@ -41,7 +41,6 @@ def budget_of(built, numbers, mapped=()):
     [
         ({}, "bfloat16", "async", 2),
         ({"tied": True}, "float32", "async", 1),
-        ({"tied": True}, "bfloat16", "sync", 2),
         ({"frozen": True}, "float16", "sync", 2),
         ({"adapters": True}, "bfloat16", "async", 1),
         ({"adapters": True, "tied": True}, "float16", "async", 2),

@@ -1,6 +1,5 @@
 """The metrics of a run end with its last step, however it ended, and each line's loss is a mean over its steps."""
 
-import itertools
 import json
 import signal
 
@@ -23,18 +22,6 @@ def fails(*_):
 
 def logged(small_runs, name):
     return [int(line["step"]) for line in small_runs.steps(name)]
-
-
-def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs):
-    assert small_runs("run") == 0
-    assert small_runs("sparse", "--metrics.log_every_steps=3") == 0
-    dense, sparse = small_runs.steps("run"), small_runs.steps("sparse")
-    counts = [line["tokens"] for line in dense]
-    labels = [later - earlier for earlier, later in itertools.pairwise([0, *counts])]
-    assert len(set(labels)) > 1  # otherwise a plain mean would do
-    sums = [line["loss"] * number for line, number in zip(dense, labels, strict=True)]
-    expected = [sum(sums[:3]) / sum(labels[:3]), sum(sums[3:]) / sum(labels[3:])]
-    assert [line["loss"] for line in sparse] == pytest.approx(expected, rel=1e-12)  # rounding of one division
 
 
 def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(small_runs):

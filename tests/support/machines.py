@@ -6,7 +6,6 @@ import threading
 
 from torch.distributed import TCPStore
 
-from tests.support.processes import Processes
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 
@@ -17,9 +16,9 @@ JOIN_S = 120.0  # far beyond what any test of threads takes
 def run_machines(num_machines, function, **group_settings):
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
-    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has returned on all. If it raises on one
-    machine, that machine fails as a run does, which wakes the others. The error of the first cause is raised here:
-    one that is no `MachineError`, if there is one.
+    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has
+    returned on all. If it raises on one machine, that machine fails as a run does, which wakes the others. The error of
+    the first cause is raised here: one that is no `MachineError`, if there is one.
     """
     master = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     results = {}
@@ -84,18 +83,6 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
 
 
 _STORES = []  # open until this process ends
-
-
-def run_processes(num_machines, function, *arguments, folder):
-    """Run `function` ("module:name") on processes of their own, to the end of all."""
-    processes = Processes(folder)
-    try:
-        machines = start_machines(processes, num_machines, function, *arguments, folder=folder)
-        for machine in machines:
-            machine.wait()
-    finally:
-        processes.close()
-    return machines
 
 
 def group_of_environment(**group_settings):
