@@ -1,6 +1,7 @@
 """What differs by kind of accelerator: what each kind claims, what models on `meta` choose, and who is asked."""
 
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -76,8 +77,6 @@ def test_amds_numbers_choose_no_kernel_that_was_not_tried_there(monkeypatch):
 
 @pytest.mark.parametrize("lacks", ["compiler", "headers", "driver", None])
 def test_triton_without_a_c_compiler_headers_or_driver_is_a_missing_compiler(monkeypatch, tmp_path, lacks):
-    pytest.importorskip("triton")
-
     class Found:
         @property
         def active(self):
@@ -89,7 +88,8 @@ def test_triton_without_a_c_compiler_headers_or_driver_is_a_missing_compiler(mon
     if lacks != "headers":
         (tmp_path / "Python.h").touch()
     missing = missing_for_triton(tmp_path)
-    assert missing is None if lacks is None else lacks in missing
+    expected = lacks if find_spec("triton") else "not installed"
+    assert missing is None if expected is None else expected in missing
 
 
 def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch):
@@ -147,12 +147,3 @@ def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkey
 def test_a_kind_without_a_driver_refuses_to_lock_pages():
     kind = AcceleratorKind("npu")
     assert not kind.locks_pages and kind.lock_pages(4096, 4096) != 0 and kind.unlock_pages(4096) != 0
-
-
-def test_threads_that_wait_for_an_event_of_a_cuda_device_sleep(monkeypatch):
-    """`torch.Event` takes `blocking` and ignores it, so that kind makes events of its own."""
-    made = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda **flags: made.append(flags))
-    for timed in (False, True):
-        accelerators.CudaKind().event(torch.device("cuda", 0), timed)
-    assert made == [{"enable_timing": False, "blocking": True}, {"enable_timing": True, "blocking": False}]

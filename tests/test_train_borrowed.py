@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 import train
 from tests.support.borrowed_toys import write_toy
-from tests.support.released_run import saved
-from tests.support.small_run import draw_no_pictures, fp32_weights
+from tests.support.released_run import saved, working_folder, write_lines
+from tests.support.small_run import fp32_weights
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import runs_fused
+
+__all__ = ["working_folder"]
 
 CONFIG = """
 model = { family = "transformers", hf_path = "release" }
@@ -59,17 +61,12 @@ def releases(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, releases):
+def folder(working_folder, releases):
     """Enter a folder with a config, a text and a release: a link, so that it is written once for all tests."""
-    (tmp_path / "small.toml").write_text(CONFIG)
-    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(30)]
-    (tmp_path / "text.jsonl").write_text("\n".join(texts))
-    (tmp_path / "release").symlink_to(releases("qwen2"))
-    draw_no_pictures(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
+    (working_folder / "small.toml").write_text(CONFIG)
+    write_lines(working_folder / "text.jsonl", 30)
+    (working_folder / "release").symlink_to(releases("qwen2"))
+    return working_folder
 
 
 def take(folder, release):
@@ -160,7 +157,7 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
     assert weights and all(torch.equal(read[key], other[key]) for key in weights)
     for more, message in (
         ("--lora.rank=3", "r is 2 instead of 3"),
-        ("--lora.alpha=8.0", "lora_alpha is 16 instead of 8.0"),
+        ("--lora.alpha=8.0", "lora_alpha is 16.0 instead of 8.0"),
         ('--lora.targets=["q_proj"]', "not part of the model: base_model.model.model.layers.0.mlp.down_proj"),
         ("--lora.path=nowhere", "adapter_config.json cannot be read"),
     ):

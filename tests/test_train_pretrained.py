@@ -1,16 +1,20 @@
 """`[model] hf_path`: a run starts from the weights in the folder, and every fault in it is one message at the start."""
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import train
-from tests.support.released_run import ADAPTED, MAPPED, change_config, folder, saved
+from tests.support.released_run import ADAPTED, MAPPED, change_config, exported, folder, saved, working_folder
+from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 
-__all__ = ["folder"]
+__all__ = ["folder", "working_folder"]
 
 
 def test_a_run_starts_from_the_weights_in_the_folder(folder):
@@ -125,3 +129,36 @@ def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog
     caplog.clear()
     assert train.main(["--config", "small.toml", "--dry-run"]) == 0
     assert not any("positions" in text for text in caplog.messages)
+
+
+# What a complete run leaves in Hugging Face format.
+
+
+def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    released = load_file(folder / "release" / "model.safetensors")
+    tensors = load_file(exported(folder) / "model.safetensors")
+    assert tensors.keys() == released.keys()
+    assert all(torch.equal(tensor, released[name]) for name, tensor in tensors.items())  # lr = 1e-30
+    assert LlamaForCausalLM.from_pretrained(exported(folder)).config.num_hidden_layers == 2
+    capsys.readouterr()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert "nothing to do" in capsys.readouterr().out  # nor is it written again
+
+
+def test_a_complete_run_is_exported_by_the_command_that_it_ends_with_or_when_the_key_is_set_later(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    [command] = re.findall(r"torchround export_hf (.*)", capsys.readouterr().out)
+    assert export_hf.main(shlex.split(command.replace("NEW_FOLDER", "new"))) == 0
+    assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert (exported(folder) / "config.json").is_file()
+
+
+def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    (exported(folder).parent).write_text("a file where a folder should be")
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
+    assert "step-1 is whole, and torchround export_hf exports it" in capsys.readouterr().err
+    assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
+    assert "legal: " in capsys.readouterr().err

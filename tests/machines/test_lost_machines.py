@@ -1,12 +1,14 @@
 """Machines as real processes that are killed, stopped or fail: the others end with a message that names them."""
 
 import itertools
+import os
 import signal
 
 import pytest
 import torch
 
 from tests.support.machines import group_of_environment, start_machines
+from tests.support.namespaces import ADDRESSES, enter, joined_networks
 from torchround.machines.errors import MachineError
 from torchround.machines.links import Purpose
 
@@ -15,9 +17,13 @@ TIMEOUT_S = 3.0
 nightly = pytest.mark.nightly
 
 
-def agree_for_ever():
-    """Gather losses until an error ends it, which is printed."""
-    group = group_of_environment(timeout_s=TIMEOUT_S)
+def agree_for_ever(networks=()):
+    """Gather losses until an error ends it, which is printed. Each machine may have a network of its own."""
+    settings, rank = {}, int(os.environ["RANK"])
+    if networks:
+        enter(networks[rank])
+        settings = {"store_host": ADDRESSES[0], "address": ADDRESSES[rank]}
+    group = group_of_environment(timeout_s=TIMEOUT_S, **settings)
     step = 0
     try:
         while True:
@@ -82,6 +88,18 @@ def test_a_stopped_machine_is_named_by_all_others_and_learns_of_it_once_it_conti
     assert_ended_naming([machines[0], machines[2]], silent)
     machines[1].send(signal.SIGCONT)
     assert_ended_naming([machines[1]], silent)
+
+
+@nightly
+def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
+    function = "tests.machines.test_lost_machines:agree_for_ever"
+    with joined_networks() as networks:
+        machines = start_machines(processes, 2, function, networks.names, first_holds_store=True, folder=tmp_path)
+        for machine in machines:
+            machine.wait_until_printed("at work")
+        networks.cut()
+        assert_ended_naming(machines[:1], f"machine 1 (node1) has given no sign of life for {TIMEOUT_S:g} s")
+        assert_ended_naming(machines[1:], "machine 0 (node0) cannot be reached, and keeps the store")
 
 
 @nightly

@@ -6,11 +6,6 @@ import torch
 from tests.support.small_run import before_step, small_runs
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind, CudaKind, accumulating_in_fp16
-from torchround.config import EngineTable, TrainingTable
-from torchround.models import FAMILIES
-from torchround.pipeline.cards import find_device
-from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, run_question
 
 __all__ = ["small_runs"]  # the fixture
 
@@ -64,19 +59,6 @@ def test_devices_without_the_switch_and_other_dtypes_are_refused_before_anything
     assert small_runs("refused", *given) == 2
     assert capfd.readouterr().err.count(said) == 1
     assert not small_runs.path("refused").exists()
-
-
-@pytest.mark.parametrize(("card", "ratio"), [("rtx4090", 2.0), ("h100", 1.0)])
-def test_a_plan_counts_the_rate_of_the_setting(card, ratio):
-    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", vocab_size=50))
-    hardware = Hardware("cuda", 1, 2**34, spec=find_device(card))
-
-    def block_s(is_on):
-        training = TrainingTable(dtype="float16", fp16_accumulation=is_on)
-        costs = run_question(model, RunNumbers(training, EngineTable()), hardware).costs_for(64, 2, 4)
-        return costs.layers[1].forward_s
-
-    assert block_s(False) == pytest.approx(ratio * block_s(True))
 
 
 def test_a_card_with_sums_in_float16_gives_no_products_in_float32():

@@ -1,8 +1,10 @@
 """The devices and the memory that a run finds: which kind, how many, and how much of their memory a plan may use."""
 
 import logging
+import re
 
 import pytest
+import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
@@ -11,7 +13,7 @@ from torchround.machines.group import HostShare
 from torchround.pipeline.memory import GIB
 from torchround.run import hardware
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
-from torchround.run.missing_cards import Absence
+from torchround.run.missing_cards import Absence, why_no_accelerator
 
 
 class Cards(AcceleratorKind):
@@ -134,3 +136,52 @@ def test_more_processes_than_cards_divide_the_memory_of_a_card(found):
 def test_limits_of_the_table_are_each_process_s_own(found):
     both = found(None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
     assert {(each.num_devices, each.host_bytes, each.device_bytes) for each in both} == {(2, 8 * GIB, GIB)}
+
+
+# Machines described by the files of the system, on which no accelerator is found.
+
+NVIDIA = {"vendor": "0x10de", "class": "0x030200"}
+AMD = {"vendor": "0x1002", "class": "0x038000", "mem_info_vram_total": str(24 << 30)}
+INSIDE_PROCESSOR = {**AMD, "mem_info_vram_total": str(512 << 20)}
+SOUND = {"vendor": "0x10de", "class": "0x040300"}
+INTEL = {"vendor": "0x8086", "class": "0x030000"}
+
+DRIVER, NODE = "proc/driver/nvidia/version", "dev/nvidia0"
+WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")
+
+
+def machine(root, *devices, files=()):
+    for number, device in enumerate(devices):
+        folder = root / f"sys/bus/pci/devices/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        for name, content in device.items():
+            (folder / name).write_text(content + "\n")
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("devices", "files", "build", "environment", "reason"),
+    [
+        ([NVIDIA], (), None, {}, "has an NVIDIA card, and torch .* is built without CUDA; install"),
+        ([INTEL, AMD], (), None, {}, "has an AMD card, and torch .* is built without ROCm"),
+        ([], WSL, None, {}, "has an NVIDIA card, and torch .* is built without CUDA"),
+        ([NVIDIA, AMD], (), "AMD", {}, "AMD card, and its driver is not loaded"),
+        ([NVIDIA], (), "NVIDIA", {}, "has an NVIDIA card, and its driver is not loaded"),
+        ([NVIDIA], (DRIVER,), "NVIDIA", {}, "not shown to this process; a container"),
+        ([NVIDIA], (DRIVER, NODE), "NVIDIA", {}, r"the NVIDIA card cannot be used by torch .*: [^\n]+$"),
+        ([NVIDIA], (DRIVER, NODE), "NVIDIA", {"CUDA_VISIBLE_DEVICES": "-1"}, "is set to -1, which hides"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_explained(tmp_path, devices, files, build, environment, reason):
+    absence = why_no_accelerator(machine(tmp_path, *devices, files=files), environment, build)
+    assert absence.has_card
+    assert re.search(reason, absence.reason), absence.reason
+
+
+@pytest.mark.parametrize("devices", [[], [SOUND], [INTEL], [INSIDE_PROCESSOR]])
+def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path, devices):
+    absence = why_no_accelerator(machine(tmp_path, *devices), {"CUDA_VISIBLE_DEVICES": ""})
+    assert not absence.has_card and f"torch {torch.__version__} sees none" in absence.reason

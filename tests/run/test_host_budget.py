@@ -92,7 +92,6 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
 @pytest.mark.parametrize(
     ("table", "engine", "smaller"),
     [
-        (AdamWTable(), EngineTable(), {COMPACT: (SMALLEST, EngineTable())}),
         (AdamWTable(), EngineTable(update="async"), {COMPACT: (SMALLEST, EngineTable(update="async"))}),
         (SMALLEST, EngineTable(), {}),
         (
@@ -107,7 +106,7 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
             {f"{ADAMW} and {NO_CORRECTION}": (SMALLEST, UNCORRECTED)},
         ),
     ],
-    ids=["adamw", "adamw, async", "compact", "muon", "muon, compact", "muon, compact, async"],
+    ids=["adamw", "compact", "muon", "muon, compact", "muon, compact, async"],
 )
 def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(table, engine, smaller):
     """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""

@@ -80,11 +80,10 @@ def backwards(state):
     return dict(sorted(state.items(), reverse=True))
 
 
-@pytest.fixture(params=["one file", "a file each"])
-def pieces(request, monkeypatch):
-    """Read pieces of 4096 bytes, from one file or from one for each tensor; decode a few blocks at once."""
-    sizes = [(tensor_file, "PIECE_BYTES", 4096), (saved_forms, "_CHUNK_ELEMENTS", 1024)]
-    for module, name, size in (*sizes, *[(tensor_file, "FILE_BYTES", 1)] * (request.param == "a file each")):
+@pytest.fixture
+def pieces(monkeypatch):
+    """Read pieces of 4096 bytes, decode a few blocks at once. `tests/checkpoint/test_conversion.py` has several files."""
+    for module, name, size in ((tensor_file, "PIECE_BYTES", 4096), (saved_forms, "_CHUNK_ELEMENTS", 1024)):
         monkeypatch.setattr(module, name, size)
 
 

@@ -85,11 +85,11 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
 _STORES = []  # open until this process ends
 
 
-def group_of_environment(**group_settings):
+def group_of_environment(store_host=LOOPBACK, **group_settings):
     """Join the group that the environment of `start_machines` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])
-    store = TCPStore(LOOPBACK, port, is_master=is_master, wait_for_workers=False)
+    store = TCPStore(store_host, port, is_master=is_master, wait_for_workers=False)
     settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **group_settings}
     return MachineGroup(store, rank, size, **settings)

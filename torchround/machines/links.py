@@ -261,11 +261,10 @@ class Receiver:
 class RateLimit:
     """A network card of a given rate in bytes/s, or of no limit: each chunk occupies it for its bytes over the rate."""
 
-    now, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
-
     def __init__(self, bytes_per_s: float | None) -> None:
         assert bytes_per_s is None or bytes_per_s > 0, f"a rate of {bytes_per_s} bytes/s"
         self._bytes_per_s, self._free_at_s = bytes_per_s, 0.0
+        self.now, self.sleep = time.monotonic, time.sleep
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, wanted_since: float | None = None) -> None:

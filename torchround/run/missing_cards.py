@@ -34,20 +34,18 @@ class Absence:
 
 
 def why_no_accelerator(
-    root: Path = Path("/"),
-    environment: Mapping[str, str] = os.environ,
-    built_for: str | None = maker_of_build(),
+    root: Path = Path("/"), environment: Mapping[str, str] = os.environ, target: str | None = maker_of_build()
 ) -> Absence:
     """Find the reason on a machine on which PyTorch sees no accelerator. `root` holds `dev`, `proc` and `sys`."""
     build = f"torch {torch.__version__}"
-    maker = _maker_of_card(root, built_for)
+    maker = _maker_of_card(root, target)
     if maker is None:
         return Absence(f"{build} sees none, and this machine shows no NVIDIA or AMD card", has_card=False)
     is_wsl = (root / _WSL_NODE).exists()
     hidden = [name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")]
     if hidden:
         reason = f"{hidden[0]} is set to {environment[hidden[0]] or 'nothing'}, which hides the {maker} card"
-    elif built_for != maker:
+    elif target != maker:
         reason = (
             f"this machine has an {maker} card, and {build} is built without {_PLATFORM[maker]}; install a build "
             f"for {_PLATFORM[maker]} (pytorch.org shows the command)"
@@ -64,7 +62,7 @@ def why_no_accelerator(
     return Absence(reason, has_card=True)
 
 
-def _maker_of_card(root: Path, built_for: str | None) -> str | None:
+def _maker_of_card(root: Path, target: str | None) -> str | None:
     """Return the maker of a card in the machine, by the list of PCI devices, which needs no driver."""
     found = set()
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
@@ -78,7 +76,7 @@ def _maker_of_card(root: Path, built_for: str | None) -> str | None:
     if wsl or list((root / "dev").glob(_NODES["NVIDIA"])):
         found.add("NVIDIA")
     # With cards of both makers, the one that this build can use is the one that is missed.
-    return built_for if built_for in found else min(found, default=None)
+    return target if target in found else min(found, default=None)
 
 
 def _refusal() -> str:
