@@ -192,9 +192,6 @@ MISTAKES = {
     "a quantised release": ((), {"quantization_config": {"quant_method": "fp8"}}, "an FP8 release"),
     "dropout": ((), {"attention_dropout": 0.1}, "model_type 'qwen2' of transformers does not fit"),
     "an encoder": ((), {"model_type": "t5"}, "release/config.json: "),
-    "another width": ((), {"intermediate_size": 28}, "of another shape: model.layers.0.mlp.gate_proj.weight"),
-    "a layer too many": ((), {"num_hidden_layers": 1, "layer_types": None}, "not part of the model: model.layers.1"),
-    "a layer too few": ((), {"num_hidden_layers": 3, "layer_types": None}, "missing: model.layers.2"),
     "a tokenizer that is larger": ((), {"vocab_size": 200}, "tokenizer: it has 259 tokens"),
     "no such target": (("--lora.rank=2", "--lora.targets=['query']"), {}, "lora.targets: this model has no 'query'"),
 }

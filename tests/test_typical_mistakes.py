@@ -107,10 +107,11 @@ def test_a_typical_mistake_is_one_message_and_nothing_is_written(name, working_f
     assert "Traceback" not in message and sorted(working_folder.rglob("*")) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "code"),
     # torchrun's own code is always 1, after a report of its own that says 2.
-    [((), 2), pytest.param(("-m", "torch.distributed.run", "--standalone"), 1, marks=pytest.mark.nightly)],
+    [((), 2), (("-m", "torch.distributed.run", "--standalone"), 1)],
     ids=["python", "torchrun"],
 )
 def test_the_message_of_a_program_comes_first_and_without_a_traceback(launcher, code, tmp_path):

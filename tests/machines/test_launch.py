@@ -114,8 +114,8 @@ def test_a_later_attempt_in_the_same_store_takes_nothing_from_the_one_before():
 def test_a_store_that_cannot_be_reached_or_is_not_given_is_named():
     port = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False).port
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    with pytest.raises(LaunchError, match=rf"store at {LOOPBACK}:{port} within 0.5 s"):
-        join(environment, config_with(), start_timeout_s=0.5)
+    with pytest.raises(LaunchError, match=rf"store at {LOOPBACK}:{port} within 0.2 s"):
+        join(environment, config_with(), start_timeout_s=0.2)
     with pytest.raises(LaunchError, match="no MASTER_ADDR .*torchrun"):
         join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
 

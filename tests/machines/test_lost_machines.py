@@ -111,7 +111,8 @@ def test_the_machine_that_keeps_the_store_is_named_when_it_is_stopped(processes,
     assert machines[0].wait() == 1, "it finds its connections closed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=nightly)])
+@nightly  # by default, `test_group.py` wakes threads in the middle of a tensor
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_machine_that_is_lost_in_the_middle_of_a_tensor_leaves_no_other_one_waiting(processes, tmp_path, number):
     function = "tests.machines.test_lost_machines:send_for_ever"
     receiver, sender = start_machines(processes, 2, function, folder=tmp_path)

@@ -56,6 +56,9 @@ CHANGES = [
     *(("fp32-async", "predicted"), ("split", "fp32"), ("split-async", "compact-split-async")),
     *(("compact", "fp32-async"), ("compact-split", "bounded"), ("predicted", "compact")),
 ]
+BY_DEFAULT = [("predicted", "split"), ("split", "fp32"), ("compact-split-async", "split"), ("compact-split", "bounded")]
+BY_DEFAULT += [("fp32", "split"), ("predicted", "compact")]
+nightly = pytest.mark.nightly
 STAGES = [
     ("bounded", "split"),
     ("predicted", "compact-split-async"),
@@ -64,29 +67,25 @@ STAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def written(shared_runs):
-    """One run of two steps in each form, saved at its end."""
-    for name, overrides in FORMS.items():
-        assert shared_runs(name, "--training.steps=2", *overrides) == 0
-    return shared_runs
-
-
-def begin_from(written, monkeypatch, before, name, *options):
-    """Begin run `name` from the last checkpoint of run `before`, and stop it before its first step."""
-    load = f"--checkpoint.load_path={written.path(before)}/checkpoints/step-2"
+def begin_from(runs, monkeypatch, before, name, *options):
+    """Begin run `name` from the last checkpoint of a run in form `before`, and stop it before its first step."""
+    if not runs.saved(before):
+        assert runs(before, "--training.steps=2", *FORMS[before]) == 0
+    load = f"--checkpoint.load_path={runs.path(before)}/checkpoints/step-2"
     stop_before_the_first_step(monkeypatch)
-    assert written(name, load, *options) == 128 + signal.SIGTERM
+    assert runs(name, load, *options) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(*change, marks=() if change in BY_DEFAULT else nightly) for change in CHANGES]
+)
 def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_lost(
-    written, monkeypatch, caplog, before, after
+    shared_runs, monkeypatch, caplog, before, after
 ):
     name = f"{before}-to-{after}"
-    begin_from(written, monkeypatch, before, name, "--training.steps=4", *FORMS[after])
-    assert written.saved(name) == [2]
-    found, expected = written.state(name, 2), written.state(before, 2)
+    begin_from(shared_runs, monkeypatch, before, name, "--training.steps=4", *FORMS[after])
+    assert shared_runs.saved(name) == [2]
+    found, expected = shared_runs.state(name, 2), shared_runs.state(before, 2)
     assert_equal(fp32_weights(found), fp32_weights(expected))
     was, is_now = ("compact" in form for form in (before, after))
     for key in found.keys() & expected.keys():
@@ -99,12 +98,12 @@ def test_a_run_resumes_in_another_form_with_the_same_values_and_says_what_is_los
 
 
 @pytest.mark.parametrize(("before", "after"), STAGES)
-def test_a_new_stage_begins_with_the_weights_of_any_form(written, monkeypatch, caplog, before, after):
+def test_a_new_stage_begins_with_the_weights_of_any_form(shared_runs, monkeypatch, caplog, before, after):
     name = f"{before}-for-{after}"
-    begin_from(written, monkeypatch, before, name, "--checkpoint.load=weights", *FORMS[after])
-    assert written.saved(name) == [0]
-    found = written.state(name, 0)
-    assert_equal(fp32_weights(found), fp32_weights(written.state(before, 2)))
+    begin_from(shared_runs, monkeypatch, before, name, "--checkpoint.load=weights", *FORMS[after])
+    assert shared_runs.saved(name) == [0]
+    found = shared_runs.state(name, 0)
+    assert_equal(fp32_weights(found), fp32_weights(shared_runs.state(before, 2)))
     assert not any(tensor.float().any() for tensor in values_of(found).values()), "the optimizer is not fresh"
     older = {key: tensor for key, tensor in found.items() if key.startswith("master_")}
     newest = fp32_weights(found)

@@ -145,7 +145,7 @@ def assert_takes_what_is_counted(setting):
         assert setting.measured_bytes(plan) == counted
 
 
-@pytest.mark.parametrize("seed", seeds([3, *range(3), *range(4, 30)], 3))
+@pytest.mark.parametrize("seed", seeds([5, 0, *range(1, 5), *range(6, 30)], 2))
 def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed):
     assert_takes_what_is_counted(RandomSetting(seed))
 
@@ -190,7 +190,7 @@ class MachineSetting(RandomSetting):
         return replace(super().question(host_bytes), machines=PlannedMachines(self.num_machines))
 
 
-@pytest.mark.parametrize("seed", seeds([1, 0, *range(2, 12)], 2))
+@pytest.mark.parametrize("seed", seeds([1, 0, *range(2, 12)], 1))
 def test_the_fullest_machine_takes_what_is_counted(seed):
     """Machines are threads here, with real gloo."""
     setting = MachineSetting(seed)
