@@ -257,7 +257,7 @@ def test_a_delay_changes_nothing(fault):
     assert_same_state(whole_state(store), states[STEPS])
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("fault", [*FAULTS, *(pytest.param(fault, marks=nightly) for fault in MORE_FAULTS)], ids=str)
 def test_a_fault_is_named_and_training_continues_from_what_it_leaves(fault):
     bomb, store = Bomb(fault.place, fault.error, fault.hit, fault.stays), store_of(fault)
     with pytest.raises(BaseException) as raised:
@@ -269,12 +269,6 @@ def test_a_fault_is_named_and_training_continues_from_what_it_leaves(fault):
     elif fault.place in ("an update", "update_") or (fault.place == ("has", UPLOADED) and not fault.stale_layers):
         assert store.is_consistent is not fault.stays  # the second try completes it
     check_continues(fault, store)
-
-
-@nightly
-@pytest.mark.parametrize("fault", MORE_FAULTS, ids="{}".format)
-def test_any_other_fault_is_named_and_training_continues_too(fault):
-    test_a_fault_is_named_and_training_continues_from_what_it_leaves(fault)
 
 
 def check_named(fault, bomb, error):
