@@ -1,8 +1,7 @@
 """What differs by kind of accelerator: what each kind claims, what models on `meta` choose, and who is asked."""
 
-import importlib.util
 import sys
-import sysconfig
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from torchround.accelerators import (
     is_accelerator,
     kind_of,
     known_kinds,
+    missing_for_triton,
     present_kind,
     register,
     shares_kv_heads_under_mask,
@@ -83,68 +83,67 @@ def test_triton_without_a_c_compiler_headers_or_driver_is_a_missing_compiler(mon
             if lacks == "driver":
                 raise RuntimeError("0 active drivers")
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "triton.runtime.driver", SimpleNamespace(driver=Found()))
     monkeypatch.setenv("CC", "no-such-compiler" if lacks == "compiler" else sys.executable)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     if lacks != "headers":
         (tmp_path / "Python.h").touch()
-    accelerators._missing_for_triton.cache_clear()
-    try:
-        missing = CudaKind((9, 0)).missing_compiler()
-        assert missing is None if lacks is None else lacks in missing
-    finally:
-        accelerators._missing_for_triton.cache_clear()
+    missing = missing_for_triton(tmp_path)
+    expected = lacks if find_spec("triton") else "not installed"
+    assert missing is None if expected is None else expected in missing
 
 
-@pytest.mark.parametrize("variable", [None, *accelerators.ALLOCATOR_VARIABLES])
-def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch, variable):
+def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch):
     asked = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    for name in accelerators.ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    for variable in accelerators.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
     CudaKind().prepare_allocator()
-    assert asked == (["expandable_segments:True"] if variable is None else [])
+    assert asked == ["expandable_segments:True"]
+    for variable in accelerators.ALLOCATOR_VARIABLES:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "max_split_size_mb:64")
+            CudaKind().prepare_allocator()
+    assert len(asked) == 1
+
+
+class Counted(AcceleratorKind):
+    """A kind with so many devices."""
+
+    number = 0
+
+    def count(self):
+        return self.number
 
 
 def test_the_least_of_several_cards_decides_and_layers_that_ask_again_cost_no_question_to_the_driver(monkeypatch):
     """Every worker must choose alike. Layers ask in every micro-batch, in the threads that launch kernels."""
+
+    class Cards(CudaKind):
+        def count(self):
+            asked.append("count")
+            return len(cards)
+
     asked, cards = [], [(9, 0), (7, 5)]
-    monkeypatch.setattr(CudaKind, "count", lambda kind: asked.append("count") or len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or cards[index])
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    kind = CudaKind()
+    kind = Cards()
     assert not any(kind.has_offset_attention(BF16, 64) or kind.has_grouped_products(BF16) for _ in range(9))
     assert asked == ["count", 0, 1]
     cards.pop()
-    assert CudaKind().has_offset_attention(BF16, 64)
+    assert Cards().has_grouped_products(BF16)
 
 
 def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkeypatch):
-    registered = dict(accelerators._registered())
-    monkeypatch.setattr(accelerators, "_registered", lambda: registered)
-    here = torch.device("mps")  # of all types that PyTorch knows, one that nothing here is registered for
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: here)
+    kind = Counted("mps")  # of all types that PyTorch knows, one that nothing here is registered for
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert present_kind() is None
-    kind = AcceleratorKind("mps")
+    monkeypatch.setitem(accelerators._registered(), "mps", None)  # restored after the test
     register(kind)
     assert known_kinds()[-1] == "mps" and kind_of("mps") is kind
     assert present_kind() is None, "there are no devices of it"
-    monkeypatch.setattr(kind, "count", lambda: 2)
+    kind.number = 2
     assert present_kind() is kind
 
 
 def test_a_kind_without_a_driver_refuses_to_lock_pages():
     kind = AcceleratorKind("npu")
     assert not kind.locks_pages and kind.lock_pages(4096, 4096) != 0 and kind.unlock_pages(4096) != 0
-
-
-def test_threads_that_wait_for_an_event_of_a_cuda_device_sleep(monkeypatch):
-    """`torch.Event` takes `blocking` and ignores it, so that kind makes events of its own."""
-    made = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda **flags: made.append(flags))
-    for timed in (False, True):
-        accelerators.CudaKind().event(torch.device("cuda", 0), timed)
-    assert made == [{"enable_timing": False, "blocking": True}, {"enable_timing": True, "blocking": False}]

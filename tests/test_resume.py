@@ -1,14 +1,13 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
 import json
-import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import torchround.engine.optimizer_worker
-import torchround.pipeline.plan_report
-from tests.support.faults import PlantedError
+from tests.support.faults import Bomb, PlantedError, before
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
@@ -25,7 +24,7 @@ from tests.support.small_run import (
     write_text,
 )
 from torchround.checkpoint import Checkpointer
-from torchround.run import run_parts
+from torchround.engine import optimizer_worker
 
 __all__ = ["small_runs"]
 
@@ -51,6 +50,12 @@ RUNS = {
     "muon, sync, split": ([MUON, BFLOAT16], [THREE]),
     "muon, async, compact, two rounds": ([MUON, ASYNC, COMPACT, TWO_ROUNDS, BFLOAT16], [ALONE]),
 }
+# By default, each update, each form of state and each number of devices.
+BY_DEFAULT = (
+    *("sync, tied, two rounds, compact, split", "async, another plan", "kept, async, predict, adapters"),
+    *("bounded, tied, split", "muon, async, compact, two rounds"),
+)
+nightly = pytest.mark.nightly
 
 
 def fail_at(call):
@@ -61,7 +66,7 @@ def fail_at(call):
     return action
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else nightly) for name in RUNS])
 def test_interrupted_and_resumed_on_other_devices_it_equals_an_uninterrupted_run(small_runs, name):
     settings, changes = RUNS[name]
     assert small_runs("whole", *settings) == 0
@@ -86,11 +91,11 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs)
 @pytest.mark.parametrize(
     ("settings", "call"),
     [
-        ([TIED], 1),
+        pytest.param([TIED], 1, marks=nightly),
         ([TIED], 13),
-        ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 16),
-        pytest.param([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 31, marks=pytest.mark.nightly),
-        ([*BOUNDED, "--checkpoint.interval_steps=1"], 9),
+        pytest.param([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 16, marks=nightly),
+        ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 31),
+        pytest.param([*BOUNDED, "--checkpoint.interval_steps=1"], 9, marks=nightly),
         ([*BOUNDED, TIED, BFLOAT16, "--checkpoint.interval_steps=1"], 30),
     ],
 )
@@ -128,46 +133,31 @@ def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(sma
     small_runs.assert_same("faulty", "whole")
 
 
-def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch, capsys):
+def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch, capsys, caplog):
+    """It fails in step 4, in the middle of the model, and at each further try."""
+    bomb = Bomb("update_", hit=-1, stays=True)
     assert small_runs("whole") == 0
-    original, calls = torchround.engine.optimizer_worker.update_, []
-
-    def failing(buffers, *, update, **options):
-        if update == 4:
-            calls.append(buffers)
-            if len(calls) > 3:  # in the middle of the model, and at each further try
-                raise PlantedError("in an update")
-        original(buffers, update=update, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torchround.engine.optimizer_worker, "update_", failing)
+        before_step(patch, 4, lambda: setattr(bomb, "hit", bomb.chances + 8))
+        before(patch, optimizer_worker, "update_", bomb)
         assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
     assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
+    assert "the newest checkpoint is of step 2" in caplog.text
     assert small_runs.saved("faulty") == [2]
     assert small_runs("faulty") == 0
     small_runs.assert_same("faulty", "whole")
 
 
-def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(small_runs, monkeypatch):
-    """A plan for other devices would have other rounds, which add up gradients in another order."""
-    auto = ["--engine.plan=none", "--engine.rounds=auto"]
-    make_plan = torchround.pipeline.plan_report.make_plan
-
-    def as_many_as_devices(costs, num_devices, num_micro_batches, update, rounds, limits, **options):
-        rounds = num_devices if rounds == "auto" else rounds
-        return make_plan(costs, num_devices, num_micro_batches, update, rounds, limits, **options)
-
-    monkeypatch.setattr(torchround.pipeline.plan_report, "make_plan", as_many_as_devices)
-    assert small_runs("whole", *auto) == 0
-    stop_after(2, small_runs, "stopped", *auto)
-    assert small_runs("stopped", *auto, ALONE) == 0
-    small_runs.assert_same("stopped", "whole")
-    stop_after(2, small_runs, "killed", *auto)
-    shutil.rmtree(small_runs.path("killed") / "checkpoints")  # as if it was killed before the first one
-    assert small_runs("killed", *auto, ALONE) == 0
-    assert small_runs.losses("killed") == small_runs.losses("whole")
-    assert small_runs("alone", *auto, ALONE) == 0
-    assert small_runs.losses("alone") != small_runs.losses("whole")
+def test_a_resumed_run_keeps_the_rounds_of_its_first_start(small_runs):
+    """A plan for other devices may have other rounds, which add up gradients in another order."""
+    planned = ["--engine.plan=none", "--training.steps=4"]
+    for name in ("whole", "stopped"):
+        assert small_runs(name, *planned, "--engine.rounds=2", "--training.steps=2") == 0
+    assert small_runs("whole", *planned, "--engine.rounds=2") == 0
+    assert small_runs("stopped", *planned, "--engine.rounds=auto", ALONE) == 0
+    small_runs.assert_same("stopped", "whole", step=4)
+    assert small_runs("alone", *planned, "--engine.rounds=auto", ALONE) == 0
+    assert small_runs.losses("alone")[1] != small_runs.losses("whole")[1]
 
 
 def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs):
@@ -179,70 +169,56 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs):
     assert list(small_runs.losses("branch")) == [5, 6]
 
 
-def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(small_runs):
+def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(small_runs, capsys):
     assert small_runs("first", ASYNC) == 0
+    first, state = small_runs.state("first"), small_runs.saved_state("first")
+    assert {name.split("/")[0] for name in first} == {"weights", "exp_avg", "exp_avg_sq", "master_1_old"}
+    assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0
+    assert state["tokens"] == small_runs.steps("first")[-1]["tokens"] > 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
-    stage = ["--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.path('first')}/checkpoints/step-5"]
+    stage = ["--checkpoint.load=weights", "--checkpoint.load_path=outputs/first/checkpoints/step-5"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
     # Of a step without a learning rate only the moments change, and they are those of one step.
     assert small_runs("begun", *stage, "--training.steps=1", "--optimizer.lr=1e-30") == 0
-    first, begun = small_runs.state("first"), small_runs.state("begun", 1)
+    begun = small_runs.state("begun", 1)
     weights = {name for name in first if name.startswith("weights/")}
     assert weights == {name for name in begun if name.startswith("weights/")}
     assert all(torch.equal(begun[name], first[name]) for name in weights)
     stop_after(2, small_runs, "second", *stage)
     assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
+    for name, overrides, expected in (
+        ("new", [*stage, "--checkpoint.load_path=nowhere"], "given nowhere; legal: one checkpoint"),
+        ("new", [*stage, "--checkpoint.load_path=outputs/first"], "such as outputs/first/checkpoints/step-5"),
+        ("new", [*stage, TIED], "model.flavor 'untied' -> 'tied'"),
+        ("new", ["--checkpoint.load_path=nowhere"], "given nowhere"),
+        ("first", [ASYNC, "--training.steps=6", "--run.seed=1"], "seed was 0, is 1"),
+    ):
+        capsys.readouterr()
+        assert small_runs(name, *overrides) == 2
+        message = capsys.readouterr().err
+        assert expected in message and "Traceback" not in message and ("--run.name" in message) == (name == "first")
 
 
-@pytest.mark.parametrize(
-    ("folder", "overrides", "message"),
-    [
-        ("nowhere", [], "given nowhere; legal: one checkpoint"),
-        ("outputs/first", [], "such as outputs/first/checkpoints/step-5"),
-        ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(small_runs, capsys, folder, overrides, message):
-    assert small_runs("first") == 0
-    load = ["--checkpoint.load=weights", f"--checkpoint.load_path={folder}"]
-    assert small_runs("second", *load, *overrides) == 2
-    assert message in capsys.readouterr().err
+class Wandb:
+    """Stands in for the package: a run without an id gets the next one."""
+
+    def __init__(self):
+        self.Settings = SimpleNamespace
+        self.asked = []
+
+    def init(self, id, **options):
+        self.asked.append(id)
+        ignore = lambda *_, **options: None
+        page = id or f"page-{len(self.asked)}"
+        return SimpleNamespace(id=page, define_metric=ignore, log=ignore, finish=ignore)
 
 
 def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(small_runs, monkeypatch):
-    joined = []
-    open_metrics = run_parts.open_metrics
-
-    def with_a_page(*arguments, wandb_run_id, **options):
-        joined.append(wandb_run_id)
-        return open_metrics(*arguments, wandb_run_id=wandb_run_id or f"page-{len(joined)}", **options)
-
-    monkeypatch.setattr(run_parts, "open_metrics", with_a_page)
-    assert small_runs("run") == 0
-    load = f"--checkpoint.load_path={small_runs.path('run')}/checkpoints/step-5"
-    assert small_runs("run", "--training.steps=6") == 0
-    assert small_runs("branch", load, "--training.steps=6") == 0
-    assert joined == [None, "page-1", None]
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    load = "--checkpoint.load_path=outputs/run/checkpoints/step-5"
+    for name, *more in (["run"], ["run", "--training.steps=6"], ["branch", load, "--training.steps=6"]):
+        assert small_runs(name, "--metrics.wandb=offline", *more) == 0
+    assert wandb.asked == [None, "page-1", None]
     assert small_runs.saved_state("branch", 6)["wandb_run_id"] == "page-3"
-
-
-def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(small_runs, capsys):
-    assert small_runs("run") == 0
-    for name, change, expected in (
-        ("run", "--run.seed=1", "seed was 0, is 1"),
-        ("new", "--checkpoint.load_path=nowhere", "given nowhere"),
-    ):
-        assert small_runs(name, "--training.steps=6", change) == 2
-        message = capsys.readouterr().err
-        assert expected in message and "Traceback" not in message and ("--run.name" in message) == (name == "run")
-
-
-def test_a_checkpoint_holds_what_a_resumed_run_needs(small_runs):
-    assert small_runs("run", ASYNC) == 0
-    state = small_runs.saved_state("run")
-    assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0
-    assert state["tokens"] == small_runs.steps("run")[-1]["tokens"] > 0
-    assert state["config"]["engine"]["update"] == "async"
-    kinds = {name.split("/")[0] for name in small_runs.state("run")}
-    assert kinds == {"weights", "exp_avg", "exp_avg_sq", "master_1_old"}

@@ -8,11 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
-from tests.support.small_run import draw_no_pictures
+from tests.support.released_run import working_folder, write_lines
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 from torchround.commands.configured_model import model_config
 from torchround.config import parse_command_line
+
+__all__ = ["working_folder"]
 
 CONFIG = """
 tokenizer = { name = "bytes" }
@@ -30,16 +32,25 @@ SHAPES = {
     "gpt_oss": f"{SIZES}, {EXPERTS}, window = 5, balance_coefficient = 0.0",
 }
 
+# Names in Hugging Face's files, where they are others.
+NAMES = {
+    "num_layers": ["num_hidden_layers"],
+    "num_heads": ["num_attention_heads"],
+    "num_kv_heads": ["num_key_value_heads"],
+    "ffn_size": ["moe_intermediate_size", "intermediate_size"],
+    "max_positions": ["max_position_embeddings"],
+    "norm_eps": ["rms_norm_eps"],
+    "tied_embeddings": ["tie_word_embeddings"],
+    "num_experts": ["num_experts", "num_local_experts"],
+    "num_chosen": ["num_experts_per_tok"],
+    "window": ["sliding_window"],
+}
+
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
-    (tmp_path / "text.jsonl").write_text("\n".join(texts))
-    draw_no_pictures(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
+def folder(working_folder):
+    write_lines(working_folder / "text.jsonl")
+    return working_folder
 
 
 def write(folder, family, shape, more=""):
@@ -58,30 +69,15 @@ def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, f
     assert f"model    {kind.split()[0]} of its own shape: " in printed and " in 4 layers" in printed
     assert train.main([*arguments, "--training.steps=3"]) == 0
     assert export_hf.main(["outputs/own/checkpoints/step-3", "exported"]) == 0
-    content = AutoConfig.from_pretrained("exported")
-    given = dict(part.split(" = ") for part in SHAPES[kind].split(", "))
-    theirs = {
-        "num_layers": content.num_hidden_layers,
-        "hidden_size": content.hidden_size,
-        "num_heads": content.num_attention_heads,
-        "num_kv_heads": content.num_key_value_heads,
-        "head_dim": content.head_dim,
-        "ffn_size": getattr(content, "moe_intermediate_size", content.intermediate_size),
-        "vocab_size": content.vocab_size,
-        "max_positions": content.max_position_embeddings,
-        "norm_eps": content.rms_norm_eps,
-        "rope_theta": content.rope_parameters["rope_theta"],
-        "tied_embeddings": content.tie_word_embeddings,
-        "num_experts": getattr(content, "num_experts", None) or getattr(content, "num_local_experts", None),
-        "num_chosen": getattr(content, "num_experts_per_tok", None),
-        "window": getattr(content, "sliding_window", None),
-        "balance_coefficient": 0.0 if not getattr(content, "output_router_logits", False) else None,
-    }
+    content = AutoConfig.from_pretrained("exported").to_dict()
+    content["rope_theta"] = content["rope_parameters"]["rope_theta"]
+    content["balance_coefficient"] = None if content.get("output_router_logits") else 0.0
+    given = {key: json.loads(value) for key, value in (part.split(" = ") for part in SHAPES[kind].split(", "))}
     for key, value in given.items():
-        assert theirs[key] == json.loads(value), key
-    assert content.vocab_size == (384 if "vocab_size" in given else 259)
+        assert value in [content[name] for name in NAMES.get(key, (key,)) if name in content], key
+    assert content["vocab_size"] == given.get("vocab_size", 259)
     model = AutoModelForCausalLM.from_pretrained("exported")
-    assert model(torch.arange(9)[None]).logits.shape == (1, 9, content.vocab_size)
+    assert model(torch.arange(9)[None]).logits.shape == (1, 9, content["vocab_size"])
 
 
 def test_a_shape_beside_a_flavor_replaces_only_what_it_names(folder, capsys):
@@ -105,7 +101,6 @@ def test_a_run_is_not_resumed_with_another_shape_even_if_its_tensors_are_alike(f
 
 MISTAKES = {
     "a size too few": ("llama3", "num_layers = 2, hidden_size = 24", "missing: num_heads, ffn_size"),
-    "heads that do not divide": ("llama3", SIZES.replace("kv_heads = 2", "kv_heads = 3"), "num_kv_heads = 3"),
     "no width of a head": (
         "qwen3",
         "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8",
@@ -115,9 +110,6 @@ MISTAKES = {
     "no experts in a family that has them": ("gpt_oss", SIZES, "missing: num_experts, num_chosen"),
     "too many experts chosen": ("qwen3", f"{SIZES}, num_experts = 2, num_chosen = 3", "num_chosen = 3, must be 1 to"),
     "a vocabulary too small": ("llama3", f"{SIZES}, vocab_size = 200", "tokenizer has 259 tokens"),
-    "a size of zero": ("llama3", SIZES.replace("num_layers = 2", "num_layers = 0"), "num_layers: given 0; legal: "),
-    "a size as text": ("llama3", SIZES.replace("ffn_size = 40", 'ffn_size = "40"'), 'ffn_size: given "40"'),
-    "an unknown size": ("llama3", f"{SIZES}, num_hidden_layers = 2", "num_hidden_layers: unknown key"),
 }
 
 
@@ -127,11 +119,6 @@ def test_a_mistake_in_a_shape_is_one_message_and_nothing_is_written(name, folder
     assert train.main(write(folder, family, shape)) == 2
     assert expected in capsys.readouterr().err
     assert not (folder / "outputs").exists()
-
-
-def test_a_shape_and_a_folder_are_one_too_many(folder, capsys):
-    assert train.main(write(folder, "llama3", SIZES, more='hf_path = "release"')) == 2
-    assert "model.shape, model.hf_path" in capsys.readouterr().err
 
 
 def test_a_shape_is_planned_without_its_tokenizer_if_it_says_its_vocabulary(folder, capsys):

@@ -1,17 +1,20 @@
 """`[model] hf_path`: a run starts from the weights in the folder, and every fault in it is one message at the start."""
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import train
-from tests.support.released_run import ADAPTED, MAPPED, change_config, folder, saved
+from tests.support.released_run import ADAPTED, MAPPED, change_config, exported, folder, saved, working_folder
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 
-__all__ = ["folder"]
+__all__ = ["folder", "working_folder"]
 
 
 def test_a_run_starts_from_the_weights_in_the_folder(folder):
@@ -23,16 +26,8 @@ def test_a_run_starts_from_the_weights_in_the_folder(folder):
     assert torch.equal(found["weights/block.1.mlp.down.weight"], released[block])
 
 
-def quantised(method):
-    return lambda folder: change_config(folder, quantization_config={"quant_method": method})
-
-
 def changed(**changes):
     return lambda folder: change_config(folder, **changes)
-
-
-def renamed(name, other):
-    return lambda folder: (folder / "release" / name).rename(folder / "release" / other)
 
 
 def truncate(folder):
@@ -40,21 +35,14 @@ def truncate(folder):
     path.write_bytes(path.read_bytes()[:-5])
 
 
-WEIGHTS = "model.safetensors"
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1.0}
+# Further faults of the files are asked in tests/hf/test_pretrained.py.
 FAULTS = {
     "no folder": (lambda folder: (folder / "release").rename(folder / "gone"), 'hf_path: given "release"'),
-    "no config": (renamed("config.json", "other.json"), "there is no release/config.json"),
-    "no weights": (renamed(WEIGHTS, "other"), "has neither model.safetensors nor"),
-    "weights in PyTorch's format": (renamed(WEIGHTS, "pytorch_model.bin"), "pytorch_model.bin, a format"),
     "another family": (changed(model_type="qwen3_moe"), 'legal for it: "qwen3"'),
     "a model that no family reads": (changed(model_type="mamba"), 'with model.family = "transformers"'),
     "a model without a type": (changed(model_type=None), "has no model_type"),
-    "an FP8 release": (quantised("fp8"), "an FP8 release"),
-    "another kind of quantisation": (quantised("compressed-tensors"), "(compressed-tensors)"),
     "a truncated file": (truncate, "model.safetensors: truncated"),
-    "another shape": (changed(vocab_size=290), "model.embed_tokens.weight [300, 24] instead of [290, 24]"),
-    "a layer too few": (changed(num_hidden_layers=3), "missing: model.layers.2.input_layernorm.weight"),
     "another activation": (changed(hidden_act="gelu"), "hidden_act = 'gelu'"),
     "another kind of rope": (changed(rope_parameters=LONG_ROPE), "rope_type = 'longrope'"),
     "a tokenizer larger than the vocabulary": (changed(vocab_size=200), "tokenizer: it has 259 tokens"),
@@ -90,70 +78,9 @@ def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(fold
     assert caplog.text.count("know the vocabulary of the tokenizer in that folder") == 1
 
 
-LORA = ("--lora.rank=2", "--lora.alpha=4.0", "--lora.path=adapters")
-
-
-def write_adapters(folder):
-    """Write adapters of rank 2 on the attention of both blocks, as PEFT does."""
-    from safetensors.torch import save_file
-
-    (folder / "adapters").mkdir()
-    kinds = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False}
-    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(kinds))
-    tensors = {}
-    for index in range(2):
-        for target in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            stem = f"base_model.model.model.layers.{index}.self_attn.{target}.lora_"
-            tensors |= {f"{stem}A.weight": torch.randn(2, 24), f"{stem}B.weight": torch.randn(24, 2)}
-    save_file(tensors, folder / "adapters" / "adapter_model.safetensors")
-    return tensors
-
-
-def test_a_run_starts_from_adapters_in_pefts_format(folder):
-    tensors = write_adapters(folder)
-    assert train.main(["--config", "small.toml", *LORA]) == 0
-    found = saved(folder, "small", step=1)
-    stem = "base_model.model.model.layers.1.self_attn.v_proj.lora_"
-    for half in "AB":
-        ours = found[f"weights/block.1.attention.value.lora_{half.lower()}"]
-        assert torch.equal(ours, tensors[f"{stem}{half}.weight"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("--lora.rank=3",), "r is 2 instead of 3"),
-        (("--lora.alpha=8.0",), "lora_alpha is 4 instead of 8.0"),
-        (('--lora.targets=["q_proj"]',), "not part of the model: base_model.model.model.layers.0.self_attn.k_proj"),
-        (("--lora.path=nowhere",), "adapter_config.json cannot be read"),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(overrides, message, folder, capsys):
-    write_adapters(folder)
-    assert train.main(["--config", "small.toml", *LORA, *overrides]) == 2
-    assert message in capsys.readouterr().err
-
-
 def losses(folder, name):
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
-
-
-def test_a_mapped_base_trains_resumes_and_exports_the_same_adapters_as_a_copied_one(folder, capsys):
-    constant = "--lr_schedule.decay=none"
-    assert train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED, constant]) == 0
-    for steps in ("--training.steps=2", "--training.steps=3"):
-        assert train.main(["--config", "small.toml", "--run.name=mapped", *MAPPED, constant, steps]) == 0
-    assert losses(folder, "mapped") == losses(folder, "copied")
-    copied, mapped = saved(folder, "copied"), saved(folder, "mapped")
-    assert mapped.keys() == {name for name in copied if "lora_" in name}
-    assert all(torch.equal(mapped[name], copied[name]) for name in mapped)
-    for name in ("copied", "mapped"):
-        checkpoint = folder / "outputs" / name / "checkpoints" / "step-3"
-        assert export_hf.main([str(checkpoint), str(folder / f"{name}-hf"), "--base=release"]) == 0
-    exports = [load_file(folder / f"{name}-hf" / "model.safetensors") for name in ("copied", "mapped")]
-    assert exports[0].keys() == exports[1].keys()
-    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
 
 
 def test_a_new_stage_of_a_mapped_run_has_its_adapters_and_the_base_of_the_files(folder):
@@ -202,3 +129,36 @@ def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog
     caplog.clear()
     assert train.main(["--config", "small.toml", "--dry-run"]) == 0
     assert not any("positions" in text for text in caplog.messages)
+
+
+# What a complete run leaves in Hugging Face format.
+
+
+def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    released = load_file(folder / "release" / "model.safetensors")
+    tensors = load_file(exported(folder) / "model.safetensors")
+    assert tensors.keys() == released.keys()
+    assert all(torch.equal(tensor, released[name]) for name, tensor in tensors.items())  # lr = 1e-30
+    assert LlamaForCausalLM.from_pretrained(exported(folder)).config.num_hidden_layers == 2
+    capsys.readouterr()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert "nothing to do" in capsys.readouterr().out  # nor is it written again
+
+
+def test_a_complete_run_is_exported_by_the_command_that_it_ends_with_or_when_the_key_is_set_later(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    [command] = re.findall(r"torchround export_hf (.*)", capsys.readouterr().out)
+    assert export_hf.main(shlex.split(command.replace("NEW_FOLDER", "new"))) == 0
+    assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert (exported(folder) / "config.json").is_file()
+
+
+def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    (exported(folder).parent).write_text("a file where a folder should be")
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
+    assert "step-1 is whole, and torchround export_hf exports it" in capsys.readouterr().err
+    assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
+    assert "legal: " in capsys.readouterr().err

@@ -218,10 +218,10 @@ class CudaKind(AcceleratorKind):
 
     def has_triton(self) -> bool:
         # Older cards have no instructions for bfloat16, which Triton then cannot compile.
-        return self._lowest_capability() >= (8, 0) and (not self._is_here() or _missing_for_triton() is None)
+        return self._lowest_capability() >= (8, 0) and (not self._is_here() or missing_for_triton() is None)
 
     def missing_compiler(self) -> str | None:
-        return _missing_for_triton()
+        return missing_for_triton()
 
     def _is_nvidia(self, least: tuple[int, int]) -> bool:
         """Return whether the cards are NVIDIA's, of this capability or a higher one."""
@@ -265,10 +265,10 @@ class XpuKind(AcceleratorKind):
         return dtype in HALVES and _has_kernel("aten::addmm.dtype", "XPU")
 
     def has_triton(self) -> bool:
-        return _missing_for_triton() is None
+        return missing_for_triton() is None
 
     def missing_compiler(self) -> str | None:
-        return _missing_for_triton()
+        return missing_for_triton()
 
 
 # Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
@@ -415,14 +415,14 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 
 
 @cache
-def _missing_for_triton() -> str | None:
+def missing_for_triton(headers: Path | None = None) -> str | None:
     """Return what Triton lacks here: it compiles small C programs against Python's headers, and calls the card's driver."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compiler = os.environ.get("CC")
     if not any(map(shutil.which, [compiler] if compiler else ["clang", "gcc", "cc"])):
         return f"there is no C compiler {compiler or 'cc'!r}; install one, or set CC"
-    headers = Path(sysconfig.get_path("include"))
+    headers = headers or Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         return f"Python's headers are not in {headers}; install the package python3-dev"
     try:

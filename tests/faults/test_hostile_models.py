@@ -198,26 +198,18 @@ def adapter(says, content=b"", config=LORA, name="adapter_model.safetensors"):
     return Case(write, says, (*PRETRAINED, "--lora.rank=2", "--lora.path=adapter"))
 
 
-def adapter_header(change, says="damaged"):
-    return adapter(says, forge_header(save({TENSOR: torch.zeros(2, 16)}), change))
-
-
 def adapter_config(says, **changes):
     return adapter(f"adapter_config.json: .*{says}", config=LORA | changes)
 
 
+# Their tensors have the same reader as those of models.
 ADAPTERS = {
-    "adapters as a pickle": adapter("neither .*safetensors .*adapter_model.bin", BOMB, name="adapter_model.bin"),
-    "a pickle called adapters": adapter("adapter_model.safetensors: ", BOMB),
-    "an adapter's config nested without end": adapter("adapter_config.json cannot be read", config=DEEP.decode()),
-    "an adapter's offsets that overlap": adapter_header(
-        lambda entries: entries.update(other={"dtype": "F32", "shape": [2, 16], "data_offsets": [0, 128]})
+    "an adapter's name that is there twice": adapter(
+        "damaged", forge_header(save({TENSOR: torch.zeros(2, 16)}), twice)
     ),
-    "an adapter's name that is there twice": adapter_header(twice),
-    "an adapter's name that climbs": adapter_header(renamed_to("../../../etc/passwd"), "missing|not part"),
-    "an adapter of another shape": adapter(r"\[3, 16\]|missing", save({TENSOR: torch.zeros(3, 16)})),
+    "adapters as a pickle": adapter("neither .*safetensors .*adapter_model.bin", BOMB, name="adapter_model.bin"),
+    "an adapter's config nested without end": adapter("adapter_config.json cannot be read", config=DEEP.decode()),
     "a rank without end": adapter_config("r is 1000000000000000000", r=10**18),
-    "a rank that is no number": adapter_config("r is nan", r=math.nan),
     "a scale that is infinite": adapter_config("lora_alpha is inf", lora_alpha=math.inf),
     "patterns that rename": adapter_config("rank_pattern is not supported", rank_pattern={"(a+)+$": 2}),
     "a kind of its own": adapter_config("peft_type is", peft_type=TITLE),

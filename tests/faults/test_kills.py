@@ -46,7 +46,7 @@ def announced(child):
 @pytest.mark.parametrize(
     ("mode", "all_kills"),
     [
-        pytest.param([ASYNC, PREDICT], 3, id="a few"),
+        pytest.param([ASYNC, PREDICT], 2, id="a few"),
         *(
             pytest.param(mode, kills, id=name, marks=pytest.mark.nightly)
             for name, mode, kills in (

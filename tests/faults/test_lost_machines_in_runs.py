@@ -35,28 +35,6 @@ def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bit
 
 
 @pytest.mark.nightly
-def test_a_machine_that_is_stopped_is_named_after_its_time_out(small_machines):
-    machines = small_machines.start("run", 2, *ENDLESS, "--machines.timeout_s=5")
-    machines[0].wait_until_printed("step      3/")
-    machines[1].send(signal.SIGSTOP)
-    assert machines[0].wait() == 1, machines[0].text()
-    message = machines[0].text().splitlines()[-1]
-    assert "machine 1 (" in message and "waited for" in message
-    machines[1].send(signal.SIGCONT)
-    assert machines[1].wait() == 1, machines[1].text()
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message(small_machines):
-    folder = small_machines.path("run")
-    folder.mkdir(parents=True)
-    (folder / "checkpoints").write_text("no folder")
-    first, second = small_machines("run", 2, code=1)
-    assert first.splitlines()[-1] == second.splitlines()[-1]
-    assert second.startswith("CheckpointError: ") and "machine 0 (" in second
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("num_machines", [2, 3])
 def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(small_machines, num_machines):
     """15 kills on each number of machines. Every step is saved, so most kills meet an exchange or a save."""

@@ -14,8 +14,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(changed_weights, "PIECE_NUMEL", 24)
-        patch.setattr(links, "CHUNK_BYTES", 64)
+        for module, name, size in ((changed_weights, "PIECE_NUMEL", 24), (links, "CHUNK_BYTES", 64)):
+            patch.setattr(module, name, size)
         yield
 
 

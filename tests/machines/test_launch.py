@@ -89,9 +89,9 @@ def test_long_values_that_differ_in_their_end_alone_differ():
 
 def test_many_differences_are_counted_and_other_versions_named(monkeypatch):
     versions = iter(["0.1", "0.2"])
-    monkeypatch.setattr(launch, "MOST_DIFFERENCES", 1)
     monkeypatch.setattr(launch, "version", lambda package: next(versions))
-    first, second = Launch().join([config_with(), config_with(**OTHER)])
+    other = config_with(**OTHER, run={"seed": 1}, lr_schedule={"warmup_steps": 1}, lora={"rank": 2, "alpha": 3.0})
+    first, second = Launch().join([config_with(), other])
     assert first == second and "version of torchround: 0." in first and first.endswith("\n  and 2 more")
 
 
@@ -101,11 +101,6 @@ def test_several_processes_on_one_host_are_refused_unless_they_may_share_it():
     assert "machine 1 (node1) and machine 2 (node2)." in text and "--nproc-per-node 1" in text
     outcomes = Launch().join([config_with(machines={"share_host": True})] * 3, host_of=host_of)
     assert [share for _, _, share in outcomes] == [HostShare(0, 1), HostShare(0, 2), HostShare(1, 2)]
-
-
-def test_machines_that_do_not_come_are_counted_and_named_on_the_ones_that_did():
-    [text] = set(Launch().join([config_with()] * 2, size=4, start_timeout_s=1.0))
-    assert text.startswith("2 of 4 machines came within 1 s: machine 0 (node0), machine 1 (node1); missing: 2, 3")
 
 
 def test_a_later_attempt_in_the_same_store_takes_nothing_from_the_one_before():
@@ -119,8 +114,8 @@ def test_a_later_attempt_in_the_same_store_takes_nothing_from_the_one_before():
 def test_a_store_that_cannot_be_reached_or_is_not_given_is_named():
     port = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False).port
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    with pytest.raises(LaunchError, match=rf"store at {LOOPBACK}:{port} within 0.5 s"):
-        join(environment, config_with(), start_timeout_s=0.5)
+    with pytest.raises(LaunchError, match=rf"store at {LOOPBACK}:{port} within 0.2 s"):
+        join(environment, config_with(), start_timeout_s=0.2)
     with pytest.raises(LaunchError, match="no MASTER_ADDR .*torchrun"):
         join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
 

@@ -150,36 +150,21 @@ def test_a_reader_may_stop_after_the_last_chunk_without_asking_for_another():
     between_two(lambda sender, group: [sender.send(data, "a message") for _ in range(2)], receive)
 
 
-class StillClock:
-    """A clock that stands still and notes sleeps."""
+def test_a_rate_is_shared_by_all_that_take_from_it_and_no_chunk_is_delayed_twice():
+    slept_s = []
 
-    def __init__(self):
-        self.now_s, self.slept_s = 0.0, []
+    def limit_at(now_s):
+        limit = RateLimit(100.0)
+        limit.now, limit.sleep = lambda: now_s, slept_s.append
+        return limit
 
-    def monotonic(self):
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.slept_s.append(seconds)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = StillClock()
-    monkeypatch.setattr(links_module, "time", clock)
-    return clock
-
-
-def test_a_rate_is_shared_by_all_that_take_from_it(clock):
-    limit = RateLimit(100.0)
+    limit = limit_at(0.0)
     for nbytes in (50, 100, 25):
         limit.take(nbytes)
-    assert clock.slept_s == [0.5, 1.5, 1.75]
-
-
-def test_a_chunk_that_a_sender_has_delayed_is_not_delayed_again_and_none_starts_before_it_was_asked_for(clock):
-    limit, late, clock.now_s = RateLimit(100.0), RateLimit(100.0), 10.0
-    limit.take(100, wanted_since=0.0)
+    assert slept_s == [0.5, 1.5, 1.75]
+    slept_s.clear()
+    limit, late = limit_at(10.0), limit_at(10.0)
+    limit.take(100, wanted_since=0.0)  # a sender has delayed it
     limit.take(100, wanted_since=0.0)  # came at the same time from another machine, over the same card
-    late.take(100, wanted_since=9.75)
-    assert clock.slept_s == [0.0, 1.0, 0.75]
+    late.take(100, wanted_since=9.75)  # did not start before it was asked for
+    assert slept_s == [0.0, 1.0, 0.75]

@@ -1,12 +1,14 @@
 """Machines as real processes that are killed, stopped or fail: the others end with a message that names them."""
 
 import itertools
+import os
 import signal
 
 import pytest
 import torch
 
 from tests.support.machines import group_of_environment, start_machines
+from tests.support.namespaces import ADDRESSES, enter, joined_networks
 from torchround.machines.errors import MachineError
 from torchround.machines.links import Purpose
 
@@ -15,9 +17,13 @@ TIMEOUT_S = 3.0
 nightly = pytest.mark.nightly
 
 
-def agree_for_ever():
-    """Gather losses until an error ends it, which is printed."""
-    group = group_of_environment(timeout_s=TIMEOUT_S)
+def agree_for_ever(networks=()):
+    """Gather losses until an error ends it, which is printed. Each machine may have a network of its own."""
+    settings, rank = {}, int(os.environ["RANK"])
+    if networks:
+        enter(networks[rank])
+        settings = {"store_host": ADDRESSES[0], "address": ADDRESSES[rank]}
+    group = group_of_environment(timeout_s=TIMEOUT_S, **settings)
     step = 0
     try:
         while True:
@@ -85,6 +91,18 @@ def test_a_stopped_machine_is_named_by_all_others_and_learns_of_it_once_it_conti
 
 
 @nightly
+def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(processes, tmp_path):
+    function = "tests.machines.test_lost_machines:agree_for_ever"
+    with joined_networks() as networks:
+        machines = start_machines(processes, 2, function, networks.names, first_holds_store=True, folder=tmp_path)
+        for machine in machines:
+            machine.wait_until_printed("at work")
+        networks.cut()
+        assert_ended_naming(machines[:1], f"machine 1 (node1) has given no sign of life for {TIMEOUT_S:g} s")
+        assert_ended_naming(machines[1:], "machine 0 (node0) cannot be reached, and keeps the store")
+
+
+@nightly
 def test_the_machine_that_keeps_the_store_is_named_when_it_is_stopped(processes, tmp_path):
     machines = started(processes, tmp_path, first_holds_store=True)
     machines[0].send(signal.SIGSTOP)
@@ -93,7 +111,8 @@ def test_the_machine_that_keeps_the_store_is_named_when_it_is_stopped(processes,
     assert machines[0].wait() == 1, "it finds its connections closed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=nightly)])
+@nightly  # by default, `test_group.py` wakes threads in the middle of a tensor
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_machine_that_is_lost_in_the_middle_of_a_tensor_leaves_no_other_one_waiting(processes, tmp_path, number):
     function = "tests.machines.test_lost_machines:send_for_ever"
     receiver, sender = start_machines(processes, 2, function, folder=tmp_path)

@@ -13,6 +13,7 @@ MICRO_BATCHES = 4
 STEPS = 15
 LONG = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0"]
 SPIKES = ["--training.on_spike=skip", "--training.spike_window=10", *LONG]
+nightly = pytest.mark.nightly
 # The first steps have no bound, the next ones run with a window that the interruption went through.
 SPIKE = 13
 
@@ -53,7 +54,7 @@ SPIKING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("loss", [ASYNC]), ("gradient norm", [])])
+@pytest.mark.parametrize(("kind", "mode"), [pytest.param("loss", [ASYNC], marks=nightly), ("gradient norm", [])])
 def test_a_spike_leaves_all_state_as_it_was_and_the_run_continues(small_runs, monkeypatch, caplog, kind, mode):
     change_loss(monkeypatch, SPIKING[kind])
     assert small_runs("run", *SPIKES, *mode) == 0
@@ -67,13 +68,16 @@ def test_a_spike_leaves_all_state_as_it_was_and_the_run_continues(small_runs, mo
     assert [line["skipped_steps"] for line in small_runs.steps("run")][SPIKE - 2 :] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("mode", [pytest.param([], marks=pytest.mark.nightly), [ASYNC]], ids=["sync", "async"])
-def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(small_runs, monkeypatch, mode):
+@pytest.mark.parametrize(
+    ("mode", "stops"),
+    [([ASYNC], [SPIKE - 2]), *(pytest.param(mode, [SPIKE - 2, SPIKE], marks=nightly) for mode in ([], [ASYNC]))],
+)
+def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(small_runs, monkeypatch, mode, stops):
     """The resumed run can find the spike only if the window of earlier steps went through the checkpoint."""
     with monkeypatch.context() as patch:
         change_loss(patch, SPIKING["loss"])
         assert small_runs("whole", *SPIKES, *mode) == 0
-    for stop in (SPIKE - 2, SPIKE):
+    for stop in stops:
         with monkeypatch.context() as patch:
             change_loss(patch, SPIKING["loss"])
             before_step(patch, stop, interrupt)
@@ -99,7 +103,7 @@ def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues
     assert small_runs("run", *stops) == 0
 
 
-@pytest.mark.parametrize("mode", [[], pytest.param([ASYNC], marks=pytest.mark.nightly)], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", [[], pytest.param([ASYNC], marks=nightly)], ids=["sync", "async"])
 def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(small_runs, monkeypatch, capsys, mode):
     three = ["--training.max_skipped_steps=3", "--training.steps=9", "--checkpoint.interval_steps=4", *mode]
     with monkeypatch.context() as patch:

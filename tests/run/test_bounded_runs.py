@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.small_run import STEPS, small_runs, stop_after
-from torchround.commands import configured_model, export_hf
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 
 __all__ = ["small_runs"]
@@ -17,28 +16,25 @@ PLANNED = "--engine.plan=none"
 
 
 def plan_of(small_runs, name):
-    plan = json.loads((small_runs.path(name) / "plan.json").read_text())
-    return plan
+    return json.loads((small_runs.path(name) / "plan.json").read_text())
 
 
 def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs):
     runs = {
         "one": (STALE, "--engine.num_devices=1"),
         "three": (STALE, "--engine.num_devices=3", PLANNED, "--engine.measure_steps=2"),
-        "cut": (STALE, "--engine.plan={ forward = [1, 1, 2], fused = 1, backward = [2, 2] }"),
         "fewer": ("--engine.stale_layers=1",),
     }
     for name, overrides in runs.items():
         assert small_runs(name, *BOUNDED, *overrides) == 0
     small_runs.assert_same("three", "one")
-    small_runs.assert_same("cut", "one")
     assert small_runs.losses("fewer") != small_runs.losses("one")
-    assert [plan_of(small_runs, name)["stale_layers"] for name in runs] == [2, 2, 2, 1]
+    assert [plan_of(small_runs, name)["stale_layers"] for name in runs] == [2, 2, 1]
     drift = [line["engine"]["weight_drift"] for line in small_runs.steps("one")]
     assert max(drift) == 1 and len(drift) == STEPS
 
 
-def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_others(small_runs, capsys):
+def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_others(small_runs, capsys, caplog):
     """Also on other devices, and with a plan of its own: the checkpoint decides the stale layers."""
     assert small_runs("whole", *BOUNDED, STALE) == 0
     stop_after(3, small_runs, "run", *BOUNDED, STALE)
@@ -51,22 +47,13 @@ def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_othe
     assert small_runs("run", *BOUNDED, PLANNED, "--engine.num_devices=3") == 0
     small_runs.assert_same("run", "whole")
     assert plan_of(small_runs, "run")["stale_layers"] == 2
-
-
-def test_the_plan_of_measured_times_keeps_the_stale_layers(small_runs):
-    longer = (f"--training.steps={STEPS + 1}", "--engine.num_devices=3", PLANNED)
-    for name, steps in (("counted", 0), ("measured", 2)):
-        assert small_runs(name, *BOUNDED, *longer, f"--engine.measure_steps={steps}") == 0
-    assert plan_of(small_runs, "measured")["stale_layers"] == plan_of(small_runs, "counted")["stale_layers"]
-    assert small_runs.losses("measured") == small_runs.losses("counted")
-
-
-def test_a_plans_file_brings_its_stale_layers(small_runs):
-    assert small_runs("first", *BOUNDED, STALE) == 0
-    given = small_runs.path("first") / "plan.json"
-    assert small_runs("second", *BOUNDED, f"--engine.plan={given}") == 0
-    small_runs.assert_same("second", "first")
-    assert plan_of(small_runs, "second")["stale_layers"] == 2
+    # The first step of a run that was `sync` reads the newest weights.
+    stop_after(1, small_runs, "changed", *BOUNDED[1:])
+    stop_after(2, small_runs, "changed", *BOUNDED, STALE)
+    assert "from now on engine.update 'sync' -> 'bounded'" in caplog.text
+    assert small_runs("sync", *BOUNDED[1:]) == 0
+    changed, whole = small_runs.losses("changed"), small_runs.losses("sync")
+    assert changed[2][0] == whole[2][0] and changed[3][0] != whole[3][0]
 
 
 def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
@@ -86,15 +73,6 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
     small_runs.assert_same("shorter", "longer", step=4)
 
 
-def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(small_runs, caplog):
-    stop_after(3, small_runs, "run", "--training.clip=layer", "--training.max_norm=0.5")
-    assert small_runs("run", *BOUNDED, STALE) == 0
-    assert "from now on engine.update 'sync' -> 'bounded'" in caplog.text
-    assert small_runs("whole", "--training.clip=layer", "--training.max_norm=0.5") == 0
-    changed, whole = small_runs.losses("run"), small_runs.losses("whole")
-    assert changed[4][0] == whole[4][0] and changed[5][0] != whole[5][0]
-
-
 def test_too_many_stale_layers_are_one_message(small_runs, capsys):
     for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [2], fused = 3, backward = [2] }")):
         assert small_runs("run", *BOUNDED, f"--engine.stale_layers={number}", plan) == 2
@@ -103,9 +81,12 @@ def test_too_many_stale_layers_are_one_message(small_runs, capsys):
         assert not small_runs.path("run").exists()
 
 
-def test_an_export_holds_the_newest_weights(small_runs, monkeypatch):
-    monkeypatch.setattr(export_hf, "FAMILIES", configured_model.FAMILIES)
-    assert small_runs("run", *BOUNDED, STALE, "--checkpoint.export=weights") == 0
+def test_a_plans_file_brings_its_stale_layers_and_an_export_holds_the_newest_weights(small_runs):
+    assert small_runs("first", *BOUNDED, STALE) == 0
+    given = f"--engine.plan={small_runs.path('first')}/plan.json"
+    assert small_runs("run", *BOUNDED, given, "--checkpoint.export=weights") == 0
+    small_runs.assert_same("run", "first")
+    assert plan_of(small_runs, "run")["stale_layers"] == 2
     [file] = (small_runs.path("run") / "export" / f"step-{STEPS}").glob("*.safetensors")
     exported = load_file(file)["model.embed_tokens.weight"]
     saved = small_runs.state("run")

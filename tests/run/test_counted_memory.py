@@ -1,4 +1,4 @@
-"""The dry run and the run agree: 30 random settings take the memory that is counted, and with one byte less are refused.
+"""The dry run and the run agree: random settings take the memory that is counted, and with one byte less are refused.
 
 The allocators' own counters are compared: the host store, the pool of host buffers, and the buffers of each device.
 Activations of virtual devices belong to PyTorch's allocator on the host, which counts nothing; those are as planned.
@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.machines import run_machines
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
@@ -20,6 +21,7 @@ from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import fits, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import PlannedMachines
 from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
@@ -143,18 +145,18 @@ def assert_takes_what_is_counted(setting):
         assert setting.measured_bytes(plan) == counted
 
 
-@pytest.mark.parametrize("seed", seeds(range(30), 6))
+@pytest.mark.parametrize("seed", seeds([5, 0, *range(1, 5), *range(6, 30)], 2))
 def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed):
     assert_takes_what_is_counted(RandomSetting(seed))
 
 
-@pytest.mark.parametrize("seed", seeds(range(100, 116), 4))
+@pytest.mark.parametrize("seed", seeds(range(100, 116), 2))
 def test_a_run_of_bounded_updates_takes_what_is_counted(seed):
     """Inputs of stale layers wait on the host, and layers inside a backward stage have buffers for them on a device."""
     assert_takes_what_is_counted(RandomSetting(seed, is_bounded=True))
 
 
-@pytest.mark.parametrize("seed", seeds(range(8), 2))
+@pytest.mark.parametrize("seed", seeds(range(8), 1))
 def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(seed):
     setting = RandomSetting(seed)
     plan = plan_for(setting.question())
@@ -167,3 +169,34 @@ def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(
             break
     setting.device_bytes = plan.device_bytes
     assert setting.measured_bytes(plan) == host_memory(setting.question(), plan).total_bytes
+
+
+class MachineSetting(RandomSetting):
+    """A random setting on several machines."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        draw = random.Random(seed)
+        self.num_machines = draw.randint(2, 3)
+        rounds = draw.choice([1, 1, 2])
+        batch = draw.randint(3, 9)
+        # With several rounds a validation shares uneven batches in another way than a step does.
+        batch = batch if rounds == 1 else 2 * self.num_machines * self.training.micro_batch_size
+        self.training = self.training.model_copy(update={"global_batch_size": batch})
+        self.engine = self.engine.model_copy(update={"rounds": rounds})
+        self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
+
+    def question(self, host_bytes=None):
+        return replace(super().question(host_bytes), machines=PlannedMachines(self.num_machines))
+
+
+@pytest.mark.parametrize("seed", seeds([1, 0, *range(2, 12)], 1))
+def test_the_fullest_machine_takes_what_is_counted(seed):
+    """Machines are threads here, with real gloo."""
+    setting = MachineSetting(seed)
+    plan = plan_for(setting.question())
+    counted = host_memory(setting.question(), plan)
+    taken = run_machines(setting.num_machines, lambda group: setting.measured_bytes(plan, group))
+    # The links' staging memory is beside what the allocators count.
+    assert max(taken) <= counted.total_bytes - counted.exchange_bytes
+    assert max(taken) >= 0.99 * (counted.total_bytes - counted.exchange_bytes)

@@ -1,30 +1,18 @@
 """The data of a run on several machines that talk to each other through real connections."""
 
 import json
-import shutil
 from contextlib import nullcontext
 from itertools import islice
 
 import pytest
 
 from tests.support.batch_contents import content
-from tests.support.machines import run_machines, run_processes
-from tests.support.small_run import STEPS, SmallRuns
+from tests.support.machines import run_machines
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, build_loader, build_tokenizer, joined_positions
 from torchround.machines.errors import LaunchError
 from torchround.machines.launch import require_same
 from torchround.run.several_machines import RunMachines
-
-SHARED = (
-    "--model.flavor=debug",
-    "--engine.plan=none",
-    "--engine.measure_steps=0",
-    "--machines.share_host=true",
-    "--data.streams=2",
-    "--training.global_batch_size=8",
-    "--checkpoint.interval_steps=2",
-)
 
 
 def loader_of(folder, letter="a", bad=None, **keys):
@@ -88,23 +76,3 @@ def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_sourc
     assert text == same
     assert "data.sources[0]: 60 documents in " in text
     assert "on machine 0 (node0); " in text and text.count("first documents") == 2
-
-
-@pytest.mark.nightly
-def test_a_run_of_two_machines_and_streams_is_that_of_one_and_continues_on_one(tmp_path):
-    runs = SmallRuns(tmp_path)
-
-    def run(num_machines, name, *more):
-        arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3", *SHARED, *more]
-        machines = run_processes(num_machines, "train:main", arguments, folder=tmp_path)
-        assert [machine.wait() for machine in machines] == [0] * num_machines, machines[0].text()
-
-    run(1, "one", "--engine.rounds=2")
-    run(2, "two")
-    assert runs.losses("two") == runs.losses("one")
-    assert runs.saved_state("two")["data"] == runs.saved_state("one")["data"]
-    shutil.rmtree(runs.path("two") / "checkpoints" / f"step-{STEPS}")
-    run(1, "two", "--engine.rounds=2")
-    assert runs.saved("two") == runs.saved("one")
-    assert runs.saved_state("two")["data"] == runs.saved_state("one")["data"]
-    runs.assert_same("two", "one")

@@ -1,6 +1,10 @@
 """The devices and the memory that a run finds: which kind, how many, and how much of their memory a plan may use."""
 
+import logging
+import re
+
 import pytest
+import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
@@ -9,6 +13,7 @@ from torchround.machines.group import HostShare
 from torchround.pipeline.memory import GIB
 from torchround.run import hardware
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
+from torchround.run.missing_cards import Absence, why_no_accelerator
 
 
 class Cards(AcceleratorKind):
@@ -31,111 +36,152 @@ class Cards(AcceleratorKind):
         return int(self.cached * GIB)
 
 
-def found(monkeypatch, cards, **keys):
-    monkeypatch.setattr(hardware, "present_kind", lambda: cards)
-    return find_hardware(EngineTable(**keys))
+@pytest.fixture
+def found(monkeypatch):
+    """Return a function that finds the hardware of a machine with these cards, as each process of those that share it."""
+
+    def found(cards, num_processes=1, has_card=False, **keys):
+        absence = Absence("its driver is not loaded", has_card)
+        seen = {"present_kind": cards, "available_host_bytes": 100 * GIB, "why_no_accelerator": absence}
+        for name, value in seen.items():
+            monkeypatch.setattr(hardware, name, lambda value=value: value)
+        shares = [HostShare(index, num_processes) for index in range(num_processes)]
+        all_found = [find_hardware(EngineTable(**keys), share) for share in shares]
+        return all_found if num_processes > 1 else all_found[0]
+
+    return found
 
 
-def test_memory_that_other_processes_hold_is_not_planned(monkeypatch):
-    alone, shared = (found(monkeypatch, Cards([free])) for free in (23.5, 13.5))
-    assert alone.device_bytes is not None and shared.device_bytes is not None
+def test_memory_that_other_processes_hold_is_not_planned_and_what_an_earlier_engine_gave_back_is(found):
+    alone, shared = (found(Cards([free])) for free in (23.5, 13.5))
     assert alone.device_bytes == int(USABLE_DEVICE_FRACTION * 23.5 * GIB)
     assert alone.device_bytes - shared.device_bytes == pytest.approx(USABLE_DEVICE_FRACTION * 10 * GIB, abs=2)
+    assert found(Cards([4.5], cached=19.0)) == alone
 
 
-def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(monkeypatch):
-    first = found(monkeypatch, Cards([23.5]))
-    assert found(monkeypatch, Cards([4.5], cached=19.0)) == first
-
-
-def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch):
-    one_each = found(monkeypatch, Cards([23.5, 12.0, 20.0]))
+def test_every_device_gets_the_share_of_the_fullest_card(found):
+    one_each = found(Cards([23.5, 12.0, 20.0]))
     assert (one_each.kind, one_each.num_devices) == ("xpu", 3)
     assert one_each.device_bytes == int(USABLE_DEVICE_FRACTION * 12 * GIB)
-    shared = found(monkeypatch, Cards([23.5, 12.0, 20.0]), num_devices=4)
+    shared = found(Cards([23.5, 12.0, 20.0]), num_devices=4)
     assert shared.num_devices == 4 and shared.device_bytes == one_each.device_bytes // 2
-    some = found(monkeypatch, Cards([23.5, 20.0, 1.0]), num_devices=2)
+    some = found(Cards([23.5, 20.0, 1.0]), num_devices=2)
     assert some.device_bytes == int(USABLE_DEVICE_FRACTION * 20 * GIB), "the third card is not used"
-    given = found(monkeypatch, Cards([23.5]), device_memory_gib=3.0)
-    assert given.device_bytes == 3 * GIB
+    assert found(Cards([23.5]), device_memory_gib=3.0).device_bytes == 3 * GIB
 
 
-@pytest.mark.parametrize(
-    ("cards", "asked", "kind"),
-    [
-        (Cards([23.5]), "auto", "xpu"),
-        (Cards([23.5]), "xpu", "xpu"),
-        (Cards([23.5]), "cpu", "cpu"),
-        (None, "auto", "cpu"),
-    ],
-)
-def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch, cards, asked, kind):
-    assert found(monkeypatch, cards, devices=asked).kind == kind
+def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(found):
+    assert [found(Cards([23.5]), devices=asked).kind for asked in ("auto", "xpu", "cpu")] == ["xpu", "xpu", "cpu"]
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_auto_says_why_it_uses_the_cpu_and_warns_if_there_is_a_card(found, caplog, has_card):
+    auto = found(None, has_card=has_card, devices="auto", cpu_threads=1)
+    assert (auto.kind, auto.num_devices) == ("cpu", 1)
+    assert auto.note == ": no accelerator found (its driver is not loaded)"
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert len(warnings) == has_card and all("its driver is not loaded" in line for line in warnings)
+    caplog.clear()
+    assert found(None, has_card=has_card, devices="cpu").note == "" and not caplog.records
 
 
 @pytest.mark.parametrize(
     ("cards", "asked", "message"),
     [
-        (None, PLANNED_KIND, 'none here .*"cpu"$'),
+        (None, PLANNED_KIND, 'none here .*its driver is not loaded.*"cpu"$'),
         (Cards([23.5]), PLANNED_KIND, 'none here.*"cpu", "xpu"$'),
         (Cards([23.5]), "cdua", 'nearest: cuda; .*"xpu"$'),
     ],
 )
-def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(monkeypatch, cards, asked, message):
+def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(found, cards, asked, message):
     with pytest.raises(EngineUsageError, match=message):
-        found(monkeypatch, cards, devices=asked)
+        found(cards, has_card=True, devices=asked)
 
 
 def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unless_another_is_named():
-    assert [planned_kind(EngineTable(devices=name)) for name in ("auto", "cpu", "npu")] == [
-        *(PLANNED_KIND, PLANNED_KIND, "npu")
-    ]
+    kinds = [planned_kind(EngineTable(devices=name)) for name in ("auto", "cpu", "npu")]
+    assert kinds == [PLANNED_KIND, PLANNED_KIND, "npu"]
     with pytest.raises(EngineUsageError, match="no such kind is known"):
         planned_kind(EngineTable(devices="gpu"))
 
 
-def test_devices_share_the_cards_in_turn(monkeypatch):
+def test_devices_share_the_cards_in_turn_and_a_kind_that_cannot_lock_pages_costs_one_warning(monkeypatch, caplog):
+    cards = Cards([23.5, 23.5])
     made = []
-    monkeypatch.setattr(hardware, "kind_of", lambda name: Cards([23.5, 23.5]))
-    monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: made.append(named))
-    for num_devices in (2, 3):
+    replaced = {"kind_of": lambda name: cards, "AcceleratorDevice": lambda *named: made.append(named)}
+    for name, value in replaced.items():
+        monkeypatch.setattr(hardware, name, value)
+    for cards.locks_pages, num_devices in ((True, 2), (False, 3)):
+        assert not caplog.messages
         hardware.Hardware("xpu", num_devices, GIB).make_devices()
     assert made == [("xpu:0", None), ("xpu:1", None), ("xpu:0", 0), ("xpu:1", 1), ("xpu:0", 2)]
-
-
-def test_a_kind_that_cannot_lock_pages_costs_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: named)
-    for locks in (True, False):
-        cards = Cards([23.5, 23.5])
-        cards.locks_pages = locks
-        monkeypatch.setattr(hardware, "kind_of", lambda name, cards=cards: cards)
-        hardware.Hardware("xpu", 2, GIB).make_devices()
     [warning] = caplog.messages
     assert "xpu devices cannot page-lock" in warning
 
 
-def shares(monkeypatch, cards, num_processes, **keys):
-    """Return what each process finds of a host that so many share."""
-    monkeypatch.setattr(hardware, "present_kind", lambda: cards)
-    monkeypatch.setattr(hardware, "available_host_bytes", lambda: 100 * GIB)
-    table = EngineTable(**keys)
-    return [find_hardware(table, HostShare(index, num_processes)) for index in range(num_processes)]
-
-
-def test_processes_of_one_host_divide_its_cards_and_free_memory(monkeypatch):
-    first, second = shares(monkeypatch, Cards([20.0, 21.0, 22.0]), 2)
+def test_processes_of_one_host_divide_its_cards_and_free_memory(found):
+    first, second = found(Cards([20.0, 21.0, 22.0]), 2)
     assert (first.cards, first.num_devices, second.cards, second.num_devices) == ((0, 1), 2, (2,), 1)
     assert second.device_bytes == int(USABLE_DEVICE_FRACTION * 22 * GIB)
-    whole = find_hardware(EngineTable()).host_bytes
-    assert first.host_bytes == second.host_bytes and first.host_bytes == (whole or 0) // 2
+    whole = found(Cards([20.0, 21.0, 22.0])).host_bytes
+    assert first.host_bytes == second.host_bytes == whole // 2
 
 
-def test_more_processes_than_cards_divide_the_memory_of_a_card(monkeypatch):
-    three = shares(monkeypatch, Cards([20.0, 20.0]), 3)
-    assert [found.cards for found in three] == [(0,), (1,), (0,)]
-    assert {found.device_bytes for found in three} == {int(USABLE_DEVICE_FRACTION * 20 * GIB) // 2}
+def test_more_processes_than_cards_divide_the_memory_of_a_card(found):
+    three = found(Cards([20.0, 20.0]), 3)
+    assert [each.cards for each in three] == [(0,), (1,), (0,)]
+    assert {each.device_bytes for each in three} == {int(USABLE_DEVICE_FRACTION * 20 * GIB) // 2}
 
 
-def test_limits_of_the_table_are_each_process_s_own(monkeypatch):
-    both = shares(monkeypatch, None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
-    assert {(found.num_devices, found.host_bytes, found.device_bytes) for found in both} == {(2, 8 * GIB, GIB)}
+def test_limits_of_the_table_are_each_process_s_own(found):
+    both = found(None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
+    assert {(each.num_devices, each.host_bytes, each.device_bytes) for each in both} == {(2, 8 * GIB, GIB)}
+
+
+# Machines described by the files of the system, on which no accelerator is found.
+
+NVIDIA = {"vendor": "0x10de", "class": "0x030200"}
+AMD = {"vendor": "0x1002", "class": "0x038000", "mem_info_vram_total": str(24 << 30)}
+INSIDE_PROCESSOR = {**AMD, "mem_info_vram_total": str(512 << 20)}
+SOUND = {"vendor": "0x10de", "class": "0x040300"}
+INTEL = {"vendor": "0x8086", "class": "0x030000"}
+
+DRIVER, NODE = "proc/driver/nvidia/version", "dev/nvidia0"
+WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")
+
+
+def machine(root, *devices, files=()):
+    for number, device in enumerate(devices):
+        folder = root / f"sys/bus/pci/devices/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        for name, content in device.items():
+            (folder / name).write_text(content + "\n")
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("devices", "files", "build", "environment", "reason"),
+    [
+        ([NVIDIA], (), None, {}, "has an NVIDIA card, and torch .* is built without CUDA; install"),
+        ([INTEL, AMD], (), None, {}, "has an AMD card, and torch .* is built without ROCm"),
+        ([], WSL, None, {}, "has an NVIDIA card, and torch .* is built without CUDA"),
+        ([NVIDIA, AMD], (), "AMD", {}, "AMD card, and its driver is not loaded"),
+        ([NVIDIA], (), "NVIDIA", {}, "has an NVIDIA card, and its driver is not loaded"),
+        ([NVIDIA], (DRIVER,), "NVIDIA", {}, "not shown to this process; a container"),
+        ([NVIDIA], (DRIVER, NODE), "NVIDIA", {}, r"the NVIDIA card cannot be used by torch .*: [^\n]+$"),
+        ([NVIDIA], (DRIVER, NODE), "NVIDIA", {"CUDA_VISIBLE_DEVICES": "-1"}, "is set to -1, which hides"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_explained(tmp_path, devices, files, build, environment, reason):
+    absence = why_no_accelerator(machine(tmp_path, *devices, files=files), environment, build)
+    assert absence.has_card
+    assert re.search(reason, absence.reason), absence.reason
+
+
+@pytest.mark.parametrize("devices", [[], [SOUND], [INTEL], [INSIDE_PROCESSOR]])
+def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path, devices):
+    absence = why_no_accelerator(machine(tmp_path, *devices), {"CUDA_VISIBLE_DEVICES": ""})
+    assert not absence.has_card and f"torch {torch.__version__} sees none" in absence.reason

@@ -15,8 +15,7 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
-from torchround.config import AdamWTable, Config, RunTable
-from torchround.config.optimizer_tables import MuonTable
+from torchround.config import Config, RunTable
 from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
@@ -32,10 +31,8 @@ from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import joint_losses
 
 STEP = 7
-
-
+nightly = pytest.mark.nightly
 adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
-expert_model = partial(small_decoder, "qwen3", "debug_moe")
 
 
 def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
@@ -51,90 +48,57 @@ def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
     return store
 
 
-def restored(build, dtype, policy, load, size, optimizer=None):
-    """Return the function with which a machine restores a store, and gets the device weights of all."""
-
-    def restore(group):
-        ownership = Ownership(group.rank, size)
-        store = HostStore(build(), dtype, policy=policy, ownership=ownership, optimizer=optimizer)
-        forms = SavedForms.of(store)
-        loaded = load(store.loadable_views(), team=MachineTeam.of(group), converter=forms)
-        state = loaded.state
-        store.resume(loaded.step, state["applied_updates"], prediction=state.get("prediction"))
-        share_weights(store, group)
-        return store
-
-    return restore
+# Model, and the dtype, policy and optimizer that save and those that load: the same, or another form of state.
+JOINT = {
+    "tied, muon, compact": (partial(toy_model, True), (torch.float32, ASYNC, "muon compact"), None),
+    "predicting, compact": (toy_model, (torch.bfloat16, ASYNC_PREDICT, "adamw compact"), None),
+    "experts, muon": (partial(small_decoder, "qwen3", "debug_moe"), (torch.bfloat16, SYNC, "muon"), None),
+    "adapters": (adapted_model, (torch.bfloat16, ASYNC, "adamw"), None),
+    "adamw to compact": (toy_model, (torch.bfloat16, ASYNC, "adamw"), (torch.float32, SYNC, "adamw compact")),
+    "muon to exact": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.bfloat16, ASYNC, "muon")),
+    "split to fp32": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.float32, SYNC, "muon compact")),
+}
+BY_DEFAULT = ("tied, muon, compact", "predicting, compact", "adamw to compact", "muon to exact")
 
 
-@pytest.mark.parametrize(
-    ("build", "dtype", "policy", "name"),
-    [
-        (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
-        (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
-        (expert_model, torch.bfloat16, SYNC, "muon"),
-        (adapted_model, torch.bfloat16, ASYNC, "adamw"),
-    ],
-    ids=["tied, muon, compact", "predicting, compact", "experts, muon", "adapters"],
-)
-def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_path, build, dtype, policy, name):
-    optimizer = make_optimizer(OPTIMIZERS[name])
-    whole = trained_store(build(), dtype, policy, optimizer=optimizer)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else nightly) for name in JOINT])
+def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again_in_the_same_form_or_another(tmp_path, name):
+    build, was, is_now = JOINT[name]
+    dtype, policy, of_saved = was
+    optimizer = make_optimizer(OPTIMIZERS[of_saved])
 
     def save(group):
         store = trained_store(build(), dtype, policy, group.rank, group.size, optimizer)
-        state = store.resume_state()
-        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), state)
+        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
+
+    def restore(group=None):
+        dtype, policy, loads = is_now or was
+        ownership = Ownership(group.rank, group.size) if group else None
+        store = HostStore(
+            build(), dtype, policy=policy, ownership=ownership, optimizer=make_optimizer(OPTIMIZERS[loads])
+        )
+        options = {"team": MachineTeam.of(group)} if group else {}
+        optional = lambda name: is_now is not None and name.startswith("master_")
+        options |= {"converter": SavedForms.of(store), "optional": optional}
+        loaded = load_checkpoint(tmp_path / f"step-{STEP}", store.loadable_views(), **options)
+        store.resume(loaded.step, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
+        if group:
+            share_weights(store, group)
+        else:
+            assert bool(loaded.converted) == (is_now is not None)
+        return store
 
     run_machines(4, save)
-    alone = HostStore(build(), dtype, policy=policy, optimizer=optimizer)
-    loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
-    alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
-    load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
-    every = {size: run_machines(size, restored(build, dtype, policy, load, size, optimizer)) for size in (2, 3)}
-    for stores in ([alone], *every.values()):
+    alone = restore()
+    expected = alone if is_now else trained_store(build(), dtype, policy, optimizer=optimizer)
+    for stores in ([alone], run_machines(2, restore), run_machines(3, restore)):
         together = {}
         for store in stores:
             together |= store.named_views()
-            for ours, expected in zip(store.bundles, whole.bundles, strict=True):
-                assert all(map(torch.equal, ours.device_weights, expected.device_weights))
-        assert together.keys() == whole.named_views().keys()
-        assert all(torch.equal(view, together[name]) for name, view in whole.named_views().items())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "policy", "table", "before", "after"),
-    [
-        (torch.float32, SYNC, AdamWTable, "exact", "compact"),
-        (torch.float32, SYNC, MuonTable, "compact", "compact"),
-        (torch.bfloat16, ASYNC, MuonTable, "compact", "exact"),
-        (torch.bfloat16, ASYNC, AdamWTable, "exact", "exact"),
-    ],
-)
-def test_machines_load_each_form_of_state_that_others_saved_as_one_machine_does(
-    tmp_path, dtype, policy, table, before, after
-):
-    """Two machines save in bfloat16, with split weights; one and three load, and hold the same bits."""
-    was, is_now = (make_optimizer(table.model_validate({"state": state})) for state in (before, after))
-
-    def save(group):
-        store = trained_store(toy_model(), torch.bfloat16, ASYNC, group.rank, group.size, was)
-        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
-
-    run_machines(2, save)
-    load = partial(load_checkpoint, tmp_path / f"step-{STEP}", optional=lambda name: name.startswith("master_"))
-    alone = HostStore(toy_model(), dtype, policy=policy, optimizer=is_now)
-    alone.step = STEP  # versions are where the restored stores have them
-    loaded = load(alone.loadable_views(), converter=SavedForms.of(alone))
-    assert bool(loaded.converted) == (before != after or dtype == torch.float32)
-    together = {}
-    for store in run_machines(3, restored(toy_model, dtype, policy, load, 3, is_now)):
-        together |= store.named_views()
-    assert together.keys() == alone.named_views().keys()
-    assert all(torch.equal(view, together[name]) for name, view in alone.named_views().items())
-
-
-# The folder.
+            for ours, theirs in zip(store.bundles, expected.bundles, strict=True):
+                assert all(map(torch.equal, ours.device_weights, theirs.device_weights))
+        assert together.keys() == expected.named_views().keys()
+        assert all(torch.equal(view, together[name]) for name, view in expected.named_views().items())
 
 
 def entered(folder, shared, hold):
@@ -175,7 +139,6 @@ def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path):
 
 def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LEASE_S", 1)
-    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
         messages = refusals(entered(tmp_path, True, pytest.fail))
     holder = f"is in use by process {os.getpid()}"
@@ -200,21 +163,14 @@ def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_pa
     assert all("is one folder on machine 0 (node0) and machine 1 (node1)" in text for text in messages)
 
 
-# The checkpoints of a run.
-
-
 def checkpoints_of(folder, group, **table):
-    config = Config.model_validate(
-        {
-            "run": {"name": "run", "folder": str(folder)},
-            "model": {"family": "llama3", "flavor": "debug"},
-            "tokenizer": {"name": "bytes"},
-            "data": {"sources": [{"path": "text.jsonl"}]},
-            "training": {"steps": 9, "seq_len": 16, "global_batch_size": 2, "micro_batch_size": 1},
-            "optimizer": {"lr": 1e-3},
-            "checkpoint": table,
-        }
-    )
+    tables = {
+        "run": {"name": "run", "folder": str(folder)},
+        "model": {"family": "llama3", "flavor": "debug"},
+        "data": {"sources": [{"path": "text.jsonl"}]},
+        "training": {"steps": 9, "seq_len": 16, "global_batch_size": 2, "micro_batch_size": 1},
+    }
+    config = Config.model_validate({**tables, "checkpoint": table})
     return RunCheckpoints(config, RunFolder(config.run, team=MachineTeam.of(group)))
 
 

@@ -1,4 +1,4 @@
-"""The first steps measure, the plan that comes of it stays, and no loss depends on any of that. Traces of steps."""
+"""The first steps measure, the plan that comes of it stays, and no loss depends on any of that. Links in turns do not either."""
 
 import json
 from dataclasses import replace
@@ -23,42 +23,29 @@ def measured(steps):
     return [PLANNED, LONGER, f"--engine.measure_steps={steps}", "--engine.num_devices=3"]
 
 
-def test_measuring_and_planning_again_changes_no_loss(small_runs):
-    for name, steps in (("plain", 0), ("measured", 3), ("all steps measure", 100)):
-        assert small_runs(name.replace(" ", "-"), ASYNC, *measured(steps)) == 0
-    losses = [small_runs.losses(name) for name in ("plain", "measured", "all-steps-measure")]
-    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == STEPS + 2
-
-
-def test_the_plan_of_the_folder_is_the_measured_one(small_runs, capsys):
-    assert small_runs("run", *measured(2)) == 0
-    assert "planned again from 2 measured steps" in capsys.readouterr().out
-    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
-    assert small_runs("counted", *measured(0)) == 0
+def test_measuring_and_planning_again_changes_no_loss_and_a_resumed_run_keeps_the_plan(small_runs, capsys):
+    assert small_runs("counted", ASYNC, *measured(0)) == 0
+    losses = small_runs.losses("counted")
     counted = json.loads((small_runs.path("counted") / "plan.json").read_text())
-    assert plan["rounds"] == counted["rounds"] == 1
-    assert plan["step_s"] != counted["step_s"]
-
-
-def test_a_resumed_run_keeps_its_measured_plan(small_runs, capsys):
-    stop_after(4, small_runs, "run", *measured(2))
-    plan = (small_runs.path("run") / "plan.json").read_text()
-    capsys.readouterr()
-    assert small_runs("run", *measured(2)) == 0
+    stop_after(4, small_runs, "run", ASYNC, *measured(2))
+    assert "planned again from 2 measured steps" in capsys.readouterr().out
+    text = (small_runs.path("run") / "plan.json").read_text()
+    plan = json.loads(text)
+    assert plan["rounds"] == counted["rounds"] == 1 and plan["step_s"] != counted["step_s"]
+    assert small_runs("run", ASYNC, *measured(2)) == 0
     printed = capsys.readouterr().out
-    assert "planned again" not in printed and f"as in the run so far\n{Plan.from_json(plan)}\n" in printed
-    assert (small_runs.path("run") / "plan.json").read_text() == plan
-    assert small_runs("whole", *measured(0)) == 0
-    assert small_runs.losses("run") == small_runs.losses("whole")
+    assert "planned again" not in printed and f"as in the run so far\n{Plan.from_json(text)}\n" in printed
+    assert (small_runs.path("run") / "plan.json").read_text() == text
+    assert small_runs.losses("run") == losses
+    assert small_runs("all-measure", ASYNC, *measured(100)) == 0
+    assert small_runs.losses("all-measure") == losses
 
 
 def test_a_run_resumed_on_other_devices_measures_again(small_runs, capsys):
-    stop_after(3, small_runs, "run", *measured(2))
+    stop_after(2, small_runs, "run", *measured(2))
     capsys.readouterr()
     assert small_runs("run", *measured(2), "--engine.num_devices=2") == 0
     assert "planned again from 2 measured steps" in capsys.readouterr().out
-    assert small_runs("whole", *measured(0)) == 0
-    assert small_runs.losses("run") == small_runs.losses("whole")
 
 
 def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
@@ -83,3 +70,11 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
         changed = replace(question, keep_activations=setting)
         stays[setting] = PlanByMeasuring(changed, plan_for(changed), earlier, 5, 3, 10).settled == earlier
     assert stays == {"all": True, "auto": True, "none": False, "attention": False}
+
+
+def test_a_run_in_turns_says_so_and_has_the_same_losses(small_runs, capsys):
+    assert small_runs("apart", "--engine.num_devices=3") == 0
+    assert "links " not in capsys.readouterr().out, "virtual devices have no link to measure"
+    assert small_runs("turns", "--engine.num_devices=3", "--engine.share_links=true") == 0
+    assert "links    devices 0 to 2 take turns (engine.share_links)" in capsys.readouterr().out
+    assert small_runs.losses("turns") == small_runs.losses("apart")

@@ -1,11 +1,13 @@
 """A run, its measuring steps, a dry run and the `plan` command plan with the same numbers, in one function."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
 import torchround.run.run_plan
-from tests.support.small_run import small_runs
+from tests.support.small_run import TIED, files_of, small_runs
 from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, TrainingTable, load_config
 from torchround.models import FAMILIES
@@ -25,21 +27,18 @@ KEYS = [
 MACHINE = Hardware("cpu", 2, 64 * MIB, 8 * MIB)
 
 
-def on_this_machine(patch, machine):
-    patch.setattr(train_model, "find_hardware", lambda *_: machine)
-    patch.setattr(plan_run, "hardware", lambda given, config: machine)
-
-
 def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_same_numbers(small_runs, monkeypatch):
-    on_this_machine(monkeypatch, MACHINE)
     asked = []
 
     def seen(question, *costs):
         asked.append(question)
         return plan_for(question, *costs)
 
-    for module in (train_model, plan_report, torchround.run.run_plan):
-        monkeypatch.setattr(module, "plan_for", seen)
+    replaced = [(module, "plan_for", seen) for module in (train_model, plan_report, torchround.run.run_plan)]
+    for module, name in ((train_model, "find_hardware"), (plan_run, "hardware")):
+        replaced.append((module, name, lambda *_: MACHINE))
+    for module, name, value in replaced:
+        monkeypatch.setattr(module, name, value)
     assert small_runs("run", *KEYS, "--engine.measure_steps=1") == 0
     of_the_run, *alternatives, measured = asked  # the header names a faster setting
     assert all(question.given is None for question in alternatives)
@@ -72,3 +71,23 @@ def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host
         counted = run_question(model, numbers, hardware).costs()
         assert counted.launch_s == pytest.approx((len(model.layers) - 2) * launch_s)
         assert run_question(model, numbers, MACHINE).costs().launch_s == 0
+
+
+@pytest.mark.parametrize("more", [[TIED], ["--engine.plan=none", "--engine.rounds=2"]])
+def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_runs, capsys, more):
+    overrides = ["--engine.measure_steps=0", *more]
+    before = files_of(small_runs.folder)
+    assert small_runs("run", *overrides, "--dry-run", "--engine.device_memory_gib=1e-4") == 2
+    capsys.readouterr()
+    assert small_runs("run", *overrides, "--dry-run", "--print-config") == 0
+    assert files_of(small_runs.folder) == before and not small_runs.path("run").exists()
+    predicted = capsys.readouterr().out
+    assert "[training]" in predicted and "optimizer state" in predicted and "each device needs" in predicted
+    assert "engine.plan left out" not in predicted or "--engine.plan=none" not in more
+    assert small_runs("run", *overrides) == 0
+    printed = capsys.readouterr().out
+    summaries = [re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)]
+    first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
+    assert first == second != ""
+    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
+    assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first

@@ -1,6 +1,7 @@
 """`validation.prompts`: continuations at each validation, which depend on the weights alone and change nothing else."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,44 +22,31 @@ def samples(runs, name):
     return {int(line["step"]): line["samples"] for line in runs.steps(name) if "samples" in line}
 
 
-def test_each_validation_continues_the_prompts_and_nothing_else_changes(small_runs, capsys):
-    assert small_runs("plain", *VALIDATED) == 0
-    capsys.readouterr()
-    assert small_runs("prompted", *VALIDATED, *PROMPTS) == 0
-    shown = capsys.readouterr().out
-    small_runs.assert_same("prompted", "plain")
-    assert [line.get("validation_loss") for line in small_runs.steps("prompted")] == [
-        line.get("validation_loss") for line in small_runs.steps("plain")
-    ]
-    found = samples(small_runs, "prompted")
-    assert list(found) == [2, 4, 5] and not samples(small_runs, "plain")
-    for texts in found.values():
-        assert [sample["prompt"] for sample in texts] == ["ab cd", "a much longer prompt than the first"]
-    first = found[2][0]
-    assert shown.count("ab cd»") == 3
-    assert first["text"] != found[5][0]["text"], "five steps with a large learning rate change the text"
-
-
-def test_continuations_are_the_same_on_any_number_of_devices_and_after_a_resume(small_runs):
-    arguments = (*VALIDATED, *PROMPTS, ASYNC, "--engine.plan=none", "--engine.measure_steps=0")
-    for count in (1, 3):
-        assert small_runs(f"on-{count}", *arguments, f"--engine.num_devices={count}") == 0
-    stop_after(4, small_runs, "parted", *arguments)
-    assert small_runs("parted", *arguments) == 0
-    small_runs.assert_same("parted", "on-1")
-    assert len(samples(small_runs, "on-1")) == 3
-    assert samples(small_runs, "on-1") == samples(small_runs, "on-3") == samples(small_runs, "parted")
-
-
-def test_the_continuations_are_the_ones_of_the_checkpoint_of_that_step(small_runs, capsys):
+def test_continuations_at_each_validation_change_nothing_and_are_those_of_the_step_s_checkpoint_on_any_devices(
+    small_runs, capsys
+):
     """The weights of the step, and no others: `async` computes with predictions, which no checkpoint holds."""
-    arguments = (*VALIDATED, *PROMPTS, ASYNC, "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0")
-    assert small_runs("run", *arguments) == 0
+    often = ("--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0", "--engine.measure_steps=0")
+    arguments = (*VALIDATED, ASYNC, *often)
+    assert small_runs("plain", *arguments) == 0
     capsys.readouterr()
-    for step, texts in samples(small_runs, "run").items():
+    assert small_runs("run", *arguments, *PROMPTS) == 0
+    assert capsys.readouterr().out.count("ab cd»") == 3
+    small_runs.assert_same("run", "plain")
+    losses = [[line.get("validation_loss") for line in small_runs.steps(name)] for name in ("run", "plain")]
+    assert losses[0] == losses[1]
+    found = samples(small_runs, "run")
+    assert list(found) == [2, 4, 5] and not samples(small_runs, "plain")
+    assert found[2][0]["text"] != found[5][0]["text"], "five steps with a large learning rate change the text"
+    stop_after(4, small_runs, "parted", *arguments, *PROMPTS)
+    assert small_runs("parted", *arguments, *PROMPTS, "--engine.plan=none", "--engine.num_devices=3") == 0
+    assert samples(small_runs, "parted") == found
+    capsys.readouterr()
+    for step, texts in found.items():
         prompts = [sample["prompt"] for sample in texts]
-        run = ("--run", "outputs/run", f"--step={step}", "--max-tokens=7", "--json")
-        assert try_model([*run, "--prompt", *prompts]) == 0
+        assert prompts == ["ab cd", "a much longer prompt than the first"]
+        asked = ("--run", "outputs/run", f"--step={step}", "--max-tokens=7", "--json")
+        assert try_model([*asked, "--prompt", *prompts]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [{key: line[key] for key in ("prompt", "text")} for line in lines] == texts
 
@@ -84,10 +72,8 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
     forward = Engine.forward
 
     def spoilt(self, batches):
-        result = forward(self, batches)
-        outputs = [torch.full_like(output, torch.nan) for output in result.outputs()]
-        monkeypatch.setattr(result, "outputs", lambda: outputs, raising=False)
-        return result
+        outputs = [torch.full_like(output, torch.nan) for output in forward(self, batches).outputs()]
+        return SimpleNamespace(outputs=lambda: outputs)
 
     monkeypatch.setattr(Engine, "forward", spoilt)
     assert small_runs("run", *VALIDATED, *PROMPTS) == 0

@@ -3,9 +3,12 @@
 import json
 from collections import Counter
 
-from tests.support.small_run import ASYNC, TWO_ROUNDS, small_runs
+import pytest
 
-__all__ = ["small_runs"]
+from tests.support.small_run import ASYNC, TWO_ROUNDS, shared_runs
+
+__all__ = ["shared_runs"]
+pytestmark = pytest.mark.thorough
 
 LORA = ("--lora.rank=2", '--lora.targets=["q_proj", "down_proj"]')
 BLOCKS, ROUNDS, MICRO_BATCHES, DEVICES = 3, 2, 4, 2
@@ -13,15 +16,16 @@ BLOCKS, ROUNDS, MICRO_BATCHES, DEVICES = 3, 2, 4, 2
 STAGES = {("forward", 0), ("forward", 2), ("fused", 4), ("backward", 3), ("backward", 0)}
 
 
-def spans_of(small_runs):
+@pytest.fixture(scope="module")
+def spans(shared_runs):
     """Return the events of step 3 in its trace, after checking everything that a viewer relies on."""
-    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3, 9]") == 0
-    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-3.json"]
+    assert shared_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3, 9]") == 0
+    assert [path.name for path in (shared_runs.path("run") / "trace").iterdir()] == ["step-3.json"]
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
-    text = (small_runs.path("run") / "trace" / "step-3.json").read_text()
+    text = (shared_runs.path("run") / "trace" / "step-3.json").read_text()
     events = json.loads(text, parse_constant=refuse)["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["ph"] for event in events} == {"X", "M"}
@@ -54,8 +58,7 @@ def first_layer(span):
     return int(span["name"].split()[1].split("-")[0])
 
 
-def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_runs):
-    spans = spans_of(small_runs)
+def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(shared_runs, spans):
     pieces = Counter(
         (span["cat"], first_layer(span), span["args"]["micro_batch"])
         for kind in ("forward", "fused", "recompute", "backward")
@@ -69,14 +72,13 @@ def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_r
     # Inputs of layers 2 and 4 and, kept, 3; the loss, the gradients of layers 4 and 3.
     assert len(of_kind(spans, "offload")) == 6 * MICRO_BATCHES
     assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
-    assert small_runs("plain", ASYNC, TWO_ROUNDS, *LORA) == 0
-    small_runs.assert_same("run", "plain")
-    assert not (small_runs.path("plain") / "trace").exists()
+    assert shared_runs("plain", ASYNC, TWO_ROUNDS, *LORA) == 0
+    shared_runs.assert_same("run", "plain")
+    assert not (shared_runs.path("plain") / "trace").exists()
 
 
-def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs):
-    spans = spans_of(small_runs)
-    state = small_runs.state("run")
+def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(shared_runs, spans):
+    state = shared_runs.state("run")
     weights = {name: view.nbytes for name, view in state.items() if name.startswith("weights/")}
     trained = sum(nbytes for name, nbytes in weights.items() if "lora_" in name)
     head = sum(nbytes for name, nbytes in weights.items() if name.startswith("weights/head."))

@@ -6,7 +6,6 @@ import threading
 
 from torch.distributed import TCPStore
 
-from tests.support.processes import Processes
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 
@@ -17,9 +16,9 @@ JOIN_S = 600.0  # compiling the layers of two machines took 150 s on a loaded on
 def run_machines(num_machines, function, **group_settings):
     """Run `function(group)` on a thread for each machine; return the results by rank.
 
-    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has returned on all. If it raises on one
-    machine, that machine fails as a run does, which wakes the others. The error of the first cause is raised here:
-    one that is no `MachineError`, if there is one.
+    Machine r is called `node<r>`. A setting may be a function of the rank. The groups are closed once the function has
+    returned on all. If it raises on one machine, that machine fails as a run does, which wakes the others. The error of
+    the first cause is raised here: one that is no `MachineError`, if there is one.
     """
     master = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     results = {}
@@ -86,23 +85,11 @@ def start_machines(processes, num_machines, function, *arguments, first_holds_st
 _STORES = []  # open until this process ends
 
 
-def run_processes(num_machines, function, *arguments, folder):
-    """Run `function` ("module:name") on processes of their own, to the end of all."""
-    processes = Processes(folder)
-    try:
-        machines = start_machines(processes, num_machines, function, *arguments, folder=folder)
-        for machine in machines:
-            machine.wait()
-    finally:
-        processes.close()
-    return machines
-
-
-def group_of_environment(**group_settings):
+def group_of_environment(store_host=LOOPBACK, **group_settings):
     """Join the group that the environment of `start_machines` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])
-    store = TCPStore(LOOPBACK, port, is_master=is_master, wait_for_workers=False)
+    store = TCPStore(store_host, port, is_master=is_master, wait_for_workers=False)
     settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **group_settings}
     return MachineGroup(store, rank, size, **settings)

@@ -1,6 +1,6 @@
-"""Two network namespaces joined by a link with a limited rate: two hosts, as far as the network is concerned.
+"""Two network namespaces joined by a link: two hosts, as far as the network is concerned.
 
-It takes the rights to make namespaces, and the programs `ip` and `tc` of iproute2.
+It takes the rights to make namespaces, and the program `ip` of iproute2.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")
 class Networks:
     """Two namespaces, `names[0]` and `names[1]`, with one address of `ADDRESSES` each."""
 
-    def __init__(self, mbit_per_s):
+    def __init__(self):
         self.names = tuple(f"torchround-{os.getpid()}-{side}" for side in "ab")
         ends = [f"tr{os.getpid()}{side}" for side in "ab"]  # at most 15 characters
         self._ends = ends
@@ -28,8 +28,6 @@ class Networks:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             for device in ("lo", end):
                 run("ip", "-n", name, "link", "set", device, "up")
-            limit = ("rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "200ms")
-            run("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit)
 
     def cut(self):
         """Cut the link. Addresses stay, and no connection is told: packets are lost, as behind a broken switch."""
@@ -46,12 +44,12 @@ def run(*command):
 
 
 @contextmanager
-def networks_of(mbit_per_s):
+def joined_networks():
     """Make the namespaces; skip the test if this computer does not allow them."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("network namespaces need root, and the programs ip and tc")
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root, and the program ip")
     try:
-        networks = Networks(mbit_per_s)
+        networks = Networks()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"this computer allows no network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}")
     try:

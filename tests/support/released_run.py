@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.small_run import draw_no_pictures
+from tests.support.small_run import working_folder
 from torchround.config.validate import RawConfig, validate
+
+__all__ = ["working_folder"]
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }
@@ -34,19 +36,18 @@ def saved_config(**tables):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(working_folder):
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
-    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "release")
-    (tmp_path / "small.toml").write_text(CONFIG)
-    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
-    (tmp_path / "text.jsonl").write_text("\n".join(texts))
-    draw_no_pictures(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(working_folder / "release")
+    (working_folder / "small.toml").write_text(CONFIG)
+    write_lines(working_folder / "text.jsonl")
+    return working_folder
+
+
+def write_lines(path, number=20):
+    path.write_text("\n".join(json.dumps({"text": f"line {index} of some text"}) for index in range(number)))
 
 
 def change_config(folder, **changes):

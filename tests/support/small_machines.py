@@ -1,6 +1,5 @@
 """Small runs on several machines: the real command on a tiny model, each machine a process that joins the others."""
 
-import json
 import sys
 import time
 from functools import partial
@@ -9,15 +8,13 @@ from types import SimpleNamespace
 import matplotlib.figure  # once for all machines that are forked: a run draws its loss at its end
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train
 from tests.support.machines import JOIN_S, start_machines
 from tests.support.processes import start_program
-from tests.support.small_run import SMALL, small_family, write_text
+from tests.support.small_run import SmallRuns, small_family
 from torchround.commands import configured_model, export_hf
 
-STEPS = 5
 # 13 micro-batches in 12 rounds: uneven rounds, and machines with unlike shares.
 SHARED = [
     *("--machines.share_host=true", "--engine.plan=none", "--engine.num_devices=1", "--engine.measure_steps=0"),
@@ -35,13 +32,14 @@ def small_main(arguments):
     return train.main(arguments)
 
 
-class SmallMachines:
+class SmallMachines(SmallRuns):
     """A folder in which runs on any number of machines are made by name. All machines share the runs' folders."""
 
+    compared = (*SmallRuns.compared, "validation_loss")
+
     def __init__(self, starter, folder):
-        self.starter, self.folder = starter, folder
-        write_text(folder / "text.jsonl", lines=400)
-        (folder / "small.toml").write_text(SMALL)
+        super().__init__(folder, lines=400)
+        self.starter = starter
 
     def start(self, name, num_machines, *overrides):
         """Start a run of `ALL_ROUNDS` rounds together. One machine needs no others."""
@@ -70,39 +68,6 @@ class SmallMachines:
     def __call__(self, name, num_machines, *overrides, code=0):
         """Run to the end; every machine ends with `code`. Returns what each has printed."""
         return ended(self.start(name, num_machines, *overrides), code)
-
-    def path(self, name):
-        return self.folder / "outputs" / name
-
-    def steps(self, name):
-        """Read the objects of `metrics.jsonl`."""
-        return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
-
-    def losses(self, name):
-        """Return what a run's metrics say that does not depend on machines and times."""
-        keys = ("step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "validation_loss")
-        return [tuple(line.get(key) for key in keys) for line in self.steps(name)]
-
-    def saved(self, name):
-        """Return the steps of the checkpoints, rising."""
-        found = (self.path(name) / "checkpoints").glob("step-*")
-        numbers = (path.name.removeprefix("step-") for path in found)
-        return sorted(int(number) for number in numbers if number.isdecimal())
-
-    def state(self, name, step=STEPS):
-        """Read every tensor of a checkpoint."""
-        tensors = {}
-        for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
-            tensors.update(load_file(path))
-        return tensors
-
-    def assert_same(self, name, reference, step=STEPS):
-        """Require bitwise equal runs: every line of the metrics, and the state saved after `step`."""
-        assert self.losses(name) == self.losses(reference)
-        ours, theirs = self.state(name, step), self.state(reference, step)
-        assert ours.keys() == theirs.keys() and len(ours) > 0
-        different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
-        assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
 
 
 def ended(machines, code):

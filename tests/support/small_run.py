@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 import train
 from tests.support.processes import ROOT, start_program
-from torchround.commands import configured_model, train_model
+from torchround.commands import configured_model, export_hf, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
@@ -69,9 +70,12 @@ TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], ro
 class SmallRuns:
     """A folder with `small.toml` and its text, in which runs are made by name."""
 
-    def __init__(self, folder):
+    # Of a line of the metrics, the values that do not depend on the machine.
+    compared = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
+
+    def __init__(self, folder, lines=200):
         self.folder = folder
-        write_text(folder / "text.jsonl", lines=200)
+        write_text(folder / "text.jsonl", lines)
         (folder / "small.toml").write_text(SMALL)
 
     def __call__(self, name, *overrides, config="small.toml"):
@@ -88,12 +92,12 @@ class SmallRuns:
 
     def losses(self, name):
         """Return the loss of each step, with the other values that do not depend on the machine."""
-        keys = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
-        return {int(line["step"]): tuple(line[key] for key in keys) for line in self.steps(name)}
+        return {int(line["step"]): tuple(map(line.get, self.compared)) for line in self.steps(name)}
 
     def saved(self, name):
         """Return the steps of the checkpoints, rising; none if the run has not saved."""
-        return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").glob("*"))
+        names = (path.name.removeprefix("step-") for path in (self.path(name) / "checkpoints").glob("step-*"))
+        return sorted(int(number) for number in names if number.isdecimal())
 
     def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
@@ -132,15 +136,36 @@ def small_family():
     return replace(family, flavors={"untied": untied, "tied": replace(untied, tied_embeddings=True)})
 
 
-@pytest.fixture
-def small_runs(tmp_path, monkeypatch):
-    """Yield runs in `tmp_path`, with the model family `small`."""
-    use_family(monkeypatch, "small", small_family())
-    draw_no_pictures(monkeypatch)
-    monkeypatch.chdir(tmp_path)
+@contextmanager
+def working_in(folder):
+    """Enter a folder that runs work in, with the family `small`. They draw no pictures, and threads stay as many."""
     threads = torch.get_num_threads()
-    yield SmallRuns(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        use_family(patch, "small", small_family())
+        draw_no_pictures(patch)
+        patch.chdir(folder)
+        yield folder
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def working_folder(tmp_path):
+    with working_in(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def small_runs(tmp_path):
+    """Yield runs in `tmp_path`."""
+    with working_in(tmp_path):
+        yield SmallRuns(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory):
+    """Yield runs that all tests of a module share."""
+    with working_in(tmp_path_factory.mktemp("runs")) as folder:
+        yield SmallRuns(folder)
 
 
 def draw_no_pictures(monkeypatch):
@@ -149,8 +174,9 @@ def draw_no_pictures(monkeypatch):
 
 
 def use_family(monkeypatch, name, family):
-    """Make `model.family = name` build `family` in this process."""
-    monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
+    """Make `model.family = name` build `family` in this process, and exports write it."""
+    for module in (configured_model, export_hf):
+        monkeypatch.setattr(module, "FAMILIES", {**configured_model.FAMILIES, name: family})
 
 
 def write_text(path, lines, seed=0):

@@ -14,15 +14,15 @@ MOST_BYTES = 4 << 30
 MESSAGE_BYTES = 8 * CHUNK_BYTES  # long enough that the gaps between messages do not count
 
 
-def measure_rate(group: MachineGroup) -> float:
+def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: float = MEASURED_S) -> float:
     """Return the bytes/s that each machine sends and receives at once, the least of all machines.
 
     Every machine calls this at the same time, and all get the same number. It takes about half a second. All pairs send
     at once, as they do in a step. The first bytes only show how many the second, longer exchange may have.
     Raises `MachineError`.
     """
-    trial_rate = _exchange(group, TRIAL_BYTES)
-    return _exchange(group, int(min(max(trial_rate * MEASURED_S, TRIAL_BYTES), MOST_BYTES)))
+    trial_rate = _exchange(group, trial_bytes)
+    return _exchange(group, int(min(max(trial_rate * seconds, trial_bytes), MOST_BYTES)))
 
 
 def _exchange(group: MachineGroup, num_bytes: int) -> float:

@@ -263,9 +263,9 @@ class RateLimit:
 
     def __init__(self, bytes_per_s: float | None) -> None:
         assert bytes_per_s is None or bytes_per_s > 0, f"a rate of {bytes_per_s} bytes/s"
-        self._bytes_per_s = bytes_per_s
+        self._bytes_per_s, self._free_at_s = bytes_per_s, 0.0
+        self.now, self.sleep = time.monotonic, time.sleep
         self._lock = threading.Lock()
-        self._free_at_s = 0.0
 
     def take(self, nbytes: int, wanted_since: float | None = None) -> None:
         """Sleep until the card has carried these bytes.
@@ -275,13 +275,13 @@ class RateLimit:
         """
         if self._bytes_per_s is None:
             return
-        now = time.monotonic()
+        now = self.now()
         seconds = nbytes / self._bytes_per_s
         earliest = now if wanted_since is None else max(wanted_since, now - seconds)
         with self._lock:
             self._free_at_s = max(self._free_at_s, earliest) + seconds
             until = self._free_at_s
-        time.sleep(max(0.0, until - now))
+        self.sleep(max(0.0, until - now))
 
 
 @dataclass(frozen=True)

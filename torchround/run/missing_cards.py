@@ -33,21 +33,22 @@ class Absence:
     has_card: bool
 
 
-def why_no_accelerator(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Absence:
+def why_no_accelerator(
+    root: Path = Path("/"), environment: Mapping[str, str] = os.environ, target: str | None = maker_of_build()
+) -> Absence:
     """Find the reason on a machine on which PyTorch sees no accelerator. `root` holds `dev`, `proc` and `sys`."""
     build = f"torch {torch.__version__}"
-    maker = _maker_of_card(root)
+    maker = _maker_of_card(root, target)
     if maker is None:
         return Absence(f"{build} sees none, and this machine shows no NVIDIA or AMD card", has_card=False)
     is_wsl = (root / _WSL_NODE).exists()
     hidden = [name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")]
     if hidden:
         reason = f"{hidden[0]} is set to {environment[hidden[0]] or 'nothing'}, which hides the {maker} card"
-    elif maker_of_build() != maker:
-        platform = _PLATFORM[maker]
+    elif target != maker:
         reason = (
-            f"this machine has an {maker} card, and {build} is built without {platform}; install a build for "
-            f"{platform} (pytorch.org shows the command)"
+            f"this machine has an {maker} card, and {build} is built without {_PLATFORM[maker]}; install a build "
+            f"for {_PLATFORM[maker]} (pytorch.org shows the command)"
         )
     elif not is_wsl and not (root / _DRIVER[maker]).exists():
         reason = f"this machine has an {maker} card, and its driver is not loaded"
@@ -61,7 +62,7 @@ def why_no_accelerator(root: Path = Path("/"), environment: Mapping[str, str] = 
     return Absence(reason, has_card=True)
 
 
-def _maker_of_card(root: Path) -> str | None:
+def _maker_of_card(root: Path, target: str | None) -> str | None:
     """Return the maker of a card in the machine, by the list of PCI devices, which needs no driver."""
     found = set()
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
@@ -75,8 +76,7 @@ def _maker_of_card(root: Path) -> str | None:
     if wsl or list((root / "dev").glob(_NODES["NVIDIA"])):
         found.add("NVIDIA")
     # With cards of both makers, the one that this build can use is the one that is missed.
-    build = maker_of_build()
-    return build if build in found else min(found, default=None)
+    return target if target in found else min(found, default=None)
 
 
 def _refusal() -> str:
