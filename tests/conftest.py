@@ -44,12 +44,10 @@ THOROUGH_PLACES = (
     *("tests/engine/test_rows.py", "tests/engine/watch/test_race_checker.py"),
     *("tests/models/test_against_transformers.py", "tests/hf/test_mapping.py", "tests/pipeline/test_plan.py"),
     *("tests/engine/watch/test_watchdog.py", "tests/engine/test_float16.py", "tests/data/test_resume.py"),
-    *("tests/data/test_tokenizer.py", "tests/data/test_tokenizer_json.py"),
-    *("tests/machines/test_lost_machines.py", "tests/machines/test_network_namespaces.py"),
-    "tests/models/borrowed/test_adapters_beside_peft.py",
-    *("tests/test_how_tests_run.py", "tests/test_typical_mistakes.py", "tests/observe/test_page_in_browser.py"),
+    *("tests/data/test_tokenizer.py", "tests/machines/test_lost_machines.py"),
+    *("tests/test_typical_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
-THOROUGH_FIXTURES = frozenset(["small_runs", "processes"])
+THOROUGH_FIXTURES = frozenset(["small_runs", "shared_runs", "processes"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
 # A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
 ACCELERATOR_PLACE = "tests/accelerator/"
