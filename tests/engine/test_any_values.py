@@ -150,8 +150,7 @@ def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partiti
     train_both(model, num_devices, partition)
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize(("policy", "num_devices"), [(SYNC, 1), (ASYNC, 3), (BOUNDED, 3)], ids=str)
 def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, policy):
     """Outputs and evaluations are not awaited, so that they run beside the steps before and after."""
     log, model = AccessLog(), any_model()

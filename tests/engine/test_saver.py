@@ -6,21 +6,10 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    ToyEmbedding,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    watched,
-)
+from tests.support.toy import PARTITIONS, ToyEmbedding, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 
 PARTITION = PARTITIONS["backward coarser"]
 KINDS = {
@@ -233,35 +222,3 @@ def test_a_save_between_forward_backward_and_step_is_refused():
         with pytest.raises(EngineUsageError, match="save"):
             engine.save(lambda source: None)
         engine.step(1e-2)
-
-
-def races(tmp_path, saves_every, options):
-    log = AccessLog()
-    checkpointer = Checkpointer(tmp_path)
-    with build(observer=log, wrap=lambda device: watched(device, log), **options) as engine:
-        for index, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
-            step(engine, micro_batches)
-            if index % saves_every == 0:
-                engine.save(saving(checkpointer)).may_publish()
-    return find_races(log.entries)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": SYNC, "tied": True, "rounds": 2},
-        {"policy": ASYNC},
-        {"policy": ASYNC, "poisoned": True},
-        {"policy": BOUNDED, "stale_layers": 3},
-    ],
-    ids=["sync", "async", "skipped", "bounded"],
-)
-def test_no_race_with_saves_beside_training(options, tmp_path):
-    """In `bounded` a save reads device weights that lag, which the next step writes before it updates anything."""
-    assert races(tmp_path, 2 if options["policy"] is BOUNDED else 1, options) == []
-
-
-@pytest.mark.parametrize("rule", ["before_overwriting_saved", "before_save"])
-def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, monkeypatch, tmp_path):
-    monkeypatch.setattr(Ordering, rule, lambda *_: {"applied_updates": 0})
-    assert races(tmp_path, 2, {"policy": BOUNDED, "stale_layers": 3})

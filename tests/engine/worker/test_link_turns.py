@@ -8,20 +8,10 @@ from collections import defaultdict
 
 import pytest
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
 from torchround.pipeline.shared_links import LinkWindows
 
@@ -103,19 +93,6 @@ def test_training_gives_the_same_bits_in_turns(num_devices, groups, policy):
         states.append(store.named_views())
     assert losses[0] == losses[1]
     assert_same_state(states[1], states[0])
-
-
-@pytest.mark.parametrize(
-    ("partition", "rounds", "policy"),
-    [("one layer a stage", 1, ASYNC), ("one layer a stage", 2, SYNC), ("backward coarser", 2, ASYNC)],
-)
-def test_no_race_in_turns(partition, rounds, policy):
-    log, model = AccessLog(), toy_model()
-    options = {"observer": log, "wrap": lambda device: watched(device, log), "turns": [(0, 1), (2, 3)]}
-    store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS[partition], 4, rounds=rounds, **options) as engine:
-        train(engine, toy_batches(2, MICRO_BATCHES))
-    assert find_races(log.entries) == []
 
 
 def test_each_chunk_takes_its_turn_at_the_window_of_its_stage(monkeypatch):
