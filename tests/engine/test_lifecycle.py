@@ -97,7 +97,7 @@ def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
 
 
 def run_steps(engine):
-    for micro_batches in 2 * BATCHES:
+    for micro_batches in BATCHES:
         engine.forward_backward(micro_batches)
         engine.step(1e-2)
         save = engine.save(lambda source: None)
@@ -107,7 +107,7 @@ def run_steps(engine):
 
 
 def run_evaluations(engine):
-    for _ in range(10):
+    for _ in range(4):
         engine.evaluate(BATCHES[0])
     engine.drain()
 

@@ -8,7 +8,7 @@ from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-STEPS = 6
+STEPS = 4
 
 
 def taken(engine):

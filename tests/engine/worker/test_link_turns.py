@@ -4,7 +4,6 @@ The tests judge order by waits and events alone, so no verdict depends on timing
 """
 
 import threading
-from collections import defaultdict
 
 import pytest
 
@@ -13,7 +12,6 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
-from torchround.pipeline.shared_links import LinkWindows
 
 FINEST = PARTITIONS["one layer a stage"]
 MICRO_BATCHES = 4
@@ -93,27 +91,6 @@ def test_training_gives_the_same_bits_in_turns(num_devices, groups, policy):
         states.append(store.named_views())
     assert losses[0] == losses[1]
     assert_same_state(states[1], states[0])
-
-
-def test_each_chunk_takes_its_turn_at_the_window_of_its_stage(monkeypatch):
-    """The windows of a stage's weights are those of the slot before it on the device, as `LinkWindows` numbers them."""
-    taken, turn = defaultdict(set), LinkTurns.turn
-
-    def noted(turns, index, device, window):
-        taken[index].add(window)
-        return turn(turns, index, device, window)
-
-    monkeypatch.setattr(LinkTurns, "turn", noted)
-    model = toy_model()
-    with toy_engine(model, toy_store(model), FINEST, 2, turns=[(0, 1)]) as engine:
-        train(engine, toy_batches(1, MICRO_BATCHES))
-    windows = LinkWindows(2)
-    starts = [windows.next(MICRO_BATCHES) for _ in FINEST.stages()]
-    for index in range(2):
-        slots = starts[index::2]
-        # A device uploads for its next slot in the windows of this one, or all at once in the first of its own.
-        possible = {start + number for start in slots for number in range(MICRO_BATCHES)}
-        assert taken[index] <= possible and {slots[0]} <= taken[index] and len(taken[index]) > len(slots)
 
 
 class DyingDevice(CpuDevice):
