@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
-from tests.support.any_layers import any_batches, any_model, first, outputs, second
+from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs, second
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.errors import EngineUsageError, PipelineError
@@ -62,11 +61,7 @@ def test_a_forward_pass_returns_what_the_last_layer_returned(num_devices, traine
     for of_pass in found:
         for output, wanted in zip(of_pass, expected, strict=True):
             assert output["same"][0] is output["same"][1]
-            assert pytree.tree_structure(output) == pytree.tree_structure(wanted)
-            assert all(
-                torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-                for a, b in zip(pytree.tree_leaves(output), pytree.tree_leaves(wanted), strict=True)
-            )
+            assert_same_value(output, wanted)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

@@ -5,21 +5,10 @@ import threading
 
 import pytest
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
-from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)
@@ -68,32 +57,6 @@ def test_results_of_finished_steps_are_there_after_a_fault_and_after_close():
             engine.close()
             assert result.reports()
         assert result.update().grad_norm > 0 and result.loss() > 0
-
-
-def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
-    """Carrying weights over waits for the readers of the overwritten version; the second such wait fails."""
-    model = toy_model()
-    store = toy_store(model, policy=ASYNC)
-    before = {name: view.clone() for name, view in store.named_views().items()}
-    for device_weight in store.bundles[1].device_weights:
-        device_weight.fill_(float("inf"))
-    original, calls = Ordering.before_device_weight_write, []
-
-    def failing(self, bundle, version):
-        calls.append(bundle)
-        if len(calls) == 2:
-            raise RuntimeError("the device is gone")
-        original(self, bundle, version)
-
-    monkeypatch.setattr(Ordering, "before_device_weight_write", failing)
-    with pytest.raises(PipelineError, match="the device is gone"):
-        train(toy_engine(model, store, PARTITION, 2), BATCHES)
-    assert store.is_consistent and store.applied_updates == 0
-    views = store.named_views()
-    names = [name for name in before if not name.startswith("master")]
-    assert_same_state({name: views[name] for name in names}, {name: before[name] for name in names})
-    for bundle in store.trained:
-        assert bundle.device_weights[0].equal(bundle.device_weights[1])
 
 
 def run_steps(engine):

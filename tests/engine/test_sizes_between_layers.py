@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tests.support.any_layers import any_batches, any_model, first, outputs
 from tests.support.reference import Reference
 from tests.support.toy import toy_engine, toy_store
 from torchround.engine.errors import PipelineError
 from torchround.engine.worker.slots import aligned
+from torchround.engine.worker.structure import flatten
 from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
@@ -19,8 +18,8 @@ def bytes_between(model, store, batch) -> list[int]:
     """Return the bytes of each layer's output, each tensor counted once."""
     sizes = []
     for hidden in Reference.of(model, store).outputs(batch):
-        tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(hidden) if isinstance(leaf, Tensor)}
-        sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
+        tensors, _ = flatten(hidden)
+        sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors))
     return sizes
 
 

@@ -7,7 +7,17 @@ import threading
 
 import pytest
 
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.faults import Bomb
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+    watched,
+)
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -93,31 +103,17 @@ def test_training_gives_the_same_bits_in_turns(num_devices, groups, policy):
     assert_same_state(states[1], states[0])
 
 
-class DyingDevice(CpuDevice):
-    """A device that raises in the middle of its `last` upload of weights."""
-
-    def __init__(self, index, last):
-        super().__init__(index)
-        self.left = last
-
-    def _copy(self, stream, destination, source):
-        if stream is Stream.WEIGHT_UPLOAD:
-            self.left -= 1
-            if self.left == 0:
-                raise ConnectionError("the link is gone")
-        super()._copy(stream, destination, source)
-
-
 @pytest.mark.parametrize(("dying", "last"), [(0, 1), (1, 9), (0, 30)])
 def test_a_worker_that_dies_in_its_turn_is_named_and_no_other_waits_for_it(dying, last):
     model = toy_model()
     store = toy_store(model)
 
     def wrap(device):
-        return DyingDevice(dying, last) if device.name == f"cpu:{dying}" else device
+        bomb = Bomb(Stream.WEIGHT_UPLOAD, ConnectionError, hit=last)
+        return watched(device, bomb) if device.name == f"cpu:{dying}" else device
 
     with (
-        pytest.raises(PipelineError, match=f"device cpu:{dying}.*the link is gone") as raised,
+        pytest.raises(PipelineError, match=f"device cpu:{dying}.*ConnectionError: planted") as raised,
         toy_engine(model, store, FINEST, 2, wrap=wrap, turns=[(0, 1)]) as engine,
     ):
         train(engine, toy_batches(3, MICRO_BATCHES))
