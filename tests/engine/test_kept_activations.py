@@ -86,15 +86,6 @@ def test_an_evaluation_keeps_nothing():
     assert copies_of(KEPT["all"], evaluates=True).order == copies_of((), evaluates=True).order
 
 
-def test_the_next_micro_batchs_come_up_right_behind_the_gradient_of_the_present_one():
-    """Before it they would hold it up, because they wait until the micro-batch before has left their slot."""
-    copies = copies_of(KEPT["all"], partition="one layer a stage", micro_batches=3)
-    ups = [nbytes for _, stream, nbytes in copies.order if stream is Stream.ACTIVATION_UPLOAD]
-    boundary, kept = 2 * 8 * 16 * 4, 2 * 8 * 64 * 4
-    # The last two micro-batches of a backward stage, both of two sequences: what is kept, input and gradient.
-    assert [kept, boundary, boundary] * 2 in [ups[i : i + 6] for i in range(len(ups))], ups
-
-
 def peak_bytes(partition, num_devices, micro_batches, kept):
     """Return the most memory that any device held in a step."""
     model = toy_model()

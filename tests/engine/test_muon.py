@@ -57,20 +57,6 @@ def test_a_model_without_matrices_in_blocks_trains_with_adamw_alone():
         assert len(set(train(engine, toy_batches(3, micro_batches=2), LR))) == 3
 
 
-def test_each_bundle_goes_to_the_device_whose_turn_it_is():
-    """Deepest layer first: its gradient is whole first."""
-    model = toy_model()
-    store = muon_store(model)
-    taken = {}
-    with muon_engine(model, store, 2) as engine:
-        result = engine.forward_backward(toy_batches(1, micro_batches=2)[0])
-        engine.step(LR)
-        for landed in result.update().directions:
-            taken[landed.layer] = landed.device
-    first = len(result.tasks) % 2
-    assert taken == {5: first, 4: 1 - first, 3: first, 2: 1 - first, 1: first}
-
-
 @pytest.mark.parametrize(
     ("partition", "num_devices", "policy"),
     [

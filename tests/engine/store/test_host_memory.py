@@ -7,7 +7,6 @@ import ctypes
 import gc
 import mmap
 import os
-import threading
 import warnings
 import weakref
 
@@ -84,27 +83,6 @@ def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks
     for _ in range(2):  # the second time has nothing to unlock
         memory.close()
         assert locker.locked == {} and memory.locked_buffers() == 0 and not buffers[0].any()
-
-
-def test_several_threads_fill_a_large_buffer_before_it_is_locked(small_chunks, monkeypatch):
-    """One thread takes too long for hundreds of GiB: each of the first two fills waits until the other has begun."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    both, filled, memset = threading.Barrier(2), [], ctypes.memset
-    locker = RecordingLocker()
-
-    def fill(address, value, nbytes):
-        filled.append((address, nbytes))
-        if len(filled) <= 2:
-            both.wait(20.0)
-        assert not locker.locked, "pages are locked before they exist"
-        return memset(address, value, nbytes)
-
-    monkeypatch.setattr(ctypes, "memset", fill)
-    memory = HostAllocator(True, locker)
-    buffer = memory.allocate(20 * PAGE, for_devices=True)
-    start, ends = buffer.data_ptr(), sorted(address + nbytes for address, nbytes in filled)
-    assert sorted(address for address, _ in filled) == [start, *ends[:-1]] and ends[-1] == start + 20 * PAGE
-    memory.close()
 
 
 @pytest.mark.parametrize("largest", [2**40, CHUNK // 2])
