@@ -5,11 +5,13 @@ import threading
 
 import pytest
 
+from tests.support.faults import brief_joins
 from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 
+__all__ = ["brief_joins"]  # the fixture
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)
 
@@ -30,8 +32,7 @@ class Failing:
         return hidden
 
 
-def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(monkeypatch):
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(brief_joins):
     over, device = threading.Event(), CpuDevice(0)
     device.finish = over.wait  # a kernel that never ends
     failing = Failing()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchround.engine import lifecycle
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
 from torchround.engine.watch.watchdog import Watchdog
@@ -206,6 +207,12 @@ def over():
     for thread in threading.enumerate():
         if thread.name.startswith("torchround"):
             thread.join(20)
+
+
+@pytest.fixture
+def brief_joins(monkeypatch):
+    """Let an engine that ends wait only briefly for a thread that is stuck."""
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
 
 
 def lose(patch, planted, chosen):

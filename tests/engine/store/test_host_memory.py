@@ -61,6 +61,14 @@ def is_mapped(address, nbytes):
     return libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), asynchronous) == 0
 
 
+@pytest.fixture
+def locker(monkeypatch):
+    """Make the page locker of all host memory that is made without one."""
+    locker = RecordingLocker()
+    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    return locker
+
+
 def exit_code(process):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
@@ -86,10 +94,9 @@ def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks
 
 
 @pytest.mark.parametrize("largest", [2**40, CHUNK // 2])
-def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, monkeypatch, largest):
+def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, locker, largest):
     """CUDA refuses such a copy. A registration that is too large for the driver is tried again in halves."""
-    locker = RecordingLocker(largest=largest)
-    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    locker.largest = largest
     pool, sizes = HostPool(True, Observer()), {11 * PAGE: 9, 3 * PAGE: 20, 5 * PAGE: 4}
     pool.reserve(sizes)
     held = locker.pieces()
@@ -174,9 +181,7 @@ def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_pl
     memory.close()
 
 
-def test_a_store_locks_device_weights_and_gradients_and_nothing_else(monkeypatch):
-    locker = RecordingLocker()
-    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+def test_a_store_locks_device_weights_and_gradients_and_nothing_else(locker):
     for pinned in (False, True):
         store = toy_store(toy_model(), policy=ASYNC, pinned=pinned)
         store.allocate_gradients(rounds=1)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import toy
-from tests.support.faults import engine_threads, lose, over, planted
+from tests.support.faults import brief_joins, engine_threads, lose, over, planted
 from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
@@ -25,7 +25,6 @@ from tests.support.toy import (
     train,
     watched,
 )
-from torchround.engine import lifecycle
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
 from torchround.engine.errors import HangError
@@ -37,7 +36,7 @@ from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT
 
-__all__ = ["over", "planted"]
+__all__ = ["brief_joins", "over", "planted"]
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=3)
@@ -53,9 +52,8 @@ def undisturbed():
 
 
 @pytest.fixture
-def stuck(monkeypatch, over):
+def stuck(brief_joins, over):
     """Let an engine wait for a thread that is stuck until the test's end for a short time only."""
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
     return over
 
 
