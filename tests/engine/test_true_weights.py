@@ -51,8 +51,7 @@ def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_tru
         pending = engine.save(write)
         threading.Timer(0.2, begin.set).start()  # long after the weights would be replaced if nothing waited
         with engine.true_device_weights():
-            pass
-        pending.result()
+            pending.result()
     assert_same_state(saved, expected)
 
 
