@@ -7,13 +7,13 @@ import pytest
 
 from tests.simulated_accelerator.host_threads import HostThreads
 from tests.support.device_toy import device_engine
-from tests.support.faults import engine_threads
+from tests.support.faults import brief_joins, engine_threads
 from tests.support.scheduled_run import hurried, scheduled
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
-from torchround.engine import lifecycle
 from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.errors import HangError, PipelineError
 
+__all__ = ["brief_joins"]  # the fixture
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=3)
 TIMEOUT_S = 2.0
@@ -57,11 +57,10 @@ def halted(simulator, monkeypatch):
         pytest.param(Stream.ACTIVATION_DOWNLOAD, marks=pytest.mark.nightly),
     ],
 )
-def test_a_queue_that_stands_still_is_named_and_training_can_continue(simulator, monkeypatch, halted, stream):
+def test_a_queue_that_stands_still_is_named_and_training_can_continue(simulator, brief_joins, halted, stream):
     expected = toy_store(toy_model(), pinned=True)
     with device_engine("simulated", toy_model(), expected, PARTITION, 2) as engine:
         train(engine, BATCHES)
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
     store = toy_store(toy_model(), pinned=True)
     engine = device_engine("simulated", toy_model(), store, PARTITION, 2, make=halted(stream), hang_timeout_s=TIMEOUT_S)
     with pytest.raises(HangError) as raised:

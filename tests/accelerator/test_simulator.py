@@ -1,17 +1,10 @@
-"""The simulated accelerator computes what the CPU computes, is built once, and a fault is one of its device alone."""
+"""The simulated accelerator computes what the CPU computes, and a fault is one of its device alone."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.simulated_accelerator import build
-
 DEVICE = "simulated:0"
-# Makes an empty file in the compiler's place.
-COMPILER = """#!/bin/sh
-for last; do previous=$word; word=$last; [ "$previous" = -o ] && target=$word; done
-if [ -n "$target" ]; then : > "$target"; else echo "compiler 1"; fi
-"""
 
 
 def test_operations_give_the_results_of_the_cpu(simulator):
@@ -41,22 +34,3 @@ def test_a_kernel_that_fails_is_a_fault_of_its_device_alone(simulator):
     assert torch.ones(3, device="simulated:1").sum().item() == 3
     simulator.reset()
     assert torch.ones(3, device=DEVICE).sum().item() == 3
-
-
-def test_another_state_of_the_sources_is_built_anew(tmp_path, monkeypatch):
-    script, sources = tmp_path / "compiler", tmp_path / "sources"
-    script.write_text(COMPILER)
-    script.chmod(0o755)
-    sources.mkdir()
-    monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setenv("TORCHROUND_CACHE", str(tmp_path / "cache"))
-    first = build.build()
-    assert build.build() == first
-    monkeypatch.setattr(build, "SOURCES", sources)
-    (sources / "one.cpp").write_text("int one() { return 1; }")
-    second = build.build()
-    (sources / "one.cpp").write_text("int one() { return 2; }")
-    assert len({first, second, build.build()}) == 3
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.NotBuilt, match="no-such-compiler"):
-        build.build()

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.support.faults import kind_of, this_thread
 from tests.support.reference import Reference
 from tests.support.toy import (
     PARTITIONS,
@@ -17,30 +18,14 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.bounded_updates import BoundedOptimizerWorker
+from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.landed_gradients import LandedGradients
-from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
+from torchround.engine.ordering import WEIGHTS
+from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
-from torchround.optim import SpikeBounds
 from torchround.pipeline.partition import StageKind
 
 STEPS = 4
-
-
-# Every K that a partition allows: the layers before its fused stage.
-
-
-def test_memory_is_that_of_sync_with_whole_fp32_weights():
-    sizes = {}
-    for policy in (SYNC, BOUNDED, ASYNC):
-        store = toy_store(toy_model(), torch.bfloat16, policy=policy)
-        store.set_stale_layers(4 if policy is BOUNDED else 0)
-        store.allocate_gradients(1)
-        sizes[policy.name] = store.nbytes() / sum(bundle.numel for bundle in store.trained)
-    # Two moments, and a gradient and device weights of 2 bytes; async has device weights twice. Weights that lag are no
-    # halves of the fp32 weights, so bounded keeps 4 bytes in place of a residual of 2.
-    assert sizes == {"sync": 14, "bounded": 16, "async": 16}
 
 
 def test_drift_is_counted_from_the_uploads():
@@ -88,22 +73,24 @@ def test_a_loss_that_is_not_finite_skips_the_whole_step():
     assert (store.step, store.applied_updates) == (3, 2)
 
 
-def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone(monkeypatch):
+def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
     """The engine and the plain loop get the same infinite gradient in block 2 of step 1."""
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
     store = toy_store(model, policy=BOUNDED)
     loop = Reference.of(model, store, stale=4)
-    landed, steps = LandedGradients.squares, []
+    [bundle] = [bundle for bundle in store.bundles if bundle.layers == (3,)]
 
-    def overflowing(self, bundle):
-        steps.append(bundle.index)
-        if bundle.layers == (3,) and steps.count(bundle.index) == 2:
-            bundle.gradient[0] = math.inf
-        return landed(self, bundle)
+    class Overflowing(Observer):
+        norms = 0
 
-    monkeypatch.setattr(LandedGradients, "squares", overflowing)
+        def touched(self, reads, writes):
+            if not writes and any(tensor is bundle.gradient for tensor in reads):
+                self.norms += 1
+                if self.norms == 2:
+                    bundle.gradient[0] = math.inf
+
     results = []
-    with toy_engine(model, store, PARTITIONS["backward coarser"], 3, stale_layers=4) as engine:
+    with toy_engine(model, store, PARTITIONS["backward coarser"], 3, Overflowing(), stale_layers=4) as engine:
         for batch in batches:
             results.append(engine.forward_backward(batch))
             engine.step(1e-2)
@@ -123,57 +110,17 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone(monkeypatch):
     assert updates[1].fault and not math.isfinite(updates[1].grad_norm)
 
 
-def test_a_spike_of_the_loss_skips_the_whole_step():
-    store = toy_store(toy_model(), policy=BOUNDED, spikes=SpikeBounds(10.0, window=10))
-    for step in range(10):
-        store.spikes.record(0.1 + 0.001 * step, 1.0)
-    before = {name: view.clone() for name, view in store.weights().items()}
-    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, stale_layers=2) as engine:
-        result = engine.forward_backward(toy_batches(1, micro_batches=2)[0])
-        engine.step(1e-2)
-        assert result.update().skipped and "the loss" in result.update().fault
-        engine.drain()
-    assert_same_state(store.weights(), before)
+# Faults and refusals.
 
 
-# Stops, faults, and what can be saved.
-
-
-def test_a_save_beside_training_is_the_state_after_its_step():
-    batches = toy_batches(5, micro_batches=2)
-    options = {"stale_layers": 4}
-    expected = toy_store(toy_model(), policy=BOUNDED)
-    with toy_engine(toy_model(), expected, PARTITIONS["backward coarser"], 2, **options) as engine:
-        train(engine, batches[:3])
-    store, saved = toy_store(toy_model(), policy=BOUNDED), {}
-
-    def write(source):
-        for name, tensor in source.tensors.items():
-            source.reading(tensor)
-            saved[name] = tensor.clone()
-            source.finished_reading(name)
-
-    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, **options) as engine:
-        for index, batch in enumerate(batches):
-            engine.forward_backward(batch)
-            engine.step(1e-2)
-            if index == 2:
-                pending = engine.save(write)
-        engine.drain()
-        pending.result()
-    assert_same_state(saved, expected.named_views())
-
-
-def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refused(monkeypatch):
+def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refused():
     """The first backward stage has landed its gradients and is updated when a lower layer fails."""
     store, updated = toy_store(toy_model(), policy=BOUNDED), threading.Event()
-    leave = BoundedOptimizerWorker._apply_to
 
-    def noting(worker, bundle, step, lr):
-        result = leave(worker, bundle, step, lr)
-        if step == 1:
-            updated.set()
-        return result
+    class Noting(Observer):
+        def posted(self, token):
+            if kind_of(token) is WEIGHTS and token.number == 2 and this_thread() == "torchround optimizer":
+                updated.set()
 
     class FailingBlock(ToyBlock):
         def forward(self, hidden, micro_batch):
@@ -190,34 +137,16 @@ def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refuse
             assert updated.wait(60)
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(BoundedOptimizerWorker, "_apply_to", noting)
     model = toy_model()
     model = LayeredModel(model.names, (model.layers[0], FailingBlock(), *model.layers[2:]))
     with pytest.raises(PipelineError, match="planted.*mixes two weight versions") as raised:
         train(
-            toy_engine(model, store, PARTITIONS["one layer a stage"], 2, stale_layers=2),
+            toy_engine(model, store, PARTITIONS["one layer a stage"], 2, Noting(), stale_layers=2),
             toy_batches(3, micro_batches=2),
         )
     assert not raised.value.store_is_consistent and not store.is_consistent
     with pytest.raises(EngineUsageError, match="mixes two weight versions"):
         toy_engine(toy_model(), store, PARTITIONS["one stage"], 1)
-
-
-def test_an_exception_of_the_caller_leaves_whole_steps():
-    batches = toy_batches(3, micro_batches=2)
-    expected, store = (toy_store(toy_model(), policy=BOUNDED) for _ in range(2))
-    options = {"stale_layers": 4}
-    with toy_engine(toy_model(), expected, PARTITIONS["one layer a stage"], 3, **options) as engine:
-        train(engine, batches[:2])
-    with (
-        pytest.raises(ValueError, match="of the caller"),
-        toy_engine(toy_model(), store, PARTITIONS["one layer a stage"], 3, **options) as engine,
-    ):
-        for batch in batches[:2]:
-            engine.forward_backward(batch)
-            engine.step(1e-2)
-        raise ValueError("of the caller")
-    assert_same_state(store.named_views(), expected.named_views())
 
 
 @pytest.mark.parametrize(("policy", "stale_layers", "legal"), [(BOUNDED, 6, "0 to 5"), (SYNC, 1, "0 to 0")])

@@ -6,6 +6,7 @@ from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.small_run import small_runs
 from tests.support.toy import toy_model
@@ -83,7 +84,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_than_the_plan_counts(fa
 
     def storage(node):
         memory = node.meta["val"].untyped_storage()
-        return memory._cdata, memory.nbytes()
+        return StorageWeakRef(memory), memory.nbytes()
 
     def run(hidden, integers, *parameters):
         micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=1)

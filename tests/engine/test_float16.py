@@ -1,8 +1,6 @@
-"""float16 with a dynamic loss scale, bit by bit a plain loop's; planted overflows, resumes, timing."""
+"""float16 with a dynamic loss scale, bit by bit a plain loop's, with planted overflows and a resume."""
 
 import json
-import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -12,9 +10,8 @@ from tests.support.reference import Reference
 from tests.support.rounding import FP16
 from tests.support.toy import (
     PARTITIONS,
-    ToyBlock,
-    ToyHead,
     assert_same_state,
+    planted_model,
     toy_batches,
     toy_engine,
     toy_model,
@@ -47,16 +44,9 @@ class Overflow(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-@pytest.fixture
-def planted(monkeypatch):
-    """Every block doubles the gradients of micro-batches whose first token is even: too much for 2^15 and above."""
-    forward = ToyBlock.forward
-
-    def planting(self, hidden, micro_batch):
-        factor = 2.0 if int(micro_batch.tokens[0, 0]) % 2 == 0 else 1.0
-        return forward(self, Overflow.apply(hidden, factor), micro_batch)
-
-    monkeypatch.setattr(ToyBlock, "forward", planting)
+def doubled(hidden, micro_batch):
+    """Double the gradients of micro-batches whose first token is even: too much for 2^15 and above."""
+    return Overflow.apply(hidden, 2.0 if int(micro_batch.tokens[0, 0]) % 2 == 0 else 1.0)
 
 
 def run(engine, batches):
@@ -73,20 +63,25 @@ def float16_store(policy=SYNC):
     return toy_store(toy_model(), torch.float16, policy=policy)
 
 
-@pytest.mark.parametrize(("policy", "num_devices"), [(SYNC, 1), (ASYNC, 3)], ids=["sync", "async"])
-def test_float16_training_is_bitwise_a_plain_loop_with_the_same_scales(planted, policy, num_devices):
-    store = float16_store(policy)
-    loop = Reference.of(toy_model(), store, growth=3)
-    with toy_engine(toy_model(), store, PARTITION, num_devices) as engine:
-        losses, updates = run(engine, BATCHES)
-    assert losses == loop.train(BATCHES)
-    assert [(update.loss_scale, update.skipped) for update in updates] == list(
-        zip(loop.scales, loop.skipped, strict=True)
-    )
+@pytest.mark.parametrize(("policy", "num_devices", "stop"), [(SYNC, 1, 8), (ASYNC, 3, 5)], ids=["sync", "async"])
+def test_training_that_is_resumed_is_bitwise_a_plain_loop_with_the_same_scales(policy, num_devices, stop):
+    model, store = planted_model(doubled), float16_store(policy)
+    loop = Reference.of(model, store, growth=3)
+    with toy_engine(model, store, PARTITION, num_devices) as engine:
+        losses, updates = run(engine, BATCHES[:stop])
+    resumed = toy_store(toy_model(), torch.float16, seed=1, policy=policy)
+    for name, view in resumed.named_views().items():
+        view.copy_(store.named_views()[name])
+    resumed.resume(store.step, store.applied_updates, json.loads(json.dumps(store.loss_scale_state())))
+    with toy_engine(model, resumed, PARTITION, 2) as engine:
+        later_losses, later = run(engine, BATCHES[stop:])
+    assert losses + later_losses == loop.train(BATCHES)
+    found = [(update.loss_scale, update.skipped) for update in updates + later]
+    assert found == list(zip(loop.scales, loop.skipped, strict=True))
     assert 2 <= sum(loop.skipped) <= STEPS - 4
     assert any(later > earlier for earlier, later in pairwise(loop.scales))
-    assert_same_state(store.named_views(), loop.state())
-    assert store.applied_updates == loop.updates
+    assert_same_state(resumed.named_views(), loop.state())
+    assert resumed.applied_updates == loop.updates
 
 
 def test_the_reported_norm_is_that_of_the_unscaled_gradient():
@@ -98,70 +93,6 @@ def test_the_reported_norm_is_that_of_the_unscaled_gradient():
     assert norms[torch.float16] == pytest.approx(
         norms[torch.float32], rel=10 * FP16
     )  # ten roundings to float16 from the weights to a gradient
-
-
-@pytest.mark.parametrize(("policy", "stop"), [(SYNC, 1), (ASYNC, 2), (ASYNC, 5), (SYNC, 8)])
-def test_a_resumed_run_is_bitwise_one_that_never_stopped(planted, policy, stop):
-    whole = float16_store(policy)
-    with toy_engine(toy_model(), whole, PARTITION, 2) as engine:
-        _, expected = run(engine, BATCHES)
-    stopped = float16_store(policy)
-    with toy_engine(toy_model(), stopped, PARTITION, 2) as engine:
-        run(engine, BATCHES[:stop])
-    saved = {name: view.clone() for name, view in stopped.named_views().items()}
-    position = (stopped.step, stopped.applied_updates, json.loads(json.dumps(stopped.loss_scale_state())))
-    resumed = toy_store(toy_model(), torch.float16, seed=1, policy=policy)
-    for name, view in resumed.named_views().items():
-        view.copy_(saved[name])
-    resumed.resume(*position)
-    with toy_engine(toy_model(), resumed, PARTITION, 3) as engine:
-        _, updates = run(engine, BATCHES[stop:])
-    scales = [(update.loss_scale, update.skipped) for update in updates]
-    assert scales == [(update.loss_scale, update.skipped) for update in expected[stop:]]
-    assert_same_state(resumed.named_views(), whole.named_views())
-
-
-def test_scales_do_not_depend_on_timing_or_on_evaluations_between(planted, monkeypatch):
-    runs, forward = [], ToyBlock.forward
-    for seed in (None, 1):
-        delays = random.Random(seed)
-
-        def slow(self, hidden, micro_batch, seed=seed, delays=delays):
-            if seed is not None:
-                time.sleep(delays.random() * 2e-3)
-            return forward(self, hidden, micro_batch)
-
-        monkeypatch.setattr(ToyBlock, "forward", slow)
-        store = float16_store()
-        results = []
-        with toy_engine(toy_model(), store, PARTITION, 3) as engine:
-            for index, micro_batches in enumerate(BATCHES):
-                if seed is not None and index % 3 == seed:
-                    engine.evaluate(BATCHES[0])
-                results.append(engine.forward_backward(micro_batches))
-                engine.step(LR)
-            updates = [result.update() for result in results]
-        runs.append([(update.loss_scale, update.skipped) for update in updates])
-    assert runs[0] == runs[1]
-
-
-def test_only_a_last_layer_that_is_differentiated_learns_the_factor_of_its_loss(monkeypatch):
-    seen = []
-    for kind in (ToyBlock, ToyHead):
-        forward = kind.forward
-
-        def noting(self, hidden, micro_batch, forward=forward):
-            seen.append((type(self), torch.is_grad_enabled(), micro_batch.loss_factor))
-            return forward(self, hidden, micro_batch)
-
-        monkeypatch.setattr(kind, "forward", noting)
-    store = float16_store()
-    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
-        engine.evaluate(BATCHES[0]).loss()
-        _, [update] = run(engine, BATCHES[:1])
-    labels = sum(micro_batch.num_labels() for micro_batch in BATCHES[0])
-    heads = {(enabled, factor) for kind, enabled, factor in seen if kind is ToyHead}
-    assert heads == {(False, None), (True, update.loss_scale / labels)}
 
 
 def test_a_validation_loss_is_not_scaled():

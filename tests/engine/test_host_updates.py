@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
+from tests.support.faults import kind_of
 from tests.support.reference import Reference
 from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
 from tests.support.toy import assert_same_state, toy_batches, toy_model, toy_store
-from torchround.engine.host_updates import HostOptimizerWorker
+from torchround.engine.board import Observer
+from torchround.engine.host_updates import HYPERPARAMETERS
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer, SlowerOptimizerWarning
 
@@ -42,24 +44,24 @@ def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind):
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_scheduler_may_change_them_while_steps_are_under_way(monkeypatch, policy):
+def test_a_scheduler_may_change_them_while_steps_are_under_way(policy):
     """Every step of the optimizer's thread is late by two steps of the scheduler, as far as two passes allow."""
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
     store, optimizer = moment_free(model, policy=policy), HostOptimizer(MAKERS["sgd"])
     loop = Reference.of(model, store, MAKERS["sgd"])
-    scheduled, apply = threading.Semaphore(0), HostOptimizerWorker._apply
+    scheduled = threading.Semaphore(0)
 
-    def late(worker, *arguments):
-        scheduled.acquire()
-        return apply(worker, *arguments)
+    class Late(Observer):
+        def waited(self, token):
+            if kind_of(token) is HYPERPARAMETERS:
+                scheduled.acquire()
 
-    monkeypatch.setattr(HostOptimizerWorker, "_apply", late)
     plain = ExponentialLR(loop.torch, 0.5)
     losses = []
     for micro_batches in batches:
         losses.append(loop.step(micro_batches, 0.0))
         plain.step()
-    with host_engine(model, store, optimizer) as engine, warnings.catch_warnings():
+    with host_engine(model, store, optimizer, observer=Late()) as engine, warnings.catch_warnings():
         # One of them would say that the scheduler came before the optimizer.
         warnings.simplefilter("error")
         scheduler = ExponentialLR(optimizer.optimizer, 0.5)

@@ -5,96 +5,63 @@ import threading
 
 import pytest
 
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.faults import brief_joins
+from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
-from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC
 
+__all__ = ["brief_joins"]  # the fixture
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)
 
 
-@pytest.fixture
-def failing(monkeypatch):
-    """Return what makes every block fail from now on, or no longer."""
+class Failing:
+    """What makes each block of its model fail, from when it is told to."""
 
-    def forward(self, hidden, micro_batch):
-        raise ValueError("planted")
+    def __init__(self):
+        self.model = planted_model(self.plant)
+        self.now = False
 
-    def fail(now=True):
-        monkeypatch.setattr(ToyBlock, "forward", forward) if now else monkeypatch.undo()
+    def __deepcopy__(self, memo):
+        return self
 
-    return fail
+    def plant(self, hidden, micro_batch):
+        if self.now:
+            raise ValueError("planted")
+        return hidden
 
 
-def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(monkeypatch, failing):
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(brief_joins):
     over, device = threading.Event(), CpuDevice(0)
     device.finish = over.wait  # a kernel that never ends
-    engine = toy_engine(toy_model(), toy_store(toy_model()), PARTITION, 1, wrap=lambda _: device)
-    failing()
+    failing = Failing()
+    engine = toy_engine(failing.model, toy_store(toy_model()), PARTITION, 1, wrap=lambda _: device)
+    failing.now = True
     with pytest.raises(PipelineError, match=r"ValueError: planted \(still inside a computation.*cpu:0\)"):
         train(engine, BATCHES)
     over.set()
 
 
-def test_results_of_finished_steps_are_there_after_a_fault_and_after_close(failing):
+def test_results_of_finished_steps_are_there_after_a_fault_and_after_close():
     for faulty in (True, False):
-        model = toy_model()
-        engine = toy_engine(model, toy_store(model), PARTITION, 2)
+        failing = Failing()
+        engine = toy_engine(failing.model, toy_store(toy_model()), PARTITION, 2)
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         if faulty:
             engine.drain()
-            failing()
+            failing.now = True
             with pytest.raises(PipelineError, match="planted"):
                 train(engine, BATCHES[1:])
-            failing(False)
         else:
             engine.close()
             assert result.reports()
         assert result.update().grad_norm > 0 and result.loss() > 0
 
 
-def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
-    """Carrying weights over waits for the readers of the overwritten version; the second such wait fails."""
-    model = toy_model()
-    store = toy_store(model, policy=ASYNC)
-    before = {name: view.clone() for name, view in store.named_views().items()}
-    for device_weight in store.bundles[1].device_weights:
-        device_weight.fill_(float("inf"))
-    original, calls = Ordering.before_device_weight_write, []
-
-    def failing(self, bundle, version):
-        calls.append(bundle)
-        if len(calls) == 2:
-            raise RuntimeError("the device is gone")
-        original(self, bundle, version)
-
-    monkeypatch.setattr(Ordering, "before_device_weight_write", failing)
-    with pytest.raises(PipelineError, match="the device is gone"):
-        train(toy_engine(model, store, PARTITION, 2), BATCHES)
-    assert store.is_consistent and store.applied_updates == 0
-    views = store.named_views()
-    names = [name for name in before if not name.startswith("master")]
-    assert_same_state({name: views[name] for name in names}, {name: before[name] for name in names})
-    for bundle in store.trained:
-        assert bundle.device_weights[0].equal(bundle.device_weights[1])
-
-
 def run_steps(engine):
-    for micro_batches in 2 * BATCHES:
+    for micro_batches in BATCHES:
         engine.forward_backward(micro_batches)
         engine.step(1e-2)
         save = engine.save(lambda source: None)
@@ -104,7 +71,7 @@ def run_steps(engine):
 
 
 def run_evaluations(engine):
-    for _ in range(10):
+    for _ in range(4):
         engine.evaluate(BATCHES[0])
     engine.drain()
 
@@ -127,29 +94,16 @@ def test_a_long_run_remembers_nothing_of_old_passes(run):
     assert counts[2] - counts[1] < 60, counts
 
 
-def test_an_engine_that_does_not_fit_leaves_no_device_charged():
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
-        train(engine, BATCHES[:1])
-        needed = engine.devices[0].peak_bytes()
-    devices = [CpuDevice(0, needed), CpuDevice(1, 1000)]
-    with pytest.raises(DeviceMemoryError):
-        toy_engine(model, toy_store(model), PARTITION, 2, wrap=lambda device: devices[int(device.name[4:])])
-    with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: devices[0]) as engine:
-        train(engine, BATCHES[:1])
-
-
-def test_a_stopped_engine_does_not_touch_a_device_that_another_one_uses(failing):
-    model = toy_model()
+def test_a_stopped_engine_does_not_touch_a_device_that_another_one_uses():
+    model, failing = toy_model(), Failing()
     with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
         train(engine, BATCHES[:1])
         needed = engine.devices[0].peak_bytes()
     device = CpuDevice(0, needed)
-    first = toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: device)
-    failing()
+    first = toy_engine(failing.model, toy_store(model), PARTITION, 1, wrap=lambda _: device)
+    failing.now = True
     with pytest.raises(PipelineError, match="planted"):
         train(first, BATCHES)
-    failing(False)
     with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: device) as second:
         train(second, BATCHES[:1])
         with pytest.raises(PipelineError, match="planted"):

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.faults import Bomb, armed
 from tests.support.small_run import small_runs
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.device import CpuDevice
+from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
-from torchround.engine.ordering import Ordering
+from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_memory import HostAllocator
 
@@ -95,6 +96,7 @@ def test_close_gives_every_buffer_back(buffers, partition, settings):
     assert all(result.update().grad_norm > 0 for result in kept[1:])
 
 
+@pytest.mark.compiles
 def test_compiled_layers_keep_no_buffer(buffers):
     model = toy_model()
     compiler = LayerCompiler(model, backend="aot_eager")
@@ -104,8 +106,8 @@ def test_compiled_layers_keep_no_buffer(buffers):
 
 
 @pytest.mark.parametrize("place", ["layer", "after parts are recorded", "after a replay", "backward", "copy", "update"])
-def test_a_fault_gives_every_buffer_back(buffers, monkeypatch, place):
-    planted = []
+def test_a_fault_gives_every_buffer_back(buffers, place):
+    planted, bomb = [], Bomb(None, ValueError)
 
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -129,23 +131,13 @@ def test_a_fault_gives_every_buffer_back(buffers, monkeypatch, place):
                 raise ValueError(f"planted with {output.shape}")
             return output
 
-    class Device(CpuDevice):
-        def _copy(self, stream, destination, source):
-            if planted == ["copy"]:
-                raise ValueError("planted")
-            super()._copy(stream, destination, source)
-
-    def failing(*arguments):
-        raise ValueError("planted")
-
     model = toy_model()
     model = replace(model, layers=(model.layers[0], *(Block() for _ in model.layers[1:-1]), model.layers[-1]))
-    settings = {"rounds": 2, "kept": KEPT["all"], "wrap": lambda device: Device(int(device.name[4:]))}
+    settings = {"rounds": 2, "kept": KEPT["all"], **armed(bomb)}
     engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, **settings)
     train(engine, BATCHES[:1])
     planted.append(place)
-    if place == "update":
-        monkeypatch.setattr(Ordering, "before_gradient_read", failing)
+    bomb.place = {"copy": Stream.WEIGHT_UPLOAD, "update": ("has", GRADIENT_LANDED)}.get(place)
     kept = []
     with pytest.raises(PipelineError, match="planted") as fault:
         for micro_batches in BATCHES:

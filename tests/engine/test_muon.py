@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.support.faults import Bomb, armed
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.errors import PipelineError
+from torchround.engine.ordering import LOOK_AHEAD
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.worker import orthogonalise
 from torchround.optim import make_optimizer
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
@@ -27,18 +28,15 @@ def muon_engine(model, store, num_devices=2, partition=PARTITION, table=TABLE, *
     return toy_engine(model, store, partition, num_devices, optimizer=table, **options)
 
 
-def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_the_last_update(monkeypatch):
+def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_the_last_update():
     model, batches = toy_model(), toy_batches(3, micro_batches=2)
     store = muon_store(model)
-    engine = muon_engine(model, store)
+    bomb = Bomb(None)
+    engine = muon_engine(model, store, **armed(bomb))
     with engine:
         train(engine, batches[:1], LR)
         before = {name: view.clone() for name, view in store.named_views().items()}
-
-        def fail(matrices):
-            raise RuntimeError("planted")
-
-        monkeypatch.setattr(orthogonalise, "orthogonalised", fail)
+        bomb.place = ("has", LOOK_AHEAD)
         engine.forward_backward(batches[1])
         engine.step(LR)
         with pytest.raises(PipelineError, match=r"device cpu:\d, orthogonalisation stage \(block\.\d\).*planted"):
@@ -55,20 +53,6 @@ def test_a_model_without_matrices_in_blocks_trains_with_adamw_alone():
     assert not any(segment.rule.uses_direction for bundle in store.trained for segment in bundle.segments)
     with muon_engine(model, store) as engine:
         assert len(set(train(engine, toy_batches(3, micro_batches=2), LR))) == 3
-
-
-def test_each_bundle_goes_to_the_device_whose_turn_it_is():
-    """Deepest layer first: its gradient is whole first."""
-    model = toy_model()
-    store = muon_store(model)
-    taken = {}
-    with muon_engine(model, store, 2) as engine:
-        result = engine.forward_backward(toy_batches(1, micro_batches=2)[0])
-        engine.step(LR)
-        for landed in result.update().directions:
-            taken[landed.layer] = landed.device
-    first = len(result.tasks) % 2
-    assert taken == {5: first, 4: 1 - first, 3: first, 2: 1 - first, 1: first}
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
 """A run takes all host buffers and device space that it needs before its first step; later steps take nothing."""
 
-import time
-
 import pytest
-import torch
 
-from tests.support.toy import PARTITIONS, ToyLayer, toy_batches, toy_engine, toy_model, toy_store
-from torchround.engine.landed_gradients import LandedGradients
+from tests.support.faults import Bomb
+from tests.support.toy import KEPT, PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-STEPS = 6
+STEPS = 4
 
 
 def taken(engine):
@@ -54,17 +52,10 @@ def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, m
 
 
 @POLICIES
-def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(monkeypatch, policy):
-    add_up = LandedGradients._add_up
-
-    def slow(*arguments):
-        time.sleep(0.002)
-        add_up(*arguments)
-
-    monkeypatch.setattr(LandedGradients, "_add_up", slow)
-    model = toy_model(tied=True)
+def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(policy):
+    model, slow = toy_model(tied=True), Bomb(("has", GRADIENT_LANDED), exception=None)
     store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS["forward coarser"], 3, rounds=4) as engine:
+    with toy_engine(model, store, PARTITIONS["forward coarser"], 3, slow, rounds=4) as engine:
         for batch in toy_batches(3, micro_batches=4):
             train_step(engine, batch)
         engine.drain()
@@ -104,28 +95,16 @@ def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
         assert engine.pool.reserved_bytes > before and nothing_is_taken_in_need(engine)
 
 
-def test_layers_that_declare_no_sizes_take_buffers_when_they_need_them(monkeypatch):
-    """How many depends on the order of the threads, but never more than are counted for the worst order."""
-    owned = []
-    for declares in (True, False):
-        if not declares:
-            monkeypatch.delattr(ToyLayer, "work")
-        model = toy_model()
-        with toy_engine(model, toy_store(model, torch.bfloat16), PARTITIONS["forward coarser"], 1) as engine:
-            for batch in toy_batches(6, micro_batches=4):
-                train_step(engine, batch)
-            engine.drain()
-            owned.append(engine.pool.allocated_bytes)
-            assert nothing_is_taken_in_need(engine) is declares
-    assert owned[1] <= owned[0]
-
-
-@pytest.mark.parametrize(("policy", "validates"), [(SYNC, False), (ASYNC, True)])
-def test_a_run_can_be_reserved_before_its_first_step(policy, validates):
+@pytest.mark.parametrize(
+    ("policy", "validates", "kept"), [(SYNC, False, ()), (ASYNC, True, ()), (ASYNC, True, KEPT["mixed"])], ids=str
+)
+def test_a_run_can_be_reserved_before_its_first_step(policy, validates, kept):
     model = toy_model(tied=True)
     batches = toy_batches(STEPS, micro_batches=5)
     shapes = [tuple(micro_batch.tokens.shape) for micro_batch in batches[0]]
-    with toy_engine(model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2) as engine:
+    with toy_engine(
+        model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2, kept=kept
+    ) as engine:
         engine.reserve(shapes, validates)
         before = engine.pool.num_allocations
         for batch in batches:

@@ -6,26 +6,23 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)
 
 
-def slow_blocks(monkeypatch, seconds):
-    forward = ToyBlock.forward
-
-    def slow(self, hidden, micro_batch):
+def slow_model(seconds):
+    def slow(hidden, micro_batch):
         time.sleep(seconds)
-        return forward(self, hidden, micro_batch)
+        return hidden
 
-    monkeypatch.setattr(ToyBlock, "forward", slow)
+    return planted_model(slow)
 
 
-def test_busy_time_is_the_time_spent_in_layers(monkeypatch):
+def test_busy_time_is_the_time_spent_in_layers():
     """Each of the 5 blocks sleeps 2 ms in 4 forwards and, below the fused stage, 4 recomputes."""
-    slow_blocks(monkeypatch, 0.002)
-    model = toy_model()
+    model = slow_model(0.002)
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
@@ -52,10 +49,9 @@ def test_the_wait_for_a_slow_update_is_measured_apart():
         assert optimizer_wait_s > max(0.25, *results[1].by_device(lambda slot: slot.input_wait_s, 1))
 
 
-def test_the_wait_for_the_stage_before_is_measured_apart(monkeypatch):
+def test_the_wait_for_the_stage_before_is_measured_apart():
     """Stages of 2, 3 and no blocks of 10 ms: in the second pass the last device waits 30 ms for the middle one."""
-    slow_blocks(monkeypatch, 0.01)
-    model = toy_model()
+    model = slow_model(0.01)
     with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
         results = [engine.evaluate(BATCHES[0][:1]) for _ in range(2)]
         first_s, _, last_s = results[1].by_device(lambda slot: slot.input_wait_s, 3)

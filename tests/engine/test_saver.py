@@ -6,21 +6,12 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    ToyEmbedding,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    watched,
-)
+from tests.support.faults import Bomb, armed
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.ordering import Ordering
+from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
 KINDS = {
@@ -28,6 +19,7 @@ KINDS = {
     "sync, tied, two rounds": {"tied": True, "rounds": 2},
     "async, predict": {"policy": ASYNC_PREDICT},
     "async, tied, two rounds, bfloat16": {"policy": ASYNC, "tied": True, "rounds": 2, "dtype": torch.bfloat16},
+    "bounded": {"policy": BOUNDED, "stale_layers": 2},
     "async, float16, every update skipped": {"policy": ASYNC, "dtype": torch.float16, "poisoned": True},
 }
 
@@ -160,13 +152,9 @@ def test_a_save_that_fails_raises_for_its_caller_and_holds_nothing_up(tmp_path):
     assert engine.store.step == 3
 
 
-def fail(engine, monkeypatch):
-    """Let the next step fail on a device, and the engine with it."""
-
-    def forward(layer, hidden, micro_batch):
-        raise ValueError("planted")
-
-    monkeypatch.setattr(ToyEmbedding, "forward", forward)
+def fail(engine, bomb):
+    """Let a device of an armed engine fail in the next step, and the engine with it."""
+    bomb.place = ("has", STAGE_JOB)
     with pytest.raises(PipelineError, match="planted"):
         step(engine, toy_batches(1, micro_batches=4)[0])
         engine.drain()
@@ -180,7 +168,7 @@ def until_abandoned(source):
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(policy, monkeypatch, tmp_path):
+def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(policy, tmp_path):
     """An update waits in its middle for a save that is stuck, and a device fails. The update must be completed."""
     in_the_middle = threading.Event()
 
@@ -194,14 +182,14 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
         until_abandoned(source)
         source.raise_if_abandoned()
 
-    engine, expected = build(policy=policy), build(policy=policy)
+    bomb = Bomb(None)
+    engine, expected = build(policy=policy, **armed(bomb)), build(policy=policy)
     batches = toy_batches(2, micro_batches=4)
     step(engine, batches[0])
     save = engine.save(stuck)
     step(engine, batches[1])
     assert in_the_middle.wait(60)
-    fail(engine, monkeypatch)
-    monkeypatch.undo()
+    fail(engine, bomb)
     assert not save.ended
     assert engine.store.is_consistent and engine.store.step == 2
     with expected:
@@ -212,7 +200,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
-def test_nothing_is_published_after_a_fault_though_it_was_allowed_before(monkeypatch):
+def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
     published = []
 
     def late(source):
@@ -220,10 +208,11 @@ def test_nothing_is_published_after_a_fault_though_it_was_allowed_before(monkeyp
         source.before_publishing()
         published.append(source.step)
 
-    engine = build()
+    bomb = Bomb(None)
+    engine = build(**armed(bomb))
     save = engine.save(late)
     save.may_publish()
-    fail(engine, monkeypatch)
+    fail(engine, bomb)
     assert not published and not save.ended
 
 
@@ -233,35 +222,3 @@ def test_a_save_between_forward_backward_and_step_is_refused():
         with pytest.raises(EngineUsageError, match="save"):
             engine.save(lambda source: None)
         engine.step(1e-2)
-
-
-def races(tmp_path, saves_every, options):
-    log = AccessLog()
-    checkpointer = Checkpointer(tmp_path)
-    with build(observer=log, wrap=lambda device: watched(device, log), **options) as engine:
-        for index, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
-            step(engine, micro_batches)
-            if index % saves_every == 0:
-                engine.save(saving(checkpointer)).may_publish()
-    return find_races(log.entries)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": SYNC, "tied": True, "rounds": 2},
-        {"policy": ASYNC},
-        {"policy": ASYNC, "poisoned": True},
-        {"policy": BOUNDED, "stale_layers": 3},
-    ],
-    ids=["sync", "async", "skipped", "bounded"],
-)
-def test_no_race_with_saves_beside_training(options, tmp_path):
-    """In `bounded` a save reads device weights that lag, which the next step writes before it updates anything."""
-    assert races(tmp_path, 2 if options["policy"] is BOUNDED else 1, options) == []
-
-
-@pytest.mark.parametrize("rule", ["before_overwriting_saved", "before_save"])
-def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, monkeypatch, tmp_path):
-    monkeypatch.setattr(Ordering, rule, lambda *_: {"applied_updates": 0})
-    assert races(tmp_path, 2, {"policy": BOUNDED, "stale_layers": 3})

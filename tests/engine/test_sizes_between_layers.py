@@ -1,17 +1,14 @@
 """Buffers for values between layers: sizes that nothing tells are measured in the first pass of a shape, then reserved."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tests.support.any_layers import any_batches, any_model, first, outputs
 from tests.support.reference import Reference
 from tests.support.toy import toy_engine, toy_store
 from torchround.engine.errors import PipelineError
 from torchround.engine.worker.slots import aligned
+from torchround.engine.worker.structure import flatten
 from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
@@ -21,13 +18,9 @@ def bytes_between(model, store, batch) -> list[int]:
     """Return the bytes of each layer's output, each tensor counted once."""
     sizes = []
     for hidden in Reference.of(model, store).outputs(batch):
-        tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(hidden) if isinstance(leaf, Tensor)}
-        sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
+        tensors, _ = flatten(hidden)
+        sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors))
     return sizes
-
-
-def free_buffers(pool) -> Counter:
-    return Counter({size: len(buffers) for size, buffers in pool._free.items() if buffers})
 
 
 @pytest.mark.parametrize("tells", [False, True])
@@ -65,16 +58,12 @@ def test_outputs_leave_nothing_taken_and_take_no_new_memory(num_devices, tells):
         engine.forward(any_batches(4)).outputs()
         engine.forward(any_batches(4)).outputs()
         allocations = engine.pool.num_allocations
-        for seed in range(3):
+        for seed in range(6):
             result = engine.forward(any_batches(4, seed))
-            if seed != 1:  # a caller may also drop a result
+            if seed % 2:  # a caller may also drop a result
                 result.outputs()
         engine.drain()
         assert engine.pool.num_allocations == allocations
-        # All buffers of the size are free again.
-        assert sum(size * count for size, count in free_buffers(engine.pool).items()) == sum(
-            size * count for size, count in engine.pool._owned.items()
-        )
         if tells:
             assert engine.pool.allocated_bytes == engine.pool.reserved_bytes
 

@@ -1,12 +1,14 @@
 """Layers of a user, with nested values and batches of their own, on several machines, and what they cannot use."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.support.any_layers import any_batches, any_model
 from tests.support.reference import Reference
 from tests.support.shared_steps import Case, assert_equal_to_one_machine
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, toy_store
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.pipeline.partition import Partition
@@ -74,16 +76,14 @@ def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
 def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog) -> None:
     # What compiles takes seconds to import, and has no part in this.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    model, [batches] = toy_model(), toy_batches(1, 2)
-    embedding, block = type(model.layers[0]), type(model.layers[1])
-    inner, outer = embedding.forward, block.forward
-    monkeypatch.setattr(embedding, "forward", lambda self, hidden, batch: {"value": inner(self, hidden, batch)})
 
-    def from_dict(self, hidden, batch):
-        return outer(self, hidden["value"] if isinstance(hidden, dict) else hidden, batch)
+    class DictEmbedding(ToyEmbedding):
+        def forward(self, hidden, batch):
+            return {"value": super().forward(hidden, batch)}
 
-    monkeypatch.setattr(block, "forward", from_dict)
-    losses = []
+    model = planted_model(lambda hidden, batch: hidden["value"] if isinstance(hidden, dict) else hidden)
+    model = replace(model, layers=(DictEmbedding(), *model.layers[1:]))
+    [batches], losses = toy_batches(1, 2), []
     for compiler in (None, LayerCompiler(model, "eager")):
         with toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, compiler=compiler) as engine:
             losses.append(engine.evaluate(batches).loss_sums())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.engine.worker.structure import flatten
 from torchround.layer import LayeredModel
 
 WIDTH = 8
@@ -126,6 +127,14 @@ def last(layer, hidden, batch):
 def outputs(layer, hidden, batch):
     value = hidden[0]
     return {"logits": F.linear(value, layer.weight), "same": (value, value), "rows": batch.targets, "name": batch.name}
+
+
+def assert_same_value(found, wanted) -> None:
+    """Assert that two values between layers have the same structure, and the same tensors wherever they are."""
+    (ours, of_ours), (theirs, of_theirs) = flatten(found), flatten(wanted)
+    assert of_ours == of_theirs
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, theirs, strict=True))
 
 
 def any_model(end: Callable = last, trained: bool = True, **facts) -> LayeredModel:

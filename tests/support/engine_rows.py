@@ -21,6 +21,7 @@ from torchround.engine.store.ownership import Ownership
 from torchround.layer import with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, make_optimizer
 from torchround.pipeline.machine_shares import step_share
+from torchround.pipeline.partition import Partition
 
 # The first value of an axis is the default, which the table writes as a dot.
 AXES = {
@@ -129,11 +130,24 @@ KEPT = {
     "all": ((), *(("gate_up", "down"),) * BLOCKS, ()),
     "upper": ((), (), (), ("gate_up",), ("down", "gate_up"), ("down",), ()),
 }
+# Models of the families cost more, so they have three blocks.
+FAMILY_BLOCKS = 3
+FAMILY_CUTS = {
+    "one": Partition((), 5, ()),
+    "each": Partition((1,) * 4, 1, (1,) * 4),
+    "forward": Partition((2, 2), 1, (1, 1, 2)),
+    "backward": Partition((1, 1, 1), 2, (2, 1)),
+}
+FAMILY_KEPT = {
+    "none": (),
+    "all": ((), *(("gate_up", "down"),) * FAMILY_BLOCKS, ()),
+    "upper": ((), (), (), ("down", "gate_up"), ()),
+}
 LR = 1e-2
 # Some steps leave machines, rounds or calls without a micro-batch.
 STEPS = [
     with_dropout_seeds(batch[:count], seed=7, step=step)
-    for step, (batch, count) in enumerate(zip(toy_batches(4, 5), (4, 2, 5, 3), strict=True))
+    for step, (batch, count) in enumerate(zip(toy_batches(4, 4), (3, 1, 4, 2), strict=True))
 ]
 [HELD_OUT] = toy_batches(1, 2, seed=1)
 
@@ -192,17 +206,21 @@ class Row:
     def stale_layers(self):
         return self.stale if self.update == "stale" else 0
 
+    @property
+    def of_family(self):
+        return self.experts or self.adapters
+
     def model(self):
-        if not self.experts and not self.adapters:
+        if not self.of_family:
             return toy_model(self.tied)
         family = ("qwen3", "debug_moe") if self.experts else ("llama3", "debug")
         targets = ("q_proj", "o_proj", "up_proj") if self.adapters else ()
-        return small_decoder(*family, targets, num_layers=BLOCKS, tied_embeddings=self.tied)
+        return small_decoder(*family, targets, num_layers=FAMILY_BLOCKS, tied_embeddings=self.tied)
 
     @property
     def loss_scale(self):
         """In float16 some of the first steps overflow with it, and others do not."""
-        if self.experts or self.adapters:
+        if self.of_family:
             return 2.0**19
         return 2.0**16 if self.tied else 2.0**18
 
@@ -221,10 +239,11 @@ class Row:
         return store
 
     def engine(self, model, store, optimizer, **options):
+        kept, cuts = (FAMILY_KEPT, FAMILY_CUTS) if self.of_family else (KEPT, CUTS)
         settings = {
             "rounds": self.rounds, "clip": "global" if self.clip == "none" else self.clip,
             "max_norm": 0.0 if self.clip == "none" else MAX_NORM,
-            "kept": KEPT[self.kept], "layerwise_recompute": self.recompute == "layer",
+            "kept": kept[self.kept], "layerwise_recompute": self.recompute == "layer",
             "times_layers": self.recompute == "timed", "turns": [range(self.devices)] if self.link == "turns" else (),
             "accumulate_dtype": torch.bfloat16 if self.gradient == "narrow" else torch.float32,
             "stale_layers": self.stale_layers, "accumulates": self.calls > 1,
@@ -232,7 +251,7 @@ class Row:
             "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip
-        return toy_engine(model, store, CUTS[self.cut], self.devices, optimizer=optimizer, **settings | options)
+        return toy_engine(model, store, cuts[self.cut], self.devices, optimizer=optimizer, **settings | options)
 
     def calls_of(self, batch):
         size = -(-len(batch) // self.calls)

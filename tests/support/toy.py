@@ -69,7 +69,7 @@ class ToyEmbedding(ToyLayer):
 
 
 class ToyBlock(ToyLayer):
-    """A gated residual block that can keep its two products; `before_forward` lets a test plant a fault."""
+    """A gated residual block that can keep its two products."""
 
     keepable = {"gate_up": 3 * WIDTH, "down": WIDTH}  # noqa: RUF012  (no test changes it)
 
@@ -87,6 +87,17 @@ class ToyBlock(ToyLayer):
         self.norm.fill_(1.0)
         for weight in (self.up.weight, self.up.bias, self.down.weight):
             weight.normal_(std=0.2, generator=generator)
+
+
+class PlantedBlock(ToyBlock):
+    """A block that takes `plant(hidden, micro_batch)` for its input. In place of returning it, that may raise or wait."""
+
+    def __init__(self, plant: Callable) -> None:
+        super().__init__()
+        self.plant = plant
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return super().forward(self.plant(hidden, micro_batch), micro_batch)
 
 
 class ToyHead(nn.Module):
@@ -114,6 +125,12 @@ def toy_model(tied: bool = False) -> LayeredModel:
     head = ToyHead(embedding if tied else None)
     names = ("embedding", *(f"block.{index}" for index in range(BLOCKS)), "head")
     return LayeredModel(names, (embedding, *blocks, head))
+
+
+def planted_model(plant: Callable, tied: bool = False) -> LayeredModel:
+    """Make a toy model of planted blocks."""
+    first, *blocks, last = toy_model(tied).layers
+    return LayeredModel(toy_model().names, (first, *(PlantedBlock(plant) for _ in blocks), last))
 
 
 def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[MicroBatch]]:

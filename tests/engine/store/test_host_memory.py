@@ -7,7 +7,6 @@ import ctypes
 import gc
 import mmap
 import os
-import threading
 import warnings
 import weakref
 
@@ -62,6 +61,14 @@ def is_mapped(address, nbytes):
     return libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), asynchronous) == 0
 
 
+@pytest.fixture
+def locker(monkeypatch):
+    """Make the page locker of all host memory that is made without one."""
+    locker = RecordingLocker()
+    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    return locker
+
+
 def exit_code(process):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
@@ -86,32 +93,10 @@ def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks
         assert locker.locked == {} and memory.locked_buffers() == 0 and not buffers[0].any()
 
 
-def test_several_threads_fill_a_large_buffer_before_it_is_locked(small_chunks, monkeypatch):
-    """One thread takes too long for hundreds of GiB: each of the first two fills waits until the other has begun."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    both, filled, memset = threading.Barrier(2), [], ctypes.memset
-    locker = RecordingLocker()
-
-    def fill(address, value, nbytes):
-        filled.append((address, nbytes))
-        if len(filled) <= 2:
-            both.wait(20.0)
-        assert not locker.locked, "pages are locked before they exist"
-        return memset(address, value, nbytes)
-
-    monkeypatch.setattr(ctypes, "memset", fill)
-    memory = HostAllocator(True, locker)
-    buffer = memory.allocate(20 * PAGE, for_devices=True)
-    start, ends = buffer.data_ptr(), sorted(address + nbytes for address, nbytes in filled)
-    assert sorted(address for address, _ in filled) == [start, *ends[:-1]] and ends[-1] == start + 20 * PAGE
-    memory.close()
-
-
 @pytest.mark.parametrize("largest", [2**40, CHUNK // 2])
-def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, monkeypatch, largest):
+def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, locker, largest):
     """CUDA refuses such a copy. A registration that is too large for the driver is tried again in halves."""
-    locker = RecordingLocker(largest=largest)
-    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    locker.largest = largest
     pool, sizes = HostPool(True, Observer()), {11 * PAGE: 9, 3 * PAGE: 20, 5 * PAGE: 4}
     pool.reserve(sizes)
     held = locker.pieces()
@@ -196,9 +181,7 @@ def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_pl
     memory.close()
 
 
-def test_a_store_locks_device_weights_and_gradients_and_nothing_else(monkeypatch):
-    locker = RecordingLocker()
-    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+def test_a_store_locks_device_weights_and_gradients_and_nothing_else(locker):
     for pinned in (False, True):
         store = toy_store(toy_model(), policy=ASYNC, pinned=pinned)
         store.allocate_gradients(rounds=1)

@@ -84,12 +84,6 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_nor_versio
     assert store.weights()["block.2.norm"].dtype is torch.float32
 
 
-# What the weights are.
-
-
-# Resuming.
-
-
 def test_a_parameter_that_two_layers_or_two_names_share_is_stored_once():
     model = toy_model(tied=True)
     model.layers[1].again = model.layers[1].up  # one module under two names
@@ -224,20 +218,35 @@ def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     [
         (lambda saved: saved, None),
         (lambda saved: {**saved, "lr": float("nan")}, "nan"),
+        (lambda saved: {**saved, "lr": True}, "lr"),
         (lambda saved: {**saved, "betas": 0.9}, "betas"),
+        (lambda saved: {**saved, "betas": [0.9, 1.0]}, "betas"),
+        (lambda saved: {**saved, "eps": 0.0}, "eps"),
         (lambda saved: {**saved, "weight_decay": 0.1}, "weight_decay"),
         (lambda saved: {"lr": saved["lr"], "eps": saved["eps"]}, "betas"),
         (lambda saved: [], "prediction"),
     ],
-    ids=["sound", "not finite", "no pair", "a key too many", "a key too few", "no table"],
+    ids=[
+        "sound",
+        "not finite",
+        "no number",
+        "no pair",
+        "out of range",
+        "zero",
+        "a key too many",
+        "a key too few",
+        "no table",
+    ],
 )
 def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
     store = toy_store(toy_model(), torch.bfloat16, policy=ASYNC_PREDICT)
     with toy_engine(toy_model(), store, PARTITION, 2) as engine:
         train(engine, BATCHES[:2])
-    saved, before = damage(store.resume_state()["prediction"]), copy_of(store)
+    sound, before = store.resume_state()["prediction"], copy_of(store)
     weights = [bundle.version(2).clone() for bundle in store.bundles]
-    with pytest.raises(ValueError, match=key) if key else contextlib.nullcontext():
-        store.resume(2, applied_updates=2, prediction=saved)
+    with pytest.raises((ValueError, TypeError), match=key) if key else contextlib.nullcontext():
+        store.resume(2, applied_updates=2, prediction=damage(sound))
+    with pytest.raises(ValueError, match="prediction"):  # its bias correction would divide by zero
+        store.resume(2, applied_updates=0, prediction=sound)
     assert_same_state(copy_of(store), before)
     assert all(torch.equal(b.version(2), old) for b, old in zip(store.bundles, weights, strict=True))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
-from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -18,7 +18,7 @@ from torchround.engine.watch.race_checker import AccessLog, find_races
 BATCHES = toy_batches(3, micro_batches=4)
 
 
-class LockingDevice(CpuDevice):
+class LockingDevice(CpuDevice, DeviceWatcher):
     """A virtual device that needs page-locked memory. It notes the threads that copy weights to it."""
 
     pins_host_memory = True
@@ -26,11 +26,11 @@ class LockingDevice(CpuDevice):
     def __init__(self, index):
         super().__init__(index)
         self.copiers = set()
+        self.watchers.append(self)
 
-    def _copy(self, stream, destination, source):
+    def begins(self, device, stream, reads, writes, copied_bytes):
         if stream is Stream.WEIGHT_UPLOAD:
             self.copiers.add(threading.current_thread().name)
-        super()._copy(stream, destination, source)
 
 
 class AcceptingLocker:

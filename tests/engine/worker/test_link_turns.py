@@ -4,10 +4,10 @@ The tests judge order by waits and events alone, so no verdict depends on timing
 """
 
 import threading
-from collections import defaultdict
 
 import pytest
 
+from tests.support.faults import Bomb
 from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
@@ -21,9 +21,7 @@ from tests.support.toy import (
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
-from torchround.pipeline.shared_links import LinkWindows
 
 FINEST = PARTITIONS["one layer a stage"]
 MICRO_BATCHES = 4
@@ -105,65 +103,17 @@ def test_training_gives_the_same_bits_in_turns(num_devices, groups, policy):
     assert_same_state(states[1], states[0])
 
 
-@pytest.mark.parametrize(
-    ("partition", "rounds", "policy"),
-    [("one layer a stage", 1, ASYNC), ("one layer a stage", 2, SYNC), ("backward coarser", 2, ASYNC)],
-)
-def test_no_race_in_turns(partition, rounds, policy):
-    log, model = AccessLog(), toy_model()
-    options = {"observer": log, "wrap": lambda device: watched(device, log), "turns": [(0, 1), (2, 3)]}
-    store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS[partition], 4, rounds=rounds, **options) as engine:
-        train(engine, toy_batches(2, MICRO_BATCHES))
-    assert find_races(log.entries) == []
-
-
-def test_each_chunk_takes_its_turn_at_the_window_of_its_stage(monkeypatch):
-    """The windows of a stage's weights are those of the slot before it on the device, as `LinkWindows` numbers them."""
-    taken, turn = defaultdict(set), LinkTurns.turn
-
-    def noted(turns, index, device, window):
-        taken[index].add(window)
-        return turn(turns, index, device, window)
-
-    monkeypatch.setattr(LinkTurns, "turn", noted)
-    model = toy_model()
-    with toy_engine(model, toy_store(model), FINEST, 2, turns=[(0, 1)]) as engine:
-        train(engine, toy_batches(1, MICRO_BATCHES))
-    windows = LinkWindows(2)
-    starts = [windows.next(MICRO_BATCHES) for _ in FINEST.stages()]
-    for index in range(2):
-        slots = starts[index::2]
-        # A device uploads for its next slot in the windows of this one, or all at once in the first of its own.
-        possible = {start + number for start in slots for number in range(MICRO_BATCHES)}
-        assert taken[index] <= possible and {slots[0]} <= taken[index] and len(taken[index]) > len(slots)
-
-
-class DyingDevice(CpuDevice):
-    """A device that raises in the middle of its `last` upload of weights."""
-
-    def __init__(self, index, last):
-        super().__init__(index)
-        self.left = last
-
-    def _copy(self, stream, destination, source):
-        if stream is Stream.WEIGHT_UPLOAD:
-            self.left -= 1
-            if self.left == 0:
-                raise ConnectionError("the link is gone")
-        super()._copy(stream, destination, source)
-
-
 @pytest.mark.parametrize(("dying", "last"), [(0, 1), (1, 9), (0, 30)])
 def test_a_worker_that_dies_in_its_turn_is_named_and_no_other_waits_for_it(dying, last):
     model = toy_model()
     store = toy_store(model)
 
     def wrap(device):
-        return DyingDevice(dying, last) if device.name == f"cpu:{dying}" else device
+        bomb = Bomb(Stream.WEIGHT_UPLOAD, ConnectionError, hit=last)
+        return watched(device, bomb) if device.name == f"cpu:{dying}" else device
 
     with (
-        pytest.raises(PipelineError, match=f"device cpu:{dying}.*the link is gone") as raised,
+        pytest.raises(PipelineError, match=f"device cpu:{dying}.*ConnectionError: planted") as raised,
         toy_engine(model, store, FINEST, 2, wrap=wrap, turns=[(0, 1)]) as engine,
     ):
         train(engine, toy_batches(3, MICRO_BATCHES))
