@@ -3,6 +3,7 @@
 docs/testing.md says which command runs which tier.
 """
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -39,13 +40,21 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
 
 
 # A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.
+# The other tests take a minute.
 THOROUGH_PLACES = (
-    *("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/scripts/"),
-    *("tests/engine/test_rows.py", "tests/engine/watch/test_race_checker.py"),
-    *("tests/models/test_against_transformers.py", "tests/hf/test_mapping.py", "tests/pipeline/test_plan.py"),
-    *("tests/engine/watch/test_watchdog.py", "tests/engine/test_float16.py", "tests/data/test_resume.py"),
-    *("tests/data/test_tokenizer.py", "tests/machines/test_lost_machines.py"),
-    *("tests/test_typical_mistakes.py", "tests/observe/test_page_in_browser.py"),
+    *("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/generation/", "tests/hf/", "tests/library/"),
+    *("tests/machines/", "tests/models/borrowed/", "tests/run/", "tests/scripts/"),
+    *("tests/config/test_mutations.py", "tests/data/test_chat.py", "tests/data/test_loader.py"),
+    *("tests/data/test_resume.py", "tests/data/test_step_batches.py", "tests/data/test_tokenizer.py"),
+    *("tests/engine/exchange/", "tests/engine/store/test_host_memory.py", "tests/engine/test_engine.py"),
+    *("tests/engine/test_float16.py", "tests/engine/test_lifecycle.py", "tests/engine/test_memory_after_close.py"),
+    *("tests/engine/test_passes.py", "tests/engine/test_rows.py", "tests/engine/test_saver.py"),
+    *("tests/engine/watch/", "tests/engine/worker/test_file_reader.py"),
+    *("tests/models/test_against_transformers.py", "tests/models/test_costs.py"),
+    *("tests/models/test_kept_activations.py", "tests/models/test_through_the_engine.py"),
+    *("tests/observe/test_page_in_browser.py", "tests/pipeline/search/test_kept_choice.py"),
+    *("tests/pipeline/simulation/test_step_time.py", "tests/pipeline/test_baselines.py", "tests/pipeline/test_plan.py"),
+    *("tests/test_imports.py", "tests/test_typical_mistakes.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "shared_runs", "processes"])
 OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
@@ -76,6 +85,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
             item.add_marker("fast")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what is imported by now out of garbage collection: many tests collect, and transformers is large."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each process whole files, so that what the tests of a file share is made once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

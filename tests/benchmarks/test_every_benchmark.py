@@ -16,16 +16,16 @@ from benchmarks.kept_schedule import IDLE_LINK, block_costs, compare, rate_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
-COMPILES = {"compiled-layers", "optimizer-speed"}
+COMPILES = {"optimizer-speed"}
+# Ten seconds and more each.
+SLOW = {"changed-weights", "compiled-layers", "data-wait", "machines", "schedule", "staleness", "training-memory"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.compiles if name in COMPILES else pytest.mark.documented)
-        for name in BENCHMARKS
-    ],
-)
+def tier_of(name):
+    return pytest.mark.nightly if name in SLOW else pytest.mark.compiles if name in COMPILES else pytest.mark.documented
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tier_of(name)) for name in BENCHMARKS])
 def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name, tmp_path):
     """Start each in a process of its own, as users do: several change threads or the environment for good."""
     command = [sys.executable, "-m", "benchmarks", name, *shlex.split(find(name).tiny)]

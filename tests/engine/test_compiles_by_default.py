@@ -111,7 +111,11 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_than_the_plan_counts(fa
 
 
 @pytest.mark.parametrize(
-    "adapters", [(), ("--lora.rank=4", "--lora.alpha=8", "--lora.dropout=0.25")], ids=["full", "LoRA"]
+    "adapters",
+    [
+        pytest.param((), id="full", marks=pytest.mark.nightly),
+        pytest.param(("--lora.rank=4", "--lora.alpha=8", "--lora.dropout=0.25"), id="LoRA"),
+    ],
 )
 def test_a_run_with_auto_compiles_evaluates_and_resumes_to_the_same_bits(
     small_runs, monkeypatch, compiling_kind, adapters

@@ -63,6 +63,7 @@ def test_a_trained_run_has_the_same_bits_with_any_number_of_threads(family, dtyp
 
 
 @pytest.mark.compiles
+@pytest.mark.nightly  # three runs that compile take most of a minute
 def test_compiled_layers_have_the_same_bits_with_any_number_of_threads(folder, monkeypatch):
     """Inductor writes a number of threads into its code, and keeps that code for the next run."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))

@@ -14,7 +14,7 @@ SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
 PICTURES = re.findall(r"^torchround simulate (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)
 SHOWN = [
-    pytest.param(path, name, id=name)
+    pytest.param(path, name, id=name, marks=pytest.mark.nightly if name == "longest" else ())
     for path in pipeline_tables.PAGES
     for name in pipeline_tables.tables_in(path.read_text(encoding="utf-8"))
 ]
@@ -29,6 +29,7 @@ def test_a_table_in_a_page_is_what_simulation_gives(path, name):
     assert pipeline_tables.with_table(page, name, table) == page
 
 
+@pytest.mark.nightly
 @pytest.mark.documented
 def test_the_table_of_muons_work_on_devices_is_what_simulation_gives():
     assert muon_table.muon_table() in pipeline_tables.PAGES[1].read_text(encoding="utf-8")

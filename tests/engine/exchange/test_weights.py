@@ -126,7 +126,7 @@ class LateWeights(Observer):
 
 def test_weights_that_arrive_as_late_as_they_may_stop_no_step() -> None:
     """Machine 0 receives the weights that a step reads only when the step is to be dispatched."""
-    batches = [batch[:1] for batch in BATCHES * 2]
+    batches = [batch[:1] for batch in BATCHES]
     expected = Case(batches, store={"policy": ASYNC}, rounds=3).run().losses
 
     def run(group: MachineGroup) -> list[float]:
