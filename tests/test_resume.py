@@ -1,6 +1,7 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -150,12 +151,16 @@ def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch
 
 def test_a_resumed_run_keeps_the_rounds_of_its_first_start(small_runs):
     """A plan for other devices may have other rounds, which add up gradients in another order."""
-    planned = ["--engine.plan=none", "--training.steps=4"]
+    planned = ["--engine.plan=none", "--training.steps=4", "--lr_schedule.decay=none"]
     for name in ("whole", "stopped"):
         assert small_runs(name, *planned, "--engine.rounds=2", "--training.steps=2") == 0
     assert small_runs("whole", *planned, "--engine.rounds=2") == 0
     assert small_runs("stopped", *planned, "--engine.rounds=auto", ALONE) == 0
     small_runs.assert_same("stopped", "whole", step=4)
+    assert small_runs("killed", *planned, "--engine.rounds=2", "--training.steps=2") == 0
+    shutil.rmtree(small_runs.path("killed") / "checkpoints")  # as if it was killed before the first one
+    assert small_runs("killed", *planned, "--engine.rounds=auto", ALONE) == 0
+    assert small_runs.losses("killed") == small_runs.losses("whole")
     assert small_runs("alone", *planned, "--engine.rounds=auto", ALONE) == 0
     assert small_runs.losses("alone")[1] != small_runs.losses("whole")[1]
 
