@@ -134,12 +134,11 @@ def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(sma
 
 
 def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch, capsys, caplog):
-    """It fails in step 4, in the middle of the model, and at each further try."""
-    bomb = Bomb("update_", hit=-1, stays=True)
+    """Let update 4 fail in the middle of the model, and at each further try."""
+    bomb = Bomb("update_", hit=4, stays=True)
     assert small_runs("whole") == 0
     with monkeypatch.context() as patch:
-        before_step(patch, 4, lambda: setattr(bomb, "hit", bomb.chances + 8))
-        before(patch, optimizer_worker, "update_", bomb)
+        before(patch, optimizer_worker, "update_", bomb, lambda *_, update, **options: update == 4)
         assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
     assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
     assert "the newest checkpoint is of step 2" in caplog.text
@@ -201,7 +200,7 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
 
 
 class Wandb:
-    """Stands in for the package: a run without an id gets the next one."""
+    """A stand-in for the package: a run without an id gets the next one."""
 
     def __init__(self):
         self.Settings = SimpleNamespace

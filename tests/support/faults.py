@@ -97,12 +97,12 @@ def armed(bomb):
     return {"observer": bomb, "wrap": lambda device: ArmedDevice(int(device.name[4:]), bomb)}
 
 
-def before(patch, owner, name, bomb, when=lambda *_: True):
+def before(patch, owner, name, bomb, when=lambda *_, **options: True):
     """Give a bomb a chance at each call of `owner.name`; `when` chooses the calls by their arguments."""
     function = getattr(owner, name)
 
     def fused(*arguments, **options):
-        if when(*arguments):
+        if when(*arguments, **options):
             bomb(name)
         return function(*arguments, **options)
 
