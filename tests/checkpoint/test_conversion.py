@@ -140,7 +140,7 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
     other = Checkpointer(tmp_path / "other").save(3, longer, {})
 
     class Replaces(HalvesConverter):
-        """It is asked once all headers are read."""
+        """A converter that changes the file, since it is asked once all headers are read."""
 
         def conversions(self, stored, wanted):
             shutil.copy(other / "tensors-00000.safetensors", path)

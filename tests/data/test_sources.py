@@ -1,4 +1,4 @@
-"""The documents that a source finds, the text it reads, paths as users write them, and messages about unusable files."""
+"""The documents that a source finds, the text it reads, paths as users write them, and messages of unusable files."""
 
 import gzip
 import json

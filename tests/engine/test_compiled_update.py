@@ -1,4 +1,4 @@
-"""The compiled update inside the engine: same bits, same promises when it fails, and a run that does not wait."""
+"""The compiled update inside the engine: same bits, and a run that does not wait for the compiler."""
 
 import threading
 import time

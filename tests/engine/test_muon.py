@@ -1,4 +1,4 @@
-"""Muon's jobs on the devices: which device takes which, and what a fault in one leaves. Its results are in `test_rows.py`."""
+"""Muon's jobs on the devices: when they run, and what a fault in one leaves. Its results are in `test_rows.py`."""
 
 import pytest
 
