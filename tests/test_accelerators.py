@@ -107,7 +107,7 @@ def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch):
 
 
 class Counted(AcceleratorKind):
-    """A kind with so many devices."""
+    """A kind with `number` devices."""
 
     number = 0
 

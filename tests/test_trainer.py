@@ -1,4 +1,4 @@
-"""Runs in this process, apart from their losses: files, ends, data and validation."""
+"""Runs in this process, apart from their losses: files, ends, data, adapters and validation."""
 
 import itertools
 import re

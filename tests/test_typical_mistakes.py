@@ -31,7 +31,8 @@ dtype = "float32"
 devices = "cpu"
 """
 CHAT = {"conversation": [{"role": "user", "content": "hello"}]}
-# Further mistakes in keys are asked in tests/config/test_messages.py. What the message must match, by what follows `--config run.toml`; if that is one string, `old -> new` changes the file.
+# What the message must match, by what follows `--config run.toml`; if that is one string, `old -> new` changes the file.
+# tests/config/test_messages.py has further mistakes in keys.
 MISTAKES = {
     "another trainer's key": ("run.toml: training.learning_rate.*nearest: optimizer.lr", "steps -> learning_rate"),
     "another trainer's flag": ("--max_steps.*nearest: --training.steps", ["--max_steps", "100"]),

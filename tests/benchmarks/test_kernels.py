@@ -1,4 +1,4 @@
-"""Counted launches, bytes and FLOPs: the layers declare their products, and fused blocks stay within their goals."""
+"""Counted launches, bytes and FLOPs: attention inside its window, and fused blocks within their goals."""
 
 import pytest
 import torch

@@ -140,7 +140,7 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
     other = Checkpointer(tmp_path / "other").save(3, longer, {})
 
     class Replaces(HalvesConverter):
-        """It is asked once all headers are read."""
+        """A converter that changes the file, since it is asked once all headers are read."""
 
         def conversions(self, stored, wanted):
             shutil.copy(other / "tensors-00000.safetensors", path)
@@ -152,13 +152,13 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_machines_read_halves_that_others_saved(tmp_path, shared):
-    """Three machines load what two saved, and the files lie on the disks of two."""
+    """Three machines load what two saved. The two halves of a value are in two files, on the disks of two machines."""
 
     def checkpointer_of(team):
         return Checkpointer(tmp_path / ("run" if shared else f"disk{team.rank}"), team=team)
 
     def save(team):
-        own = {key: t for key, t in halves(whole_values()).items() if key.endswith(f"/{NAMES[team.rank]}")}
+        own = {key: t for key, t in halves(whole_values()).items() if key.startswith(("upper", "lower")[team.rank])}
         checkpointer_of(team).save(3, own, {})
 
     def load(team):

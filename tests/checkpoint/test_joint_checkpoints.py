@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -100,18 +99,18 @@ def test_what_three_machines_save_together_any_number_loads_bit_for_bit(tmp_path
 
 def test_a_machine_reads_only_the_files_that_hold_its_tensors(tmp_path):
     save(tmp_path, True, 3, 3)
-    opened, is_loading = Counter(), [True]
+    opened, is_loading = [], [True]
 
     def note(event, details):
         if event == "open" and is_loading and str(details[0]).startswith(f"{tmp_path}/run/step-3/tensors"):
-            opened[Path(details[0]).name] += 1
+            opened.append(Path(details[0]).name)  # threads that count at once may lose one
 
     sys.addaudithook(note)  # which can never be removed
     load(tmp_path, True, 3)
     is_loading.clear()
     # One machine reads a header for all. Then each reads its own file, and that of the frozen tensor.
-    assert [opened[f"tensors-{rank}00000.safetensors"] for rank in (1, 2)] == [2, 2]
-    assert opened["tensors-00000.safetensors"] == 1 + 3
+    assert [opened.count(f"tensors-{rank}00000.safetensors") for rank in (1, 2)] == [2, 2]
+    assert opened.count("tensors-00000.safetensors") == 1 + 3
 
 
 def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_travels(tmp_path):
@@ -159,14 +158,16 @@ def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, 
 
 
 def test_a_file_that_vanishes_at_any_moment_of_a_load_fails_it_on_all_or_on_none(tmp_path):
-    """It is the sender's, and the frozen tensor in it is for all."""
+    """Remove the sender's file. The frozen tensor in it is for all."""
     found = []
     for number in itertools.count(1):
         root, left = tmp_path / str(number), [number]
         save(root, False, 2, 1)
 
         def vanish(rank, root=root, left=left):
-            left[0] -= rank == 0
+            if rank != 0:
+                return
+            left[0] -= 1
             if left[0] == 0:
                 (root / "disk0/run/step-1/tensors-00000.safetensors").unlink(missing_ok=True)
 

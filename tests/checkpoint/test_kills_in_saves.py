@@ -1,4 +1,4 @@
-"""Deaths at any moment of a save, of one machine or of several: one whole checkpoint is there for all, and none is lost."""
+"""Deaths at any moment of a save, of one machine or several: one whole checkpoint is left for all, none is lost."""
 
 import itertools
 import multiprocessing

@@ -58,7 +58,7 @@ def address_of(memory):
 class Disk:
     """A disk behind `os.write` that refuses direct transfers unless they are whole blocks in memory and in the file.
 
-    `copied_bytes` are written from other memory than `memories`, so somebody has copied them. With `error` it fails.
+    `copied_bytes` are written from other memory than `memories`: they were copied. With `error` each write fails.
     """
 
     def __init__(self, monkeypatch, block_bytes, cut_bytes=None, memories=(SPACE,), error=None):
@@ -200,7 +200,7 @@ def load(checkpoint):
 
 @pytest.fixture
 def through_the_cache(monkeypatch):
-    """A platform without direct transfers."""
+    """Make a platform without direct transfers."""
     monkeypatch.delattr(os, "O_DIRECT")
 
 

@@ -1,4 +1,4 @@
-"""torchround plan on the configs of the paper's runs: as a program once, otherwise as the function it calls."""
+"""`torchround plan`, as a program once and otherwise as a function: what fits, what would help, several machines."""
 
 import re
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(pr
     machines = ["--machines.planned", "4", "--machines.gbit_per_s", "0.9"]
     assert plan_run.main([*TWO_CARDS, *machines]) == 0
     out = printed.readouterr().out
-    assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out
+    assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out and "no limit was given" in out
     assert re.search(r"link: (\S+) MiB of gradients out, \1 MiB of weights back", out)
     assert re.search(r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out)
     head, *rows = (line.split() for line in out.partition("tokens/s of all machines, with")[2].splitlines()[2:])

@@ -199,8 +199,8 @@ def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, 
 
 @pytest.mark.parametrize("maps", [pytest.param("false", marks=pytest.mark.nightly), "true"])
 def test_adapters_of_a_run_are_tried_with_their_base(trained, capsys, maps):
-    run = trained("lora", *ADAPTED, f"--lora.map_base={maps}")
-    alone = trained("alone", *ADAPTED, f"--lora.map_base={maps}", "--checkpoint.export=adapters")
+    run = trained(f"lora-{maps}", *ADAPTED, f"--lora.map_base={maps}")
+    alone = trained(f"alone-{maps}", *ADAPTED, f"--lora.map_base={maps}", "--checkpoint.export=adapters")
     found = nats(capsys, "--run", run)
     assert found != nats(capsys, "--run", run, "--step=1")
     # Merged in, they are rounded once more.

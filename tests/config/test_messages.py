@@ -1,4 +1,4 @@
-"""One message for everything that is wrong: file, key, given, legal, nearest. Names of other trainers lead here."""
+"""One message for everything that is wrong: file, key, given, legal, nearest. And each key's documentation."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Random mistakes: a mutated TOML is either taken exactly as written or refused by a message that names the key."""
+"""Random mistakes: a mutated TOML is either taken exactly as written or refused by a message that names the key.
+
+Any value that TOML can hold is written so that it reads back.
+"""
 
 import sys
 import tempfile

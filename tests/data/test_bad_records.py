@@ -1,4 +1,4 @@
-"""Records that cannot be used, before the run and in it, and names of special tokens in text."""
+"""Records that cannot be used, before a run and during it, and names of special tokens in text."""
 
 import json
 import random
@@ -94,7 +94,7 @@ GOOD_OF["prompt_completion"] = '{"prompt": "a", "completion": "b"}'
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, chat_tokenizer):
-    """Open a source for each bad record, which stands between two good ones."""
+    """Open a source for each bad record, which is between two good ones."""
     folder = tmp_path_factory.mktemp("bad")
     tables = []
     for number, (kind, bad, _) in enumerate(BAD):

@@ -24,17 +24,17 @@ from torchround.data.shuffling import EpochKey, epoch_order, shuffled
 BASE = 100
 
 
-def write_documents(path, lengths, first=0):
-    """Write documents of token ids, numbered from `first`; each can be told by its first two."""
-    numbered = enumerate(lengths, first)
+def write_documents(path, lengths):
+    """Write documents of token ids; each can be told by its first two."""
+    numbered = enumerate(lengths)
     write_lines(path, [{"tokens": [n // BASE, n % BASE, *[BASE] * (length - 2)]} for n, length in numbered])
     return SourceTable(path=str(path), content="tokens")
 
 
-def chat_lengths(count, shorter=8):
-    """Return lengths as chats have them, for sequences that are `shorter` times as short as in real runs."""
+def chat_lengths(count):
+    """Return lengths as chats have them, for sequences that are an eighth as long as in real runs."""
     generator = random.Random(0)
-    return [max(4, int(generator.lognormvariate(5.52, 1.07) / shorter)) for _ in range(count)]
+    return [max(4, int(generator.lognormvariate(5.52, 1.07) / 8)) for _ in range(count)]
 
 
 def documents_of(batch):

@@ -15,6 +15,7 @@ import torch
 from tests.support.batch_contents import content, loader_of, write_lines
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_validation_loader
+from torchround.data.packing.window_shuffle import auto_window
 
 SEQ_LEN = 64
 WINDOW = 8
@@ -235,6 +236,11 @@ def test_the_default_shuffles_text_and_neither_whole_documents_nor_data_in_their
         loader = make(shuffle_sequences="auto", **keys)
         next(loader)
         assert ("window" in loader.state_dict()["position"]) == is_shuffled
+
+
+def test_a_default_window_has_16_mi_tokens_and_at_most_4096_sequences():
+    windows = {1: 4096, 2048: 4096, 8192: 2048, 131072: 128, 10**6: 128}
+    assert {seq_len: auto_window(seq_len) for seq_len in windows} == windows
 
 
 def test_the_default_window_of_a_run_is_kept_by_a_position_of_another_window(make):

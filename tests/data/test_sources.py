@@ -1,4 +1,4 @@
-"""The documents that a source finds, the text it reads, paths as users write them, and messages about unusable files."""
+"""The documents that a source finds, the text it reads, paths as users write them, and messages of unusable files."""
 
 import gzip
 import json
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_contents import reading_limits
-from torchround.config import SourceTable
-from torchround.data import DataError
+from torchround.config import DataTable, SourceTable
+from torchround.data import DataError, build_loader
 from torchround.data.formats.source_files import find_files
 from torchround.data.formats.streams import open_source
 
@@ -228,3 +228,13 @@ def test_files_of_several_kinds_may_be_mixed_but_not_with_those_of_other_program
     (tmp_path / "d.arrow").write_bytes(b"ARROW1\0\0")
     with pytest.raises(DataError, match=r"d.arrow is no text but an Arrow file"):
         open_source(SourceTable(path=str(tmp_path / "*")))
+
+
+def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(tmp_path, tokenizer, caplog):
+    for content, warns in (('{"text": "a"}\n{"text": "b"}', True), ("{not json}\n", False), ("plain", False)):
+        (tmp_path / "x.log").write_text(content)
+        caplog.clear()
+        for format in ("auto", "text"):
+            data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.log"), format=format),))
+            build_loader(data, tokenizer, 16, 1, 0).check_first_records()
+        assert caplog.text.count("looks like JSON Lines") == len(caplog.messages) == warns

@@ -23,6 +23,7 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.ordering import WEIGHTS
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
+from torchround.optim import SpikeBounds
 from torchround.pipeline.partition import StageKind
 
 STEPS = 4
@@ -108,6 +109,19 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
     assert [update.skipped for update in updates] == [False] * STEPS
     assert [update.left_out for update in updates] == [(), ("block.2",), (), ()]
     assert updates[1].fault and not math.isfinite(updates[1].grad_norm)
+
+
+def test_a_spike_of_the_loss_skips_the_whole_step():
+    store = toy_store(toy_model(), policy=BOUNDED, spikes=SpikeBounds(10.0, window=10))
+    for step in range(10):
+        store.spikes.record(0.1 + 0.001 * step, 1.0)
+    before = {name: view.clone() for name, view in store.weights().items()}
+    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, stale_layers=2) as engine:
+        result = engine.forward_backward(toy_batches(1, micro_batches=2)[0])
+        engine.step(1e-2)
+        assert result.update().skipped and "the loss" in result.update().fault
+        engine.drain()
+    assert_same_state(store.weights(), before)
 
 
 # Faults and refusals.

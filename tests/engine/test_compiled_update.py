@@ -1,4 +1,4 @@
-"""The compiled update inside the engine: same bits, same promises when it fails, and a run that does not wait."""
+"""The compiled update inside the engine: same bits, and a run that does not wait for the compiler."""
 
 import threading
 import time
@@ -29,12 +29,12 @@ PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
 
-def trained_state(compiled, policy=SYNC, steps=4, stale_layers=0):
+def trained_state(compiled, policy=SYNC, stale_layers=0):
     model = toy_model()
     store = toy_store(model, policy=policy)
     options = {"compile_update": compiled, "stale_layers": stale_layers}
     with toy_engine(model, store, PARTITION, 2, **options) as engine:
-        train(engine, BATCHES[:steps])
+        train(engine, BATCHES)
     return store.named_views()
 
 

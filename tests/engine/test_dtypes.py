@@ -27,7 +27,7 @@ PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
     ids=str,
 )
 def test_weights_and_gradients_have_the_dtypes_of_the_tables(dtype, keys, gradients, fits):
-    """The digits of gradients tell whether they were added up in bfloat16: then all of them `fits` into it."""
+    """The digits of gradients tell whether they were added up in bfloat16: each of them `fits` into it then."""
     model, table = toy_model(), EngineTable(devices="cpu", num_devices=2, **keys)
     hardware, numbers = find_hardware(table), RunNumbers(TrainingTable(dtype=dtype), table)
     store = build_store(model, numbers, hardware)

@@ -1,6 +1,7 @@
 """The promises of the engine's calls to a library user, beyond the numbers."""
 
 import gc
+import os
 import threading
 import weakref
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.faults import this_thread
 from tests.support.rounding import FP32
 from tests.support.toy import (
     OPTIMIZER,
@@ -19,9 +21,11 @@ from tests.support.toy import (
     toy_store,
     train,
 )
+from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.optimizer_workers import update_threads
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.pipeline.partition import Partition
 
@@ -129,6 +133,25 @@ def test_two_engines_in_one_process_do_not_disturb_each_other():
                 engine.step(1e-2)
         stores.append(store.named_views())
     assert_same_state(*stores)
+
+
+def test_updates_run_with_their_own_number_of_threads_and_the_caller_keeps_its_own():
+    """With as many threads as cores, an update leaves one to the device."""
+    seen, before, cores = set(), torch.get_num_threads(), len(os.sched_getaffinity(0))
+
+    class Looks(Observer):
+        def touched(self, reads, writes):
+            if this_thread() == "torchround optimizer":
+                seen.add(torch.get_num_threads())
+
+    torch.set_num_threads(cores + 1)
+    try:
+        model, expected = toy_model(), update_threads(1)
+        with toy_engine(model, toy_store(model), PARTITION, 1, Looks()) as engine:
+            train(engine, BATCHES[:1])
+        assert seen == {expected} and expected < torch.get_num_threads() == cores + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_device_can_be_used_by_one_engine_after_the_other():

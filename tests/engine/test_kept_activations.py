@@ -47,12 +47,12 @@ class Copies(DeviceWatcher):
             self.order.append((device.name, stream, copied_bytes))
 
 
-def copies_of(kept, evaluates=False, partition="backward coarser", num_devices=1, micro_batches=4):
+def copies_of(kept, evaluates=False):
     model, copies = toy_model(), Copies()
     store = toy_store(model)
     options = {"wrap": lambda device: watched(device, copies), "kept": kept}
-    with toy_engine(model, store, PARTITIONS[partition], num_devices, **options) as engine:
-        [batch] = toy_batches(1, micro_batches)
+    with toy_engine(model, store, PARTITIONS["backward coarser"], 1, **options) as engine:
+        [batch] = toy_batches(1, 4)
         if evaluates:
             assert engine.evaluate(batch).loss() > 0
         else:

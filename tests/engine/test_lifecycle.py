@@ -17,7 +17,7 @@ BATCHES = toy_batches(3, micro_batches=4)
 
 
 class Failing:
-    """What makes each block of its model fail, from when it is told to."""
+    """A model whose blocks fail as soon as `now` is set."""
 
     def __init__(self):
         self.model = planted_model(self.plant)

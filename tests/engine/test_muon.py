@@ -1,7 +1,6 @@
-"""Muon's jobs on the devices: which device takes which, and what a fault in one leaves. Its results are in `test_rows.py`."""
+"""Muon's jobs on the devices: when they run, and what a fault in one leaves. Its results are in `test_rows.py`."""
 
 import pytest
-import torch
 
 from tests.support.faults import Bomb, armed
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
@@ -20,8 +19,8 @@ TABLE = MuonTable(lr=LR, eps=1e-3, adamw_lr=0.5 * LR)
 PARTITION = PARTITIONS["backward coarser"]
 
 
-def muon_store(model, table=TABLE, dtype=torch.float32, **options):
-    return toy_store(model, dtype, optimizer=make_optimizer(table), **options)
+def muon_store(model, **options):
+    return toy_store(model, optimizer=make_optimizer(TABLE), **options)
 
 
 def muon_engine(model, store, num_devices=2, partition=PARTITION, table=TABLE, **options):

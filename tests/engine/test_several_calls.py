@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.support.faults import kind_of, this_thread
 from tests.support.reference import Reference
 from tests.support.toy import (
     PARTITIONS,
@@ -15,8 +16,10 @@ from tests.support.toy import (
     toy_model,
     toy_store,
 )
+from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.update_report import CALL_ADDED
 from torchround.optim import LossScaling
 
 LR = 1e-2
@@ -115,6 +118,12 @@ def views_after(calls):
     return store
 
 
+def test_a_step_without_its_end_is_dropped():
+    store = views_after(2)
+    assert store.step == 1 and store.is_consistent
+    assert_same_state(store.named_views(), views_after(0).named_views())
+
+
 def test_a_fault_in_a_later_call_leaves_the_last_whole_update():
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
     store, fails = toy_store(model), threading.Event()
@@ -163,6 +172,23 @@ def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(policy, bad_
 
 
 # Orders and refusals.
+
+
+def test_a_pass_is_forgotten_only_once_its_gradients_are_added():
+    """Before the third call the caller waits until the optimizer's thread has added the gradients of the first."""
+    model, [calls] = toy_model(), called(toy_batches(1, 6), 3)
+    added = []
+
+    class Notes(Observer):
+        def waited(self, token):
+            if kind_of(token) is CALL_ADDED and this_thread() == "MainThread":
+                added.append(token.number)
+
+    with toy_engine(model, toy_store(model), PARTITION, 2, Notes(), accumulates=True) as engine:
+        for micro_batches in calls:
+            engine.forward_backward(micro_batches)
+        assert added == [0]
+        engine.step(LR)
 
 
 def test_the_next_step_does_not_wait_for_the_update_before_its_second_call():

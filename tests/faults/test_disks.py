@@ -1,4 +1,4 @@
-"""A disk runs full or read-only under a run: training continues, and saves succeed again once there is room."""
+"""A disk fills up or becomes read-only under a run: training continues, and saves succeed again once there is room."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ LEFT_BYTES = 64 << 10  # less than the tensors of a checkpoint need
 def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     small_runs, monkeypatch, caplog, update
 ):
-    """The kernel fails writes, as a full disk does, from the dispatch of step 4 to that of step 8."""
+    """Writes fail, as on a full disk, from the dispatch of step 4 to that of step 8."""
     arguments = [*EVERY_SECOND, f"--engine.update={update}"]
     assert small_runs("whole", *arguments) == 0
     checkpoints = small_runs.path("run") / "checkpoints"
@@ -55,7 +55,9 @@ TROUBLES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_so_it_is_on_a_disk_of_its_own_also_for_a_new_plan(processes, tmp_path, trouble):
+def test_a_disk_of_its_own_that_fills_up_or_becomes_read_only_costs_two_saves_also_with_a_new_plan(
+    processes, tmp_path, trouble
+):
     runs = SmallRuns(tmp_path)
     arguments = [*EVERY_SECOND, "--engine.plan=none", "--engine.measure_steps=4"]
     scenario = "tests.support.scenarios:trains_while_the_disk_is"

@@ -79,8 +79,8 @@ def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     child = processes.start("tests.support.scenarios:hangs", where, 3, ["--run.name=run", *often], folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
-    child.wait_until(lambda text: "another signal stops at once" in text)
     child.send(signal.SIGINT)
+    child.wait_until(lambda text: "another signal stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     assert is_running(child.pid) and child.text().count("finishing the steps") == 1
     child.send(number)

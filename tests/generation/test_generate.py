@@ -1,4 +1,4 @@
-"""Continuations of models, also in the middle of training: those of `transformers`, however model and devices are cut."""
+"""Continuations of models, also in the middle of training: those of `transformers`, on any devices and cuts."""
 
 import logging
 import re

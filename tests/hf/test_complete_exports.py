@@ -1,4 +1,4 @@
-"""An exported folder is complete: `transformers` loads it, generates text and stops, and has the run's templates and card."""
+"""An exported folder is complete: `transformers` generates text from it, and it has the templates and card of its run."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
-"""Random nets train bit for bit as in a plain loop: losses, weights and outputs, on one to three devices, however cut.
+"""Random and usual nets train bit for bit as in a plain loop: losses, weights and outputs, on any devices and cuts.
 
-Each layer takes the structure that the layer before it returns: a tensor `x` of `[B, WIDTH]`, a pair of two, a dict of two,
-or a mixture with integers and plain values.
+Each layer of a random net takes the structure that the layer before it returns: a tensor `x` of `[B, WIDTH]`, a pair of
+two, a dict of two, or a mixture with integers and plain values.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Batches are cut into micro-batches of any structure, and outputs joined again; mistakes name the tensor."""
+"""Batches are cut into micro-batches and outputs joined again, and layers draw from seeds of their own."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The console line, in a log and in a real terminal."""
+"""The console line, in a log and in a real terminal, and the times of several machines in it and in the metrics."""
 
 import fcntl
 import io

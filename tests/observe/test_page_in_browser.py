@@ -68,9 +68,9 @@ def one_run(folder):
     return folder / "page.html"
 
 
-def two_runs(folder, first="first", second="second"):
-    runs = [write_run(folder / first, range(1, 9), **ENGINE)]
-    runs.append(write_run(folder / second, range(1, 13), validated=(6, 12), **ENGINE))
+def two_runs(folder):
+    runs = [write_run(folder / "first", range(1, 9), **ENGINE)]
+    runs.append(write_run(folder / "second", range(1, 13), validated=(6, 12), **ENGINE))
     write_page(runs, folder / "page.html")
     return folder / "page.html"
 

@@ -1,4 +1,4 @@
-"""The page of a run: its figures are the metrics', no name can become markup, and a failure is only a warning."""
+"""The page of a run and the picture of its losses: their figures are the metrics', and a failure is only a warning."""
 
 import base64
 import hashlib

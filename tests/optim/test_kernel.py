@@ -194,6 +194,20 @@ def test_code_that_is_none_or_that_another_user_could_have_put_there_is_not_load
         assert get_kernels([SPLIT[0]], lambda: None) == {}
 
 
+def test_the_file_that_was_opened_is_loaded_even_if_its_name_has_another_by_then(kernels, tmp_path, monkeypatch):
+    library, open_regular = tmp_path / "update.so", kernel.open_regular
+    shutil.copyfile(kernel.private_folder() / SPLIT[0].library(), library)
+
+    def opened_then_replaced(path):
+        file = open_regular(path)
+        path.unlink()
+        path.write_bytes(b"another user's code")
+        return file
+
+    monkeypatch.setattr(kernel, "open_regular", opened_then_replaced)
+    CompiledUpdate(library, NodeThreads(1))
+
+
 @pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
 def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(tmp_path, monkeypatch, caplog, harm):
     """Inductor itself takes any folder of its name in /tmp."""

@@ -1,4 +1,4 @@
-"""The plain update of AdamW: against torch.optim, float64 and NumPy; any way to keep a segment, any cut, any threads."""
+"""The plain update of AdamW: against NumPy; any way to keep a segment, any cut, any threads."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The memory model by hand-made figures."""
+"""The memory model by hand-made figures, and stages of passes whose layers stay with their devices."""
 
 from dataclasses import replace
 from functools import partial
@@ -117,7 +117,7 @@ def test_rounds_in_flight_are_all_that_devices_can_begin_while_one_is_unfinished
     ids=["adamw", "compact adamw", "muon", "compact muon"],
 )
 def test_host_bytes_per_trained_parameter_of_split_weights(rule, expected):
-    """Each holds a 16-bit gradient, 16-bit device weights (two versions in async), a residual or an fp32 weight, and state.
+    """Count a 16-bit gradient, 16-bit device weights (two versions in async), a residual or an fp32 weight, and state.
 
     With fp32 weights it holds 2 or 4 bytes of weights, 2 of gradient and 12 of the optimizer in float16.
     """

@@ -1,4 +1,4 @@
-"""Plans against brute force, against the published figures, within their limits, and as data."""
+"""Plans against brute force, within their limits, of least host memory, and as data."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The answers before a run, against hand-made figures and against the planner itself."""
+"""The answers before a run, of one machine or several, against hand-made figures and against the planner itself."""
 
 import itertools
 from dataclasses import replace

@@ -6,8 +6,6 @@ asked of the readers in `tests/data/`.
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -17,8 +15,6 @@ import pytest
 from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]
-
-Prepare = Callable[[Path], object]
 
 
 def writes(name, content):

@@ -1,4 +1,4 @@
-"""The devices and the memory that a run finds: which kind, how many, and how much of their memory a plan may use."""
+"""The devices and the memory that a run finds: which kind, how many, how much a plan may use, why none is found."""
 
 import logging
 import re
@@ -38,7 +38,7 @@ class Cards(AcceleratorKind):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Return a function that finds the hardware of a machine with these cards, as each process of those that share it."""
+    """Return a function that finds the hardware of a machine with these cards, as each process that shares it."""
 
     def found(cards, num_processes=1, has_card=False, **keys):
         absence = Absence("its driver is not loaded", has_card)

@@ -1,4 +1,4 @@
-"""The first steps measure, the plan that comes of it stays, and no loss depends on any of that. Links in turns do not either."""
+"""The first steps measure, the plan that comes of it stays, and no loss depends on that or on links in turns."""
 
 import json
 from dataclasses import replace

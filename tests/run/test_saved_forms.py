@@ -82,7 +82,7 @@ def backwards(state):
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """Read pieces of 4096 bytes, decode a few blocks at once. `tests/checkpoint/test_conversion.py` has several files."""
+    """Read pieces of 4096 bytes, and decode a few blocks at once."""
     for module, name, size in ((tensor_file, "PIECE_BYTES", 4096), (saved_forms, "_CHUNK_ELEMENTS", 1024)):
         monkeypatch.setattr(module, name, size)
 

@@ -26,7 +26,8 @@ def test_machines_train_as_one_machine_with_all_rounds(small_machines, num_machi
     first, *others = small_machines("several", num_machines, *settings, "--checkpoint.export=weights")
     small_machines.assert_same("several", "one")
     earlier, expected = (small_machines.state(name, 4) for name in ("several", "one"))
-    assert earlier and all(torch.equal(tensor, expected[key]) for key, tensor in earlier.items())
+    assert earlier.keys() == expected.keys() != set()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in earlier.items())
     one, several = ([line.get("samples") for line in small_machines.steps(name)] for name in ("one", "several"))
     assert one == several and sum(map(bool, one)) == 3
     assert "the run is complete" in first and not any(others)

@@ -1,4 +1,4 @@
-"""The metrics of a run end with its last step, however it ended, and each line's loss is a mean over its steps."""
+"""The metrics of a run end with its last step, however it ended, and rates and shares add up."""
 
 import json
 import signal

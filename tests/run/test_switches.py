@@ -1,4 +1,4 @@
-"""`training.fp16_accumulation` and `training.deterministic`: switched on for the run alone, and refused where they cannot be."""
+"""`training.fp16_accumulation` and `training.deterministic`: on for the run alone, and refused if they cannot be."""
 
 import pytest
 import torch

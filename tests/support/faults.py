@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.engine import lifecycle
 from torchround.engine.board import Board, Observer
@@ -97,31 +96,16 @@ def armed(bomb):
     return {"observer": bomb, "wrap": lambda device: ArmedDevice(int(device.name[4:]), bomb)}
 
 
-def before(patch, owner, name, bomb, when=lambda *_: True):
+def before(patch, owner, name, bomb, when=lambda *_, **options: True):
     """Give a bomb a chance at each call of `owner.name`; `when` chooses the calls by their arguments."""
     function = getattr(owner, name)
 
     def fused(*arguments, **options):
-        if when(*arguments):
+        if when(*arguments, **options):
             bomb(name)
         return function(*arguments, **options)
 
     patch.setattr(owner, name, fused)
-
-
-class FailAtOperation(TorchDispatchMode):
-    """Raises in place of the n-th torch operation that is run under it, and counts them all."""
-
-    def __init__(self, fatal):
-        super().__init__()
-        self.fatal = fatal
-        self.seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        if self.seen == self.fatal:
-            raise PlantedError(f"operation {self.fatal}: {func}")
-        return func(*args, **(kwargs or {}))
 
 
 # Faults of order.

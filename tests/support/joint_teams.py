@@ -1,4 +1,4 @@
-"""Machines that save and load together, as threads that exchange values through a barrier: no network, and deaths on demand."""
+"""Machines that save and load together, as threads with a barrier in place of a network, and deaths on demand."""
 
 import itertools
 import json

@@ -16,7 +16,7 @@ from torchround.library.seeds import drawing, layer_seed
 
 
 class OurAdamW(torch.optim.Optimizer):
-    """The engine's AdamW as the reference computes it, as an optimizer of named parameters."""
+    """The reference's AdamW as an optimizer of named parameters."""
 
     def __init__(self, named, lr, weight_decay=0.0):
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})

@@ -329,7 +329,7 @@ def _square(gradient):
 
 
 def adamw_moments(first, second, gradient, lr, betas, eps, number):
-    """Return the moments after update `number`, counted from 1, and a function of moments that gives the weights' step."""
+    """Return the moments after update `number`, counted from 1, and a function that gives the step of moments."""
     one, (beta1, beta2) = np.float32, betas
     minus_step = one(-lr / (1 - beta1**number))
     root_scale = one((1 - beta2**number) ** -0.5)

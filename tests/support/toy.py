@@ -90,7 +90,7 @@ class ToyBlock(ToyLayer):
 
 
 class PlantedBlock(ToyBlock):
-    """A block that takes `plant(hidden, micro_batch)` for its input. In place of returning it, that may raise or wait."""
+    """A block that takes `plant(hidden, micro_batch)` for its input. The function may also raise or wait."""
 
     def __init__(self, plant: Callable) -> None:
         super().__init__()
@@ -127,10 +127,11 @@ def toy_model(tied: bool = False) -> LayeredModel:
     return LayeredModel(names, (embedding, *blocks, head))
 
 
-def planted_model(plant: Callable, tied: bool = False) -> LayeredModel:
+def planted_model(plant: Callable) -> LayeredModel:
     """Make a toy model of planted blocks."""
-    first, *blocks, last = toy_model(tied).layers
-    return LayeredModel(toy_model().names, (first, *(PlantedBlock(plant) for _ in blocks), last))
+    model = toy_model()
+    first, *blocks, last = model.layers
+    return LayeredModel(model.names, (first, *(PlantedBlock(plant) for _ in blocks), last))
 
 
 def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[MicroBatch]]:

@@ -1,7 +1,6 @@
 """Weights between machines: at the start of a run, after each update, and rewritten for a validation."""
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -114,10 +113,11 @@ def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: s
 
 
 class LateWeights(Observer):
-    """Lets no thread receive the weights of an exchange before it is due."""
+    """An observer that lets no thread receive the weights of an exchange before it is due."""
 
-    def __init__(self) -> None:
-        self.due: dict[int, threading.Event] = defaultdict(threading.Event)
+    def __init__(self, num_steps: int) -> None:
+        # All are made here: threads that ask for a missing one at the same time would each make their own.
+        self.due = {step: threading.Event() for step in range(-2, num_steps)}
 
     def waited(self, token) -> None:
         if kind_of(token) is WEIGHT_JOB and this_thread().startswith("torchround weights from"):
@@ -130,7 +130,7 @@ def test_weights_that_arrive_as_late_as_they_may_stop_no_step() -> None:
     expected = Case(batches, store={"policy": ASYNC}, rounds=3).run().losses
 
     def run(group: MachineGroup) -> list[float]:
-        model, late, results = toy_model(), LateWeights(), []
+        model, late, results = toy_model(), LateWeights(len(batches)), []
         store = toy_store(model, policy=ASYNC, ownership=Ownership(group.rank, group.size))
         share_weights(store, group)
         options = {"machines": group, "observer": late if group.rank == 0 else None}
@@ -154,7 +154,7 @@ def test_weights_that_arrive_as_late_as_they_may_stop_no_step() -> None:
 
 @pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
 def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy: str) -> None:
-    """Small steps in bfloat16 change few weights. A spike skips one of them. A large step sends the weights themselves."""
+    """Small steps in bfloat16 change few weights, and a spike skips one. A large step sends the weights themselves."""
     case = Case([batch[:4] for batch in BATCHES], store={"policy": POLICIES[policy]}, dtype=torch.bfloat16)
     sent = {}
     for compresses in (False, True):

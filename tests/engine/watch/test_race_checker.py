@@ -252,7 +252,7 @@ def test_there_is_no_race_for_any_partition_and_device_count(tmp_path, options, 
     ("run", "rules"),
     [
         ({"partition": FORWARD, "saves": True}, ("2", "3", "6")),
-        ({"partition": FORWARD, "policy": ASYNC, "steps": 4}, "4"),
+        ({"partition": FORWARD, "policy": ASYNC, "steps": 4}, ("4",)),
     ],
     ids=["sync", "async"],
 )

@@ -60,16 +60,16 @@ def test_hopper_runs_pytorchs_kernel_and_adds_to_sums_with_triton(has_sums, thei
     assert seen.count("torchround::grouped_gradient_") == ours and "torchround::grouped_rows" not in seen
 
 
-VOCAB, WIDTH, TOKENS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
+VOCAB, WIDTH, POSITIONS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
 
 
 def test_the_head_moves_at_most_25_gb_in_all():
     """On `meta`, as on a card, with the weight's gradient where the engine has it."""
-    hidden = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    hidden = torch.empty(POSITIONS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(VOCAB, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight.grad_dtype = torch.float32
     weight.grad = torch.empty(VOCAB, WIDTH, device="meta")
-    labels = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    labels = torch.empty(POSITIONS, dtype=torch.int64, device="meta")
     with as_if_on("cuda"), CountingMode() as mode:
         total = loss.token_loss_sum(hidden, weight, labels, 0.1)
         total.backward(torch.empty_like(total))

@@ -1,4 +1,4 @@
-"""Ranking many partitions at once against the exact step time of each."""
+"""Many partitions at once: their ranks against exact step times, and their memory against the engine's count."""
 
 import numpy as np
 import pytest

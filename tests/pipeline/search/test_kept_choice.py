@@ -1,4 +1,4 @@
-"""The choice of what to keep: never a longer step, within the limits, and as much as it should gain."""
+"""The choice of what to keep: never a longer step, within the limits, as much as it should gain, no shorter text."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The simulator against closed forms, published makespans, and the rule that nothing waits without a cause."""
+"""The simulator against closed forms, published makespans, the rule that nothing waits without a cause, and traces."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The exact step time against the event-driven simulator, and against known makespans."""
+"""The exact step time, also in `bounded` and with waits for links, against the event simulator and known times."""
 
 from dataclasses import replace
 
