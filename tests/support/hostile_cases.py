@@ -159,6 +159,7 @@ def be_limited():
 def be_watched():
     """Print every change that this process makes outside the folder in the returned list, while there is one."""
     watched = []
+    sys.dont_write_bytecode = True  # a module that is first imported here would be written beside its source
 
     def witness(event, details):
         # The one program of this repository that a run may start, and one that Python's standard library starts.

@@ -181,7 +181,7 @@ def toy_engine(
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
     if store.policy is BOUNDED:
         settings = {"clip": "layer", **settings}
-    settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
+    settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 300.0, **settings})
     return Engine(
         model, store, devices, partition, optimizer=optimizer, settings=settings, observer=observer, machines=machines
     )

@@ -139,7 +139,7 @@ def engine_of(model, store, partition, num_devices):
         [CpuDevice(index) for index in range(num_devices)],
         partition,
         optimizer=AdamWTable(**ADAMW, weight_decay=DECAY),
-        settings=EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0),
+        settings=EngineSettings(max_norm=MAX_NORM, hang_timeout_s=300.0),
     )
 
 
