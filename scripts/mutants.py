@@ -191,6 +191,10 @@ def _found_by(fault: Fault, names: list[str], options: list[str]) -> str:
             f"@{names_file}",
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        if done.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise RuntimeError(
+                f"CALLS is of other tests than these:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         found = failed[0][:200] if failed else f"exit code {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:

@@ -44,7 +44,7 @@ def found(monkeypatch):
         absence = Absence("its driver is not loaded", has_card)
         seen = {"present_kind": cards, "available_host_bytes": 100 * GIB, "why_no_accelerator": absence}
         for name, value in seen.items():
-            monkeypatch.setattr(hardware, name, lambda value=value: value)
+            monkeypatch.setattr(hardware, name, lambda *_, value=value: value)
         shares = [HostShare(index, num_processes) for index in range(num_processes)]
         all_found = [find_hardware(EngineTable(**keys), share) for share in shares]
         return all_found if num_processes > 1 else all_found[0]
@@ -176,12 +176,12 @@ def machine(root, *devices, files=()):
     ],
 )
 def test_a_card_that_cannot_be_used_is_explained(tmp_path, devices, files, build, environment, reason):
-    absence = why_no_accelerator(machine(tmp_path, *devices, files=files), environment, build)
+    absence = why_no_accelerator(build, machine(tmp_path, *devices, files=files), environment)
     assert absence.has_card
     assert re.search(reason, absence.reason), absence.reason
 
 
 @pytest.mark.parametrize("devices", [[], [SOUND], [INTEL], [INSIDE_PROCESSOR]])
 def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path, devices):
-    absence = why_no_accelerator(machine(tmp_path, *devices), {"CUDA_VISIBLE_DEVICES": ""})
+    absence = why_no_accelerator(None, machine(tmp_path, *devices), {"CUDA_VISIBLE_DEVICES": ""})
     assert not absence.has_card and f"torch {torch.__version__} sees none" in absence.reason

@@ -103,8 +103,8 @@ class DirectFile:
     A write through the page cache copies every byte and takes a page for each 4 KiB, which costs a processor several
     times what hashing the bytes does, beside the optimizer (docs/benchmarks.md). Direct transfers are whole blocks of
     the disk, aligned both in memory and in the file. The host store begins its buffers at a page and each weight at a
-    multiple of 512 bytes, so nearly all of a checkpoint can be written as it is in memory. Unaligned and small
-    pieces are gathered in a buffer first.
+    multiple of 512 bytes, so nearly all of a checkpoint can be written as it is in memory. Unaligned pieces, and those
+    below `direct_bytes`, are gathered in a buffer of `buffer_bytes` first.
 
     If the file system or the platform has no direct transfers, the file is written through the page cache. Raises
     `OSError` as an ordinary file does, and `FileExistsError` if `path` exists.

@@ -18,7 +18,8 @@ def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: f
     """Return the bytes/s that each machine sends and receives at once, the least of all machines.
 
     Every machine calls this at the same time, and all get the same number. It takes about half a second. All pairs send
-    at once, as they do in a step. The first bytes only show how many the second, longer exchange may have.
+    at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second one may have
+    to take about `seconds`.
     Raises `MachineError`.
     """
     trial_rate = _exchange(group, trial_bytes)

@@ -79,8 +79,8 @@ def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[
 
     Raises `OSError` if the folder has none.
 
-    A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step below `MOST_STEP`, is
-    left out.
+    A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step from 0 to below
+    `MOST_STEP`, is left out.
     """
     path = folder / METRICS_FILE
     try:

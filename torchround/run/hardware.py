@@ -12,6 +12,7 @@ from torchround.accelerators import (
     AcceleratorKind,
     kind_of,
     known_kinds,
+    maker_of_build,
     present_kind,
 )
 from torchround.config import EngineTable
@@ -180,7 +181,7 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
 
 def _note_of_absence() -> str:
     """Return why `auto` found no accelerator. One warning if the machine has a card, which is then not used."""
-    absence = why_no_accelerator()
+    absence = why_no_accelerator(maker_of_build())
     if absence.has_card:
         logger.warning(
             'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
@@ -196,7 +197,7 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
-        absence = why_no_accelerator()
+        absence = why_no_accelerator(maker_of_build())
         # A build for the CPU is the usual cause.
         reason += f" ({absence.reason if absence.has_card else f'this is torch {torch.__version__}'})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))

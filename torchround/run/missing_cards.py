@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torchround.accelerators import NO_ACCELERATORS, PLANNED_KIND, maker_of_build
+from torchround.accelerators import NO_ACCELERATORS, PLANNED_KIND
 from torchround.pipeline.memory import GIB
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
@@ -34,9 +34,12 @@ class Absence:
 
 
 def why_no_accelerator(
-    root: Path = Path("/"), environment: Mapping[str, str] = os.environ, target: str | None = maker_of_build()
+    target: str | None, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> Absence:
-    """Find the reason on a machine on which PyTorch sees no accelerator. `root` holds `dev`, `proc` and `sys`."""
+    """Find the reason on a machine on which PyTorch, built for cards of the maker `target`, sees no accelerator.
+
+    `root` holds `dev`, `proc` and `sys`.
+    """
     build = f"torch {torch.__version__}"
     maker = _maker_of_card(root, target)
     if maker is None:
