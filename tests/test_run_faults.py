@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.support.faults import over, planted
+from tests.support.faults import PlantedError, over, planted
 from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, small_runs
 from torchround.engine import lifecycle
 
@@ -30,6 +30,23 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert "step 2 could not be written" in warning.getMessage()
     assert "training continues" in warning.getMessage()
     assert small_runs.saved("run") == [4, 5]
+
+
+def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retried(small_runs, monkeypatch, caplog):
+    obstacle = file_for_checkpoints(small_runs)
+    saves_ended = awaiting_saves(monkeypatch)
+
+    def fail():
+        saves_ended(1)
+        obstacle.unlink()
+        raise PlantedError
+
+    before_step(monkeypatch, 3, fail)
+    with pytest.raises(PlantedError):
+        small_runs("run", "--checkpoint.interval_steps=2")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "step 2 could not be written" in warning and "training continues" not in warning
+    assert len(small_runs.saved("run")) == 1
 
 
 @pytest.mark.parametrize("interval", [0, STEPS])
