@@ -31,6 +31,16 @@ dtype = "float32"
 devices = "cpu"
 """
 CHAT = {"conversation": [{"role": "user", "content": "hello"}]}
+PAIR = {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}
+FILES = {
+    "text.txt": "some text to learn\n" * 50,
+    "chats.jsonl": f"{json.dumps(CHAT)}\n" * 50,
+    "pairs.jsonl": f"{json.dumps(PAIR)}\n" * 50,
+    "ids.jsonl": '{"tokens": [1, 151000]}\n' * 50,
+    "broken.jsonl": '{"text": "no end\n{"text": "whole"}\n',
+    "empty.txt": "",
+    "run.yaml": "model:\n  family: llama3\n",
+}
 # What the message must match, by what follows `--config run.toml`; if that is one string, `old -> new` changes the file.
 # tests/config/test_messages.py has further mistakes in keys.
 MISTAKES = {
@@ -68,6 +78,19 @@ MISTAKES = {
     "data that is not there": ("run.toml: data.sources: .*texts/", "text.txt -> texts/*.txt"),
     "chats read as text": ("data.sources: .*chats.jsonl.*line 1.*conversation", "text.txt -> chats.jsonl"),
     "a broken line": ("data.sources: .*broken.jsonl.*line 1", "text.txt -> broken.jsonl"),
+    # A mistake of all records is none that may be skipped. tests/data/test_bad_records.py has further ones.
+    "records of another kind": (
+        "data.sources: .*ids.jsonl, line 1: no field 'text'",
+        ["--data.sources=[{ path='ids.jsonl' }]", "--data.on_bad_record=skip"],
+    ),
+    "ids of another vocabulary": (
+        "data.sources: .*ids.jsonl.*151000; .* 0 to 258",
+        ["--data.sources=[{ path='ids.jsonl', content='tokens' }]", "--data.on_bad_record=skip"],
+    ),
+    "no chat template": (
+        "data.sources: .*pairs.jsonl.*no chat template",
+        ["--data.sources=[{ path='pairs.jsonl', content='prompt_completion' }]", "--data.on_bad_record=skip"],
+    ),
     "an empty file": ("data.sources: .*empty.txt", "text.txt -> empty.txt"),
     "a warm-up longer than the run": (
         "warmup_steps, training.steps: given 100 and 3",
@@ -95,17 +118,15 @@ def test_a_typical_mistake_is_one_message_and_nothing_is_written(name, working_f
     old, new = given.split(" -> ") if isinstance(given, str) else ("", "")
     assert old in CONFIG
     (working_folder / "run.toml").write_text(CONFIG.replace(old, new, 1))
-    (working_folder / "text.txt").write_text("some text to learn\n" * 50)
-    (working_folder / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 50)
-    (working_folder / "broken.jsonl").write_text('{"text": "no end\n{"text": "whole"}\n')
-    (working_folder / "empty.txt").write_text("")
-    (working_folder / "run.yaml").write_text("model:\n  family: llama3\n")
+    for file, content in FILES.items():
+        (working_folder / file).write_text(content)
     before = sorted(working_folder.rglob("*"))
     arguments = [] if isinstance(given, str) else given
-    assert train.main([*([] if "--config" in arguments else ["--config", "run.toml"]), *arguments]) == 2
-    message = capsys.readouterr().err
-    assert re.search(said, message, re.DOTALL), message
-    assert "Traceback" not in message and sorted(working_folder.rglob("*")) == before
+    for dry in ((), ("--dry-run",)) if "data.sources" in said else ((),):
+        assert train.main([*([] if "--config" in arguments else ["--config", "run.toml"]), *arguments, *dry]) == 2
+        message = capsys.readouterr().err
+        assert re.search(said, message, re.DOTALL), message
+        assert "Traceback" not in message and sorted(working_folder.rglob("*")) == before
 
 
 @pytest.mark.nightly

@@ -3,12 +3,13 @@
 Command line, files, checkpoints and signals are real. Only the model and the text are small.
 """
 
+import itertools
 import json
 import random
 import signal
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -265,12 +266,8 @@ def with_model(monkeypatch, action):
     monkeypatch.setattr(train_model, "build_model", built)
 
 
-def before_forward(monkeypatch, layer, action):
-    """Call `action` before each forward of a layer, recomputations included, on any device.
-
-    The action receives the number of forwards so far, including this one.
-    """
-    lock, calls = threading.Lock(), [0]
+def around_forward(monkeypatch, layer, around):
+    """Call `around(forward)` in place of each forward of a layer, recomputations included, on any device."""
 
     def change(model):
         kind = type(model.layers[layer])
@@ -278,16 +275,23 @@ def before_forward(monkeypatch, layer, action):
         model.layers[layer].is_watched = True  # devices have copies of the layers
 
         def watched(self, hidden, micro_batch):
-            if getattr(self, "is_watched", False):
-                with lock:
-                    calls[0] += 1
-                    call = calls[0]
-                action(call)
-            return forward(self, hidden, micro_batch)
+            plain = partial(forward, self, hidden, micro_batch)
+            return around(plain) if getattr(self, "is_watched", False) else plain()
 
         monkeypatch.setattr(kind, "forward", watched)
 
     with_model(monkeypatch, change)
+
+
+def before_forward(monkeypatch, layer, action):
+    """Call `action(number)` before each forward of a layer. The first number is 1."""
+    calls = itertools.count(1)
+
+    def around(forward):
+        action(next(calls))
+        return forward()
+
+    around_forward(monkeypatch, layer, around)
 
 
 def files_of(folder):
