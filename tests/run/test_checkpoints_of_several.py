@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.machines import run_machines
-from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_runs, stop_after
+from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_runs, stop_after, tensors_in
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model
@@ -28,8 +27,7 @@ OWN_DISKS = "put the files of all parts into this folder"
 
 def saved_again_by_three(path):
     """Put in the place of a checkpoint what three machines would have saved, each the tensors of some layers."""
-    parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
-    tensors = {name: tensor for part in parts for name, tensor in part.items()}
+    tensors = tensors_in(path)
     state, step = json.loads((path / "state.json").read_text()), int(path.name.removeprefix("step-"))
 
     def layer_of(name):

@@ -29,33 +29,18 @@ LAYERS = 5  # embedding, three blocks, head
 STEPS = 5
 
 SMALL = """
-[model]
-family = "small"
-flavor = "untied"
-
-[tokenizer]
-name = "bytes"
-
-[data]
-sources = [{ path = "text.jsonl" }]
-shuffle_sequences = 16  # the usual window holds all of this text
-
-[training]
-steps = 5
-seq_len = 16
-global_batch_size = 7  # micro-batches of 2, 2, 2 and 1
-micro_batch_size = 2
-dtype = "float32"
-
+model = { family = "small", flavor = "untied" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }], shuffle_sequences = 16 }  # the usual window holds all of this text
+# Micro-batches of 2, 2, 2 and 1.
+training = { steps = 5, seq_len = 16, global_batch_size = 7, micro_batch_size = 2, dtype = "float32" }
 [engine]
 devices = "cpu"
 num_devices = 2
 cpu_threads = 1
 plan = { forward = [2, 2], fused = 1, backward = [1, 3], rounds = 1 }
-
 [optimizer]
 lr = 1e-2
-
 [checkpoint]
 interval_steps = 0
 """
@@ -102,14 +87,14 @@ class SmallRuns:
 
     def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
-        tensors = {}
-        for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
-            tensors.update(load_file(path))
-        return tensors
+        return tensors_in(self.path(name) / "checkpoints" / f"step-{step}")
 
     def saved_state(self, name, step=STEPS):
         """Read the part of a checkpoint that is not tensors."""
         return json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
+
+    def plan(self, name):
+        return json.loads((self.path(name) / "plan.json").read_text())
 
     def assert_same(self, name, reference, step=STEPS):
         """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
@@ -292,6 +277,11 @@ def before_forward(monkeypatch, layer, action):
         return forward()
 
     around_forward(monkeypatch, layer, around)
+
+
+def tensors_in(folder):
+    """Read every tensor in the files of a folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def files_of(folder):
