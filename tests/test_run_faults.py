@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.support.faults import over, planted
-from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, small_runs
+from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
 from torchround.config import RunTable
 from torchround.engine import lifecycle
 from torchround.run.run_folder import RunFolder
@@ -136,8 +136,7 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_a
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_last_bit(path)
     assert small_runs("run", *every_second) == 0
     assert f"step-{STEPS}: {path.name} has checksum" in caplog.text
     assert "resuming after step 4 " in capsys.readouterr().out

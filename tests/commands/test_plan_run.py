@@ -1,8 +1,8 @@
 """`torchround plan`, as a program once and otherwise as a function: what fits, what would help, several machines."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,20 +12,13 @@ from torchround.commands import plan_run
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def plan(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def call(*arguments):
-        code = plan_run.main(list(arguments))
-        return Done(code, *capsys.readouterr())
+        code, printed = plan_run.main(list(arguments)), capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
 
     return call
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
 from tests.support.hostile_cases import forge_manifest
+from tests.support.small_run import flip_last_bit
 from tests.support.toy_texts import their_texts
 from torchround.commands.generation_files import byte_tokenizer_files
 from torchround.commands.try_model import main
@@ -264,9 +265,7 @@ def test_a_checkpoint_that_cannot_be_used_is_named(trained, capsys, tmp_path):
     assert main(["--run", str(newer), *ASKED]) == 2
     assert "it has format 4, and this version reads up to format 3" in capsys.readouterr().err
     tensors = next((checkpoints / "step-2").glob("tensors-*"))
-    content = bytearray(tensors.read_bytes())
-    content[-1] ^= 1
-    tensors.write_bytes(content)
+    flip_last_bit(tensors)
     assert main(["--run", str(run), *ASKED]) == 2
     printed = capsys.readouterr().err
     assert tensors.name in printed and "--step N tries another checkpoint" in printed

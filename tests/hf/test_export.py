@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
-from tests.support.small_run import tensors_in
+from tests.support.small_run import flip_last_bit, tensors_in
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
 from torchround.commands.checkpoint_weights import checkpoint_weights
@@ -143,9 +143,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert "--base says where" in refusal(checkpoint, output, "--base", tmp_path / "gone")
     assert "lora.rank = 0" in refusal(checkpoint, base, output, "--adapters")
     damaged = next(checkpoint.glob("tensors-*.safetensors"))
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_last_bit(damaged)
     assert damaged.name in refusal(checkpoint, base, output)
     shutil.rmtree(checkpoint)
     refusal(checkpoint, base, output)
