@@ -21,6 +21,7 @@ from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind, label
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
+EMBEDDING = 3072  # bytes of the last gradients of a step
 TRACED = 1  # counted from 0: the second step
 
 
@@ -39,8 +40,8 @@ class KeptTraces(StepTraces):
 def train_traced(num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None):
     """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
 
-    With `validates`, an evaluation runs before each step. The traced step's update waits for a save, which waits until
-    `held`, a watcher, has seen what it waits for.
+    With `validates`, an evaluation runs before each step. `held` is a watcher. The traced step's update waits for a save,
+    which waits until `held` has seen what it waits for.
     """
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
@@ -50,10 +51,10 @@ def train_traced(num_devices, folder, policy=SYNC, validates=False, kept=(), opt
     settings = EngineSettings(kept=kept)
     with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
         traces.start()
+        for device in devices if held else ():
+            device.watchers.append(held)
         for step, micro_batches in enumerate(BATCHES):
             if held and step == TRACED:
-                for device in devices:
-                    device.watchers.append(held)
                 engine.save(lambda source: held.seen.wait(20.0)).may_publish()
             if validates:
                 engine.evaluate(micro_batches)
@@ -208,6 +209,26 @@ def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tm
     next_s = min(start for task, start in spans if task.step == TRACED + 1 and task.stream == COMPUTE)
     updated_s = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
     assert next_s < updated_s
+
+
+class TracedStepComputes(DeviceWatcher):
+    """Holds the last gradients of the step before the traced one, which computes meanwhile."""
+
+    def __init__(self):
+        self.seen = threading.Event()
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        if stream is Stream.GRADIENT_DOWNLOAD and device.step_of[stream] == TRACED - 1 and copied_bytes == EMBEDDING:
+            assert self.seen.wait(20.0)
+
+    def ends(self, device, stream, copied_bytes):
+        if stream is Stream.COMPUTE and device.step_of[stream] == TRACED:
+            self.seen.set()
+
+
+def test_a_trace_shows_copies_of_the_step_before_that_overlap_it(tmp_path):
+    timeline, _ = train_traced(2, tmp_path, ASYNC, held=TracedStepComputes())
+    assert TaskKind.GRADIENTS in {task.kind for task in timeline.tasks if task.step == TRACED - 1}
 
 
 def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(plain):

@@ -1,6 +1,5 @@
 """A run, its measuring steps, a dry run and the `plan` command plan with the same numbers, in one function."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -89,5 +88,4 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
     summaries = [re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)]
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""
-    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
-    assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first
+    assert f"bubble (idle share of the devices) {100 * small_runs.plan('run')['bubble']:.2f} %" in first

@@ -9,20 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.step_records import Clock
 from torchround.engine.device import CpuDevice
 from torchround.layer import LayerWork
 from torchround.observe import host_gib, host_peak_gib
 from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class FinishedStep:
