@@ -144,7 +144,7 @@ def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
 class AsksForLength(torch.nn.Module):
     """A layer that computes something else if it is told how long a document may be."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
 
@@ -340,7 +340,7 @@ def planted(monkeypatch):
     left = [0]
 
     @torch.library.custom_op("tests::allocate", mutates_args=())
-    def allocate(hidden: torch.Tensor) -> torch.Tensor:
+    def allocate(hidden):
         left[0] -= 1
         if left[0] == 0:
             raise OutOfRoomError("8 GiB were asked for")

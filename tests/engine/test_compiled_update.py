@@ -23,8 +23,6 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.optim.kernel import CompiledUpdate
 from torchround.run import engine_parts
 
-pytestmark = pytest.mark.compiles
-
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
@@ -51,6 +49,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("policy", "stale_layers"), [(SYNC, 0), (BOUNDED, 3)], ids=["sync", "bounded"])
 def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale_layers):
     """That the bits are the same is in `test_rows.py`."""

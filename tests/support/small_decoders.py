@@ -1,9 +1,6 @@
 """Decoders of two layers for engine tests, with experts or with adapters and dropout."""
 
-from typing import Any
-
 from tests.support.toy import VOCABULARY
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.lora import LoraShape, add_adapters
@@ -12,9 +9,7 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, 
 EXPERTS = {"moe": MoEShape(3, 2, 24, balance_coefficient=0.001)}
 
 
-def small_decoder(
-    family: str, flavor: str, adapters: tuple[str, ...] = (), dropout: float = 0.25, **changes: Any
-) -> LayeredModel:
+def small_decoder(family, flavor, adapters=(), dropout=0.25, **changes):
     """Build a flavor with small sizes and the toy vocabulary. With `adapters` on these matrices, nothing else is trained."""
     sizes = SIZES | (EXPERTS if flavor == "debug_moe" else {})
     config = FAMILIES[family].config_from_flavor(flavor, **{"vocab_size": VOCABULARY, **sizes, **changes})
