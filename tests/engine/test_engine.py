@@ -40,14 +40,6 @@ def engine():
         yield engine
 
 
-def test_evaluate_gives_the_loss_of_the_newest_weights_and_changes_nothing(engine):
-    train(engine, BATCHES[:1])
-    before = {name: view.clone() for name, view in engine.store.named_views().items()}
-    evaluated = engine.evaluate(BATCHES[1]).loss()
-    assert_same_state(engine.store.named_views(), before)
-    assert evaluated == train(engine, BATCHES[1:2])[0]
-
-
 def test_steps_may_differ_in_number_and_size_of_micro_batches():
     """The same sequences in other micro-batches give the same mean loss, up to the rounding of other matrix sizes."""
     [micro_batches] = toy_batches(1, micro_batches=4)

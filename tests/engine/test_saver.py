@@ -9,7 +9,7 @@ import torch
 from tests.support.faults import Bomb, armed
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
+from torchround.engine.errors import PipelineError, Stopped
 from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
@@ -214,11 +214,3 @@ def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
     save.may_publish()
     fail(engine, bomb)
     assert not published and not save.ended
-
-
-def test_a_save_between_forward_backward_and_step_is_refused():
-    with build() as engine:
-        engine.forward_backward(toy_batches(1, micro_batches=4)[0])
-        with pytest.raises(EngineUsageError, match="save"):
-            engine.save(lambda source: None)
-        engine.step(1e-2)

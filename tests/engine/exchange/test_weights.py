@@ -99,14 +99,6 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path):
 # After updates.
 
 
-@pytest.mark.parametrize("policy", ["sync", "predict"])
-def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy):
-    """With micro-batches for all machines, for some of them, and for one."""
-    batches = [BATCHES[0][:5], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0][:1]]
-    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
-    assert_equal_to_one_machine(Case(batches, **options), 3)
-
-
 class LateWeights(Observer):
     """An observer that lets no thread receive the weights of an exchange before it is due."""
 
@@ -154,7 +146,7 @@ def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy):
     sent = {}
     for compresses in (False, True):
         settings = {"compress_weights": compresses}
-        found = assert_equal_to_one_machine(replace(case, lr=1e-5, spikes=(0.01, 1), settings=settings), 3)
+        found = assert_equal_to_one_machine(replace(case, lr=1e-5, spikes=(0.01, 1), settings=settings), 2)
         assert 0 < sum(update.skipped for update in found[0].updates) < 4
         updates = [update for outcome in found for update in outcome.updates]
         sent[compresses] = sum(update.sent_bytes for update in updates)
