@@ -15,7 +15,9 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.kernel_counts import CountingMode
+from tests.support.faults import engine_threads
 from tests.support.rounding import FP32, assert_states_close
+from tests.support.small_decoders import decoder
 from tests.support.torch_loop import host_engine, moment_free
 from tests.support.torch_loop import train as train_by
 from tests.support.toy import (
@@ -35,7 +37,6 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.optim import HostOptimizer
 from torchround.pipeline.partition import Partition
 
@@ -76,10 +77,6 @@ def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, *
 def assert_close(found, expected, terms=TOY_TERMS):
     assert found[0] == pytest.approx(expected[0], rel=terms * FP32)
     assert_states_close(found[1], expected[1], terms)
-
-
-def engine_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
 def graphs():
@@ -273,11 +270,7 @@ def packed(micro_batches):
 def family_run(case, compiles):
     """Losses, final state, and the compiler if there was one."""
     family, flavor, changes, adapters = CASES[case]
-    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, **changes)
-    model = FAMILIES[family].build(config)
-    if adapters:
-        shape = LoraShape(rank=4, alpha=8, dropout=0.25, targets=adapters)
-        add_adapters(model, FAMILIES[family].hf_names(config), shape)
+    model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
     store = toy_store(model)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.support.faults import Bomb, armed
+from tests.support.faults import Bomb, armed, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import PipelineError, Stopped
@@ -48,13 +48,6 @@ def files(folder):
 def saving(checkpointer):
     """Return the function that a run gives to `Engine.save`."""
     return lambda source: checkpointer.save(source.step, source.tensors, source.state, source)
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.small_decoders import decoder
 from tests.support.toy_decoders import toy_config
-from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.models import FAMILIES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -17,12 +18,7 @@ NIGHT = pytest.mark.nightly
 
 
 def own(name, flavor, targets=(), **fields):
-    family = FAMILIES[name]
-    config = family.config_from_flavor(flavor, num_layers=1, **fields)
-    model = family.build(config)
-    if targets:
-        add_adapters(model, family.hf_names(config), LoraShape(4, 12.0, 0.1, targets))
-    return model
+    return decoder(name, flavor, targets, (4, 12.0, 0.1), num_layers=1, **fields)
 
 
 def borrowed(model_type, layer_types=None):

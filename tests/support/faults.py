@@ -235,6 +235,13 @@ def engine_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith(("torchround", "finish"))]
 
 
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def copied(store):
     """Copy what a checkpoint of a store holds."""
     return {name: view.clone() for name, view in store.named_views().items()}

@@ -213,31 +213,20 @@ def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     assert_same_state(resumed.named_views(), original.named_views())
 
 
-@pytest.mark.parametrize(
-    ("damage", "key"),
-    [
-        (lambda saved: saved, None),
-        (lambda saved: {**saved, "lr": float("nan")}, "nan"),
-        (lambda saved: {**saved, "lr": True}, "lr"),
-        (lambda saved: {**saved, "betas": 0.9}, "betas"),
-        (lambda saved: {**saved, "betas": [0.9, 1.0]}, "betas"),
-        (lambda saved: {**saved, "eps": 0.0}, "eps"),
-        (lambda saved: {**saved, "weight_decay": 0.1}, "weight_decay"),
-        (lambda saved: {"lr": saved["lr"], "eps": saved["eps"]}, "betas"),
-        (lambda saved: [], "prediction"),
-    ],
-    ids=[
-        "sound",
-        "not finite",
-        "no number",
-        "no pair",
-        "out of range",
-        "zero",
-        "a key too many",
-        "a key too few",
-        "no table",
-    ],
-)
+DAMAGES = {
+    "sound": (lambda saved: saved, None),
+    "not finite": (lambda saved: {**saved, "lr": float("nan")}, "nan"),
+    "no number": (lambda saved: {**saved, "lr": True}, "lr"),
+    "no pair": (lambda saved: {**saved, "betas": 0.9}, "betas"),
+    "out of range": (lambda saved: {**saved, "betas": [0.9, 1.0]}, "betas"),
+    "zero": (lambda saved: {**saved, "eps": 0.0}, "eps"),
+    "a key too many": (lambda saved: {**saved, "weight_decay": 0.1}, "weight_decay"),
+    "a key too few": (lambda saved: {"lr": saved["lr"], "eps": saved["eps"]}, "betas"),
+    "no table": (lambda saved: [], "prediction"),
+}
+
+
+@pytest.mark.parametrize(("damage", "key"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
     store = toy_store(toy_model(), torch.bfloat16, policy=ASYNC_PREDICT)
     with toy_engine(toy_model(), store, PARTITION, 2) as engine:
