@@ -6,20 +6,11 @@ import threading
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.device_toy import device_engine
 from tests.support.faults import PlantedError, copied, engine_threads
 from tests.support.processes import run_program
-from tests.support.toy import (
-    BLOCKS,
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
@@ -80,7 +71,7 @@ def faulty_model(fault, call):
             return super().forward(fault(hidden) if now else hidden, micro_batch)
 
     embedding, *_, head = toy_model().layers
-    return LayeredModel(toy_model().names, (embedding, *(Faulty() for _ in range(BLOCKS)), head))
+    return LayeredModel(toy_model().names, (embedding, *(Faulty() for _ in range(toy.BLOCKS)), head))
 
 
 def assert_fails(kind, cause, workers, model):

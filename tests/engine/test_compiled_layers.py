@@ -15,21 +15,13 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.kernel_counts import CountingMode
+from tests.support import toy
 from tests.support.faults import engine_threads
 from tests.support.rounding import FP32, assert_states_close
 from tests.support.small_decoders import decoder
 from tests.support.torch_loop import host_engine, moment_free
 from tests.support.torch_loop import train as train_by
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.accelerators import as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
@@ -202,7 +194,7 @@ def test_devices_that_compile_each_for_itself_do_not_disturb_each_other():
     found, expected = run(compiler, 3), run(None, 1)
     assert len({thread for kind in compiler.kinds for thread, _ in kind.shapes}) == 3
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    toy.assert_same_state(found[1], expected[1])
 
 
 def test_no_layer_is_compiled_during_the_step_of_a_torch_optimizer():
@@ -239,7 +231,7 @@ def test_inductors_code_gives_the_same_bits_on_any_devices_and_agrees_with_uncom
     ]
     for losses, state in found[1:]:
         assert losses == found[0][0]
-        assert_same_state(state, found[0][1])
+        toy.assert_same_state(state, found[0][1])
     assert_close(found[0], trained(None, batches=batches))
     assert [len(kind.shapes) for kind in compiler.kinds] == [1, 1, 2]
 
@@ -299,7 +291,7 @@ def test_without_a_compiler_layers_run_as_they_are_with_one_warning(monkeypatch,
     monkeypatch.setenv("CXX", "no-such-compiler")
     found, expected = trained(LayerCompiler(toy_model(tied=True), is_required=is_required)), trained(None)
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    toy.assert_same_state(found[1], expected[1])
     [message] = warned()
     assert f"engine.compile = {setting}" in message and "'no-such-compiler'" in message
 

@@ -6,16 +6,8 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support import toy
+from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_workers import update_threads
@@ -23,7 +15,7 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.optim.kernel import CompiledUpdate
 from torchround.run import engine_parts
 
-PARTITION = PARTITIONS["forward coarser"]
+PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
 

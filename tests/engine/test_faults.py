@@ -5,17 +5,9 @@ import threading
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import Bomb, PlantedError, armed, copied, engine_threads, this_thread, wait_until
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import UPLOADED
@@ -23,7 +15,7 @@ from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
-BATCHES = toy_batches(3, micro_batches=4)
+BATCHES = toy.toy_batches(3, micro_batches=4)
 
 
 def state_after(steps):

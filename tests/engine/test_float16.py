@@ -6,20 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.reference import Reference
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import stability as loss_scale
 
-PARTITION = PARTITIONS["forward coarser"]
+PARTITION = toy.PARTITIONS["forward coarser"]
 LR = 1e-2
 STEPS = 14
 BATCHES = toy_batches(STEPS, micro_batches=3)

@@ -5,16 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support import toy
+from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.update_report import BundleUpdate
@@ -47,7 +39,7 @@ class At:
         return self.seconds - earlier.seconds
 
 
-@pytest.mark.parametrize("kept", [(), KEPT["all"]], ids=["nothing", "all"])
+@pytest.mark.parametrize("kept", [(), toy.KEPT["all"]], ids=["nothing", "all"])
 def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
     """`down` of block 2 takes 30 ms by the device's clock, its other part nothing. Replayed parts are no samples."""
     under_way, clock = [], [0.0]

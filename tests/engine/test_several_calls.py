@@ -5,17 +5,10 @@ import threading
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import kind_of, this_thread
 from tests.support.reference import Reference
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -23,7 +16,7 @@ from torchround.engine.update_report import CALL_ADDED
 from torchround.optim import LossScaling
 
 LR = 1e-2
-PARTITION = PARTITIONS["backward coarser"]
+PARTITION = toy.PARTITIONS["backward coarser"]
 STEPS, CALLS, MICRO_BATCHES = 3, 2, 4
 
 

@@ -6,17 +6,9 @@ import itertools
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.reference import Reference
-from tests.support.toy import (
-    OPTIMIZER,
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
@@ -171,7 +163,7 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resu
             saved[name] = loaded[name.partition("/")[2]]
         read(store, saved)
         store.resume(step=0, applied_updates=0)
-    reference = Reference(toy_model(), loaded, OPTIMIZER)
+    reference = Reference(toy_model(), loaded, toy.OPTIMIZER)
     expected = reference.train(BATCHES[:1])
     with toy_engine(model, store, PARTITION, 2) as engine:
         assert train(engine, BATCHES[:1]) == expected

@@ -8,22 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import Unordered, deaf
 from tests.support.optimizers import OPTIMIZERS, POLICIES
 from tests.support.torch_loop import MAKERS
-from tests.support.toy import (
-    BLOCKS,
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    ToyEmbedding,
-    ToyHead,
-    linked,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import KEPT, PARTITIONS, ToyHead, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
 from torchround.engine.ordering import (
     DIRECTION_LANDED,
@@ -105,12 +94,12 @@ def races(folder, **run):
     return find_races(record(folder, **run)[0])
 
 
-class PassingBlock(ToyBlock):
+class PassingBlock(toy.ToyBlock):
     def forward(self, hidden, micro_batch):
         return super().forward(hidden[0], micro_batch), hidden[1]
 
 
-class TwoTensorEmbedding(ToyEmbedding):
+class TwoTensorEmbedding(toy.ToyEmbedding):
     def forward(self, hidden, micro_batch):
         embedded = super().forward(hidden, micro_batch)
         return embedded, embedded.detach() * 0.5
@@ -123,7 +112,7 @@ class TwoTensorHead(ToyHead):
 
 def passing_model():
     """Return a toy model whose blocks pass a part of their input on, so that what they send lies in a ring slot."""
-    blocks = [PassingBlock() for _ in range(BLOCKS)]
+    blocks = [PassingBlock() for _ in range(toy.BLOCKS)]
     return LayeredModel(toy_model().names, (TwoTensorEmbedding(), *blocks, TwoTensorHead(None)))
 
 

@@ -13,17 +13,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    linked,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support import toy
+from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -141,7 +132,7 @@ def test_a_recomputation_does_not_wait_for_its_incoming_gradient():
     recomputed, micro_batches = defaultdict(threading.Event), toy_batches(1, 2)[0]
     number = {str(one.tokens.tolist()): index for index, one in enumerate(micro_batches)}
 
-    class Block(ToyBlock):
+    class Block(toy.ToyBlock):
         def __init__(self, layer):
             super().__init__()
             self.layer = layer
@@ -168,7 +159,7 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer()
     order, calls = TransferOrder(), []
     order.dispatched.set()
 
-    class Block(ToyBlock):
+    class Block(toy.ToyBlock):
         def forward(self, hidden, micro_batch):
             if not torch.is_grad_enabled():
                 calls.append(order.enqueued[Stream.ACTIVATION_DOWNLOAD])
