@@ -28,7 +28,8 @@ class PlantedExit(BaseException):
 class Bomb(Observer, DeviceWatcher):
     """An exception that is raised at the `hit`-th chance at a place; without one, a delay at every chance.
 
-    Of several devices, a delay slows the second one alone. If the exception `stays`, it is raised again at each later chance there, and by everything that the same device does.
+    Of several devices, a delay slows the second one alone. If the exception `stays`, it is raised again at each later
+    chance there, and by everything that the same device does.
     """
 
     def __init__(self, place, exception=PlantedError, hit=1, stays=False):

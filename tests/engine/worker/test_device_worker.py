@@ -7,6 +7,7 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy
 from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.compute import ForwardWithGraph
 from torchround.pipeline.partition import Partition
@@ -169,6 +171,24 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer()
     with toy_engine(model, toy_store(model), partition, 1, wrap=lambda device: watched(device, order)) as engine:
         train(engine, toy_batches(1, micro_batches=1))
     assert calls == [1, 2, 3, 4, 5]
+
+
+def test_each_stream_of_an_accelerator_waits_until_a_fresh_buffer_may_be_used(monkeypatch):
+    """`tests/accelerator/test_device.py` shows what comes of a stream that does not."""
+    waits = []
+
+    class Kind(AcceleratorKind):
+        def prepare_allocator(self):
+            pass
+
+        def stream(self, device, priority):
+            return SimpleNamespace(wait_event=waits.append)
+
+    allocating = SimpleNamespace(record_event=lambda: "allocated")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: allocating)
+    with as_if_on(Kind("meta")):
+        AcceleratorDevice("meta:0").allocate(8)
+    assert waits == ["allocated"] * len(Stream)
 
 
 class GradientCopies(DeviceWatcher):
