@@ -157,7 +157,6 @@ RUNS = [
     (run("evaluates saves", optimizer="muon compact", dtype=BFLOAT16), ("2", "3", *SAVED, "9", "10")),
     (run("poisoned", devices=1, policy=ASYNC, optimizer="muon", dtype=BFLOAT16), ("9",)),
     # Micro-batches of the next round or step find buffers and slots that kept activations have left.
-    (run("evaluates", kept=KEPT["all"], rounds=2), ("2", "3")),
     (run(partition=FINEST, devices=1, kept=KEPT["mixed"], rounds=2, policy=ASYNC), ("3",)),
     # Gradients leave early at every stage, and device weights that lag are written between two kinds of uploads.
     (run("tied saves", policy=BOUNDED, stale_layers=0, devices=1, dtype=BFLOAT16), ("2", "3", *SAVED)),
@@ -180,6 +179,7 @@ RUNS = [
 ]
 # Further ones, whose settings each occur above.
 MORE_RUNS = [
+    (run("evaluates", kept=KEPT["all"], rounds=2), ("2", "3")),
     (run("evaluates", partition=FINEST, devices=2, policy=ASYNC, dtype=BFLOAT16), ("3",)),
     (run("layerwise_recompute", devices=1, policy=ASYNC, dtype=BFLOAT16, rounds=4), ("3",)),
     (run(calls=2, partition=FORWARD), ("2", "3")),
