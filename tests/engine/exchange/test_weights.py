@@ -139,7 +139,7 @@ def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
 # Only what an update changed.
 
 
-@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("policy", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
 def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy):
     """Small steps in bfloat16 change few weights, and a spike skips one. A large step sends the weights themselves."""
     case = Case([batch[:4] for batch in BATCHES], store={"policy": POLICIES[policy]}, dtype=torch.bfloat16)
