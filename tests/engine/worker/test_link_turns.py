@@ -1,4 +1,4 @@
-"""Devices that share a link take turns to upload weights: in order, with the same bits, never waiting for a dead one.
+"""Devices that share a link take turns to upload weights: in order, never waiting for a dead one. `test_rows.py` has the bits.
 
 The tests judge order by waits and events alone, so no verdict depends on timing.
 """
