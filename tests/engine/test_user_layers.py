@@ -18,14 +18,14 @@ PARTITION = Partition((2, 2), 2, (3, 1))
 TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))}
 
 
-def test_several_machines_train_them_to_the_bits_of_one() -> None:
+def test_several_machines_train_them_to_the_bits_of_one():
     """Steps of one and of three micro-batches: a machine may have no part, and sizes are measured on each."""
     batches = [any_batches(count, count) for count in (4, 1, 3)]
     assert_equal_to_one_machine(Case(batches, any_model, PARTITION), 2)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int) -> None:
+def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices):
     """Weights that stay on a device from pass to pass go up again."""
     model, batches = any_model(trained=False), any_batches(2)
     store = toy_store(model)
@@ -42,7 +42,7 @@ def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int
             assert engine.evaluate(batches).loss_sums() == expected
 
 
-def test_what_layers_cannot_keep_is_refused_by_name() -> None:
+def test_what_layers_cannot_keep_is_refused_by_name():
     model = any_model()
     kept = ((), ("down",), (), (), (), ())
     engine = toy_engine(model, toy_store(model), PARTITION, 2, kept=kept)
@@ -50,7 +50,7 @@ def test_what_layers_cannot_keep_is_refused_by_name() -> None:
         engine.forward_backward(any_batches(2)).loss()
 
 
-def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name() -> None:
+def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name():
     model = any_model()
     options = {"compiler": LayerCompiler(model, "eager")}
     with pytest.raises(EngineUsageError, match=r"layer layer\.0 \(AnyLayer\) holds buffers.*never_compiled"):
@@ -64,7 +64,7 @@ def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name() -> None
         engine.evaluate(any_batches(2))
 
 
-def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
+def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot():
     model, batches = any_model(), any_batches(2)
     store = toy_store(model)
     compiler = LayerCompiler(model, "eager", is_required=False)
@@ -73,7 +73,7 @@ def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
     assert losses == [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
 
 
-def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog) -> None:
+def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog):
     # What compiles takes seconds to import, and has no part in this.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 

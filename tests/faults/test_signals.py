@@ -21,7 +21,7 @@ nightly = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "signals"),
     [
-        pytest.param([ASYNC], 1, id="one"),
+        pytest.param([ASYNC], 1, id="one", marks=nightly),
         pytest.param([], 12, id="sync", marks=nightly),
         pytest.param([ASYNC], 12, id="async", marks=nightly),
     ],

@@ -1,6 +1,5 @@
 """What forked children do (`processes.py`): train as `train.py` does, with something planted that goes wrong."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ from tests.support.disks import Disk
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
-from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger, run_page
 
@@ -138,21 +136,4 @@ def is_signalled_on_its_way_out(number, arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLogger, "close", interrupted)
-        return trains(arguments)
-
-
-def has_a_bad_device(device, trouble, operation, arguments):
-    """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
-    run, seen = CpuDevice.run, itertools.count(1)
-
-    def troubled(self, *details, **further):
-        if self.name == device and (count := next(seen)) >= operation:
-            if trouble == "slow":
-                time.sleep(0.002)
-            elif count == operation:
-                raise RuntimeError("planted")
-        return run(self, *details, **further)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDevice, "run", troubled)
         return trains(arguments)

@@ -98,7 +98,7 @@ def copy_state(source, target):
 
 def train_shared(engine, batches, rank, size, evaluates=False, lr=1e-2, true_weights=False):
     """Train on this machine's share of each batch."""
-    results: list[Any] = []
+    results = []
     for step, batch in enumerate(batches):
         if evaluates and step == 1:
             engine.evaluate(batch[:1])  # not awaited, so that it runs beside the step
@@ -120,7 +120,7 @@ def assert_equal_to_one_machine(case, num_machines):
     """Assert that machines of a case leave the bits that one machine with as many rounds leaves."""
     alone = replace(case, rounds=case.rounds * num_machines).run()
     machines = run_machines(num_machines, case.run)
-    together: dict[str, Tensor] = {}
+    together = {}
     for found in machines:
         assert list(map(str, found.losses)) == list(map(str, alone.losses))  # NaN differs from itself
         for update, expected in zip(found.updates, alone.updates, strict=True):

@@ -79,7 +79,9 @@ def logs_of(num_machines, case):
     return run_machines(num_machines, run)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n == "compressed, async")) for n in RUNS]
+)
 def test_there_is_no_race_on_any_machine_but_without_any_of_the_rules_that_a_run_needs(name):
     num_machines, case, rules = RUNS[name]
     logs = logs_of(num_machines, case)

@@ -39,10 +39,10 @@ def case(name, policy, build, **options):
 @pytest.mark.parametrize(
     ("name", "policy", "build", "savers", "loaders"),
     [
-        ("adamw compact", SYNC, tied_model, 1, 3),
+        pytest.param("adamw compact", SYNC, tied_model, 1, 3, marks=pytest.mark.nightly),
         ("adamw compact", ASYNC_PREDICT, tied_model, 2, 3),
         ("muon", ASYNC, tied_model, 3, 1),
-        ("muon compact", SYNC, experts, 3, 2),
+        pytest.param("muon compact", SYNC, experts, 3, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_other_machines_resume_with_the_bits_of_a_run_that_never_stopped(
