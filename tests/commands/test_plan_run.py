@@ -65,6 +65,8 @@ DEBUG = ("--config", "debug.toml", "--device", "rtx4090")
         ((*DEBUG, "--lora-rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
         ((*DEBUG, "--dry-run"), ["--dry-run", "train.py"]),
+        ((*DEBUG, "--costs", "shipped"), ["rtx4090_debug.json", "rtx4090_qwen3_32b.json"]),
+        ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
         ((*DEBUG, "--engine.update=bounded", "--training.clip=layer", "--machines.planned=2"), ["engine.update", "2"]),
     ],

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from tests.support.published_models import by_night, published_costs
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.plan import Plan, read_partition
+from torchround.pipeline.plan import Plan, plan_transfers, read_partition
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.pool_count import boundary_pool_bytes
+from torchround.pipeline.rates import RATES
 from torchround.pipeline.search.least_host import AS_FAST
 from torchround.pipeline.search.partition_batch import Candidate
 from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.simulation.kept_link import KeptLink
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 # The search for the fastest; a plan that needs less host memory may take 1 % longer (below).
@@ -310,3 +313,17 @@ def test_equal_layers_are_joined_until_a_step_would_take_too_long():
     fastest_s = min(problem.exact_s(candidate) for candidate in every)
     as_fast = [c for c in every if problem.exact_s(c) <= fastest_s * (1 + AS_FAST)]
     assert plan.host_activation_bytes == min(problem.host_bytes(candidate) for candidate in as_fast)
+
+
+@given(costs=costs(), rate=st.sampled_from([1.0, 50.0]), update=UPDATES, rounds=st.sampled_from([1, 2]))
+def test_a_step_is_at_least_its_transfers_over_the_links(costs, rate, update, rounds):
+    plan = make_plan(costs, 2, 4, update, rounds, keep=KeepRule("none", KeptLink(rate)))
+    moved = plan_transfers(plan, costs, 1.0, "stage", 1.0)
+    assert 2 * rate * plan.step_s * (1 + 1e-9) >= max(moved.up_bytes, moved.down_bytes)
+
+
+def test_a_step_is_at_least_the_traffic_of_the_hosts_memory():
+    layer = LayerCost("block", 0.1, 0.1, weight_bytes=round(RATES.host_bytes_per_s), optimizer_s=0.3)
+    for link, step_s in ((KeptLink(1e15), 1 + 0.3 * RATES.update_bytes_per_s / RATES.host_bytes_per_s), (None, 0.3)):
+        plan = make_plan(Costs((layer,)), 1, 1, "async", 1, keep=KeepRule("none", link))
+        assert plan.step_s == pytest.approx(step_s)

@@ -44,7 +44,7 @@ def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
 ):
     question = devices, micro_batches, update, rounds, limits
     try:
-        without = make_plan(costs.keeping(()), *question)
+        without = make_plan(costs, *question, keep=KeepRule("none", link))
     except InfeasiblePlanError:
         with pytest.raises(InfeasiblePlanError):
             make_plan(costs, *question, keep=KeepRule("auto", link))
