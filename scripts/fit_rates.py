@@ -67,7 +67,7 @@ class Published:
     @property
     def times(self) -> list[float]:
         """Forward and backward of a block, then of the head, as measured."""
-        return _times(published_costs(list(MODELS.values())[self.index]))
+        return _times(published_costs(CONFIGS[self.index]))
 
     @property
     def update_bytes(self) -> float:
@@ -149,7 +149,7 @@ def _times(costs: Costs) -> list[float]:
 
 def _as_measured(model: Published) -> Costs:
     """Return the published times for micro-batches of a published step."""
-    costs = published_costs(list(MODELS.values())[model.index])
+    costs = published_costs(CONFIGS[model.index])
     scale = BATCHES[model.index] / MICRO_BATCHES / LAYER_BATCH
     layers = tuple(layer.timed(scale * layer.forward_s, scale * layer.backward_s) for layer in costs.layers)
     return replace(costs, layers=layers, hop_s=scale * costs.hop_s)

@@ -13,7 +13,7 @@ from torchround.pipeline.baselines import SCHEDULES
 from torchround.pipeline.rates import RATES
 
 ROOT = Path(__file__).parents[2]
-COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1.7b.json"
+COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1_7b.json"
 PARTITION = {"forward": [7] * 4, "fused": 1, "backward": [3] * 8 + [2, 2]}
 PUBLISHED = ["--costs", str(COSTS), "--devices", "8", "--microbatches", "16"]
 
