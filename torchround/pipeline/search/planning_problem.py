@@ -110,7 +110,8 @@ class PlanningProblem:
         # The search meets the same candidate in several generations, and again at the end.
         if candidate not in self._exact:
             step_s = self._step_s(candidate)
-            self._exact[candidate] = max(step_s, self.sums.host_s(candidate.rounds, candidate.partition))
+            host_s = self.sums.host_s(candidate.rounds, candidate.partition)
+            self._exact[candidate] = max(step_s, host_s, self.num_micro_batches * self.costs.launch_s)
         return self._exact[candidate]
 
     def _step_s(self, candidate: Candidate) -> float:
