@@ -87,8 +87,8 @@ def test_a_slow_link_leaves_room_for_the_best_parts_alone():
     assert kept["down"] > 6 and kept["gate_up"] == 0
     # A slower link hides nothing, and a step that launches bound gains nothing.
     for link, launch_s in ((1.0, 0.0), (35.0, 100.0)):
-        model = replace(blocks(11), launch_s=launch_s)
-        assert make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(link))).kept == ()
+        slow = replace(blocks(11), launch_s=launch_s)
+        assert make_plan(slow, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(link))).kept == ()
 
 
 def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():
