@@ -193,16 +193,11 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
             f"give --device ({', '.join(device_names())}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
         )
     memory_gib, tflops, pcie = numbers
-    dtype = config.training.dtype
-    # A given peak is that of the run's dtype, the only one that the plan asks for.
-    peaks: dict[str, float] = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
-    spec = DeviceSpec(
-        card.name if card else "given by numbers",
-        memory_gib or (card.memory_gib if card else 0.0),
-        pcie or (card.pcie_gb_per_s if card else 0.0),
-        peaks,
-        card.fp16_accumulation_flops if card and not tflops else None,
-    )
+    spec = card or DeviceSpec("given by numbers", 0.0, 0.0)
+    spec = replace(spec, memory_gib=memory_gib or spec.memory_gib, pcie_gb_per_s=pcie or spec.pcie_gb_per_s)
+    if tflops:  # it is that of the run's dtype, the only one that the plan asks for
+        peaks = {config.training.dtype: tflops * 1e12}
+        spec = replace(spec, peak_flops=peaks, fp16_accumulation_flops=None)
     host_gib = given.host_memory_gib or config.engine.host_memory_gib
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
     usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
