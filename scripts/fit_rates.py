@@ -4,7 +4,7 @@
     python scripts/fit_rates.py --check    exit code 1 if a prediction is off, or rates.py has other constants
 
 The published runs differ from ours: their partition recomputes all blocks, their `sync` updates after the step, in passes of
-their own, and the 235B model's weights are not page-locked.
+their own, and the 235B model's weights are taken not to be page-locked.
 """
 
 import argparse
@@ -44,8 +44,8 @@ LIMITS = 0.8, 1.25  # of predicted over measured tokens/s
 MICRO_BATCHES, LAYER_BATCH = 16, 4  # of a published step; sequences of a published layer time
 # An update with separate casts around it moves 40 bytes per parameter.
 UPDATE_BYTES = 40.0
-# RoundPipe's program for LoRA leaves the weights in memory that is not page-locked. Copies from there hold up the thread
-# that launches kernels. They are taken to run one at a time at the rate of one link, while nothing computes.
+# RoundPipe's program for LoRA can leave the weights in memory that is not page-locked. Copies from there hold up the thread
+# that launches kernels. They are taken to run one at a time at the rate of one link, while nothing computes: a guess.
 UNLOCKED = "Qwen3-235B LoRA"
 KINDS = ("grouped", "head", "passes")  # fitted on layer times; `dense` alone would come out above the peak
 

@@ -196,7 +196,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
     spec = card or DeviceSpec("given by numbers", 0.0, 0.0)
     spec = replace(spec, memory_gib=memory_gib or spec.memory_gib, pcie_gb_per_s=pcie or spec.pcie_gb_per_s)
     if tflops:  # it is that of the run's dtype, the only one that the plan asks for
-        peaks = {config.training.dtype: tflops * 1e12}
+        peaks: dict[str, float] = {config.training.dtype: tflops * 1e12}
         spec = replace(spec, peak_flops=peaks, fp16_accumulation_flops=None)
     host_gib = given.host_memory_gib or config.engine.host_memory_gib
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
