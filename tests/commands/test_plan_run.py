@@ -8,8 +8,6 @@ import pytest
 
 from tests.support.small_run import small_runs
 from torchround.commands import plan_run
-from torchround.config import load_config
-from torchround.pipeline.cards import find_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +47,8 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
 
 def test_keys_of_the_config_and_cards_by_number_are_taken(plan):
     named = plan_run.parser().parse_args(["--config", "debug.toml", "--device", "rtx4090"])
-    assert plan_run.hardware(named, load_config("configs/debug.toml")).spec == find_device("rtx4090")
+    config = plan_run.parse_command_line(["--config", "debug.toml"]).config
+    assert plan_run.hardware(named, config).spec == plan_run.find_device("rtx4090")
     numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
     done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
     assert done.returncode == 0, done.stderr

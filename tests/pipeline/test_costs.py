@@ -85,10 +85,8 @@ def test_seconds_are_those_of_each_kind_of_work_and_frozen_parameters_have_no_up
     seconds = [(layer.forward_s, layer.backward_s, layer.optimizer_s) for layer in layers]
     # A backward moves the activations twice, and gradients of 4 bytes.
     assert seconds == [pytest.approx((2 + 4 + 3 * 1, 2 * 2 + 4 + 3 * 2.4, 1)), pytest.approx((10, 20, 0)), (0, 0, 0)]
-    # Measured seconds scale the parts of a layer.
     assert [layers[0].keepable, layers[0].timed(18.0, 1.0).keepable] == [(KeptCost("down", 7, s),) for s in (4.0, 8.0)]
     assert (layers[0].weight_bytes, layers[0].gradient_bytes) == (2 * 10**8, 4 * 10**8)
-    # A card whose bandwidth is not known moves bytes too.
     assert costs_from_work(["block"], works[:1], sizes[:1], ASSUMED_DEVICE).layers[0].forward_s > 3
 
 
