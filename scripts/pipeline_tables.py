@@ -42,13 +42,13 @@ from torchround.pipeline.run_question import RunQuestion
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
 MODELS = {
-    "Qwen3-1.7B": "qwen3_1.7b",
-    "Llama-3.1-8B": "llama3_8b",
+    "Qwen3-1.7B": "qwen3_1_7b",
+    "Llama-3.1-8B": "llama3_1_8b",
     "GPT-OSS-20B": "gpt_oss_20b",
     "Qwen3-32B": "qwen3_32b",
     "Qwen3-235B LoRA": "qwen3_235b_lora",
 }
-CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")
+CONFIGS = tuple(MODELS.values())
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
 # The paper's batches per model, in sequences of 2048 tokens, in micro-batches of four.
 BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
@@ -145,7 +145,7 @@ def published_table() -> str:
 
 def published(name: str, model: int) -> ScheduleReport:
     """Simulate one schedule with the partition that it was published with."""
-    costs = published_costs(list(MODELS.values())[model])
+    costs = published_costs(CONFIGS[model])
     if name in ROUNDPIPE:
         forward, backward = DISPATCHED[model]
         partition = Partition.from_lists(forward, 1, backward)
@@ -277,7 +277,7 @@ def bounded_table() -> str:
 
 def published_modes(model: int) -> dict[str, Plan]:
     """Plan a model's published layer times in each mode, within a card's memory."""
-    return {update: planned(list(MODELS.values())[model], update, DEVICE_GIB) for update in UPDATES}
+    return {update: planned(CONFIGS[model], update, DEVICE_GIB) for update in UPDATES}
 
 
 def counted_modes(model: int) -> dict[str, Plan]:
@@ -351,7 +351,7 @@ def throughput_table() -> str:
 
 def tokens_per_s(model: int, update: str, devices: int) -> float:
     """Predict the tokens/s of a model's plan with the paper's batch."""
-    costs, batch = published_costs(list(MODELS.values())[model]), BATCHES[model]
+    costs, batch = published_costs(CONFIGS[model]), BATCHES[model]
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
     return batch * TOKENS / make_plan(costs, devices, batch // SEQUENCES, update, 1, limits).step_s
 

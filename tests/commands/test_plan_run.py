@@ -39,6 +39,9 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
 
 
 def test_keys_of_the_config_and_cards_by_number_are_taken(plan):
+    named = plan_run.parser().parse_args(["--config", "debug.toml", "--device", "rtx4090"])
+    config = plan_run.parse_command_line(["--config", "debug.toml"]).config
+    assert plan_run.hardware(named, config).spec == plan_run.find_device("rtx4090")
     numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
     done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
     assert done.returncode == 0, done.stderr
@@ -58,6 +61,8 @@ DEBUG = ("--config", "debug.toml", "--device", "rtx4090")
         ((*DEBUG, "--lora-rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
         ((*DEBUG, "--dry-run"), ["--dry-run", "train.py"]),
+        ((*DEBUG, "--costs", "shipped"), ["rtx4090_debug.json", "rtx4090_qwen3_32b.json"]),
+        ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
         ((*DEBUG, "--engine.update=bounded", "--training.clip=layer", "--machines.planned=2"), ["engine.update", "2"]),
     ],

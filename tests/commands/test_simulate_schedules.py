@@ -10,10 +10,10 @@ from matplotlib import rc_context
 
 from torchround.commands.simulate_schedules import main
 from torchround.pipeline.baselines import SCHEDULES
-from torchround.pipeline.costs import COMPUTE_EFFICIENCY
+from torchround.pipeline.rates import RATES
 
 ROOT = Path(__file__).parents[2]
-COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1.7b.json"
+COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1_7b.json"
 PARTITION = {"forward": [7] * 4, "fused": 1, "backward": [3] * 8 + [2, 2]}
 PUBLISHED = ["--costs", str(COSTS), "--devices", "8", "--microbatches", "16"]
 
@@ -63,7 +63,7 @@ def test_costs_of_a_model_are_counted_for_a_card(tmp_path):
     schedules = json.loads(out.read_text())["schedules"]
     # Each of 8 micro-batches of 8192 tokens costs at least 6 FLOP per parameter and token on 165 TFLOP/s.
     at_least_s = 8 * 8192 * 6 * 1.2e9 / (4 * 165.2e12)
-    assert at_least_s < schedules["1f1b"]["makespan_s"] < 3 * at_least_s / COMPUTE_EFFICIENCY
+    assert at_least_s < schedules["1f1b"]["makespan_s"] < 3 * at_least_s / RATES.grouped
 
 
 def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):

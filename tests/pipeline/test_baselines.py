@@ -80,9 +80,9 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
 @pytest.mark.parametrize(
     ("model", "name", "stages", "bubble"),
     [
-        ("qwen3_1.7b", "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13),
-        ("qwen3_1.7b", "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19),
-        ("llama3_8b", "interleaved_1f1b", [1] * 32, 30.64),
+        ("qwen3_1_7b", "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13),
+        ("qwen3_1_7b", "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19),
+        ("llama3_1_8b", "interleaved_1f1b", [1] * 32, 30.64),
         ("qwen3_235b_lora", "looped_bfs", [0] + [1] * 94 + [0], 4.39),
     ],
 )
@@ -98,7 +98,7 @@ def test_bound_schedules_reproduce_their_published_bubbles(model, name, stages, 
 
 def test_roundpipe_sync_reports_the_published_figures():
     result = measured(
-        "roundpipe_sync", published_costs("qwen3_1.7b"), 8, 16, partition=published_partition("qwen3_1.7b")
+        "roundpipe_sync", published_costs("qwen3_1_7b"), 8, 16, partition=published_partition("qwen3_1_7b")
     )
     assert result.makespan_s * 1e3 == pytest.approx(2286.017, abs=1e-3)
     shares = {kind: 100 * share for kind, share in result.bubble_by_kind.items()}

@@ -11,9 +11,9 @@ from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, TrainingTable, load_config
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
-from torchround.pipeline.costs import BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -64,7 +64,7 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
 
 def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none():
     hardware = Hardware("cuda", 8, 2**34, 2**34)
-    for flavor, launch_s in (("debug", BLOCK_LAUNCH_S), ("debug_moe", EXPERTS_LAUNCH_S)):
+    for flavor, launch_s in (("debug", RATES.block_launch_s), ("debug_moe", RATES.experts_launch_s)):
         model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
         numbers = RunNumbers(TrainingTable(), EngineTable())
         counted = run_question(model, numbers, hardware).costs()

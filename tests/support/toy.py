@@ -51,7 +51,7 @@ class ToyLayer(nn.Module):
         parts = tuple(
             KeptWork(name, aligned(rows * width * element_bytes), 0.0) for name, width in self.keepable.items()
         )
-        return LayerWork(0.0, 0, rows * WIDTH * element_bytes, keepable=parts)
+        return LayerWork((), 0, rows * WIDTH * element_bytes, keepable=parts)
 
 
 class ToyEmbedding(ToyLayer):

@@ -1,6 +1,6 @@
 """Simulate pipeline schedules side by side: step time, bubble by kind, memory, drift, transfers.
 
-    torchround simulate --costs docs/costs/rtx4090_qwen3_1.7b.json --devices 8 --microbatches 16
+    torchround simulate --costs docs/costs/rtx4090_qwen3_1_7b.json --devices 8 --microbatches 16
     torchround simulate --model llama3/3.1-8B --device rtx4090 --devices 8 --microbatches 16 \\
         --schedules 1f1b,looped_bfs,roundpipe_sync --plot timeline.png
 

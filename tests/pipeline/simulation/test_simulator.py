@@ -55,8 +55,8 @@ def steady_step_s(partition, costs, num_devices, micro_batches, rounds, update):
     ("name", "makespan_ms", "published_ms"),
     by_night(
         [
-            ("qwen3_1.7b", 2286.0, None),
-            ("llama3_8b", 6100.5, None),
+            ("qwen3_1_7b", 2286.0, None),
+            ("llama3_1_8b", 6100.5, None),
             ("gpt_oss_20b", 7371.4, 7282.8),
             ("qwen3_32b", 24042.8, 23978.8),
             ("qwen3_235b_lora", 28250.0, None),
@@ -68,7 +68,7 @@ def test_published_partitions_give_the_published_makespans(name, makespan_ms, pu
     partition, costs = published_partition(name), published_costs(name)
     line = simulate_step(partition, costs, 8, 16, rounds=2)
     assert line.makespan_s * 1e3 == pytest.approx(makespan_ms, abs=0.05)
-    if name == "qwen3_1.7b":
+    if name == "qwen3_1_7b":
         assert line.bubble == pytest.approx(0.1907, abs=5e-5)
     if published_ms is not None:
         early_s = costs.layers[-1].forward_s
@@ -93,7 +93,7 @@ def test_uniform_stages_take_the_exact_makespan_and_have_no_bubble_in_the_steady
 
 
 def test_sync_steady_state_is_one_step_from_idle_devices_plus_the_exposed_update():
-    partition, costs = published_partition("qwen3_1.7b"), published_costs("qwen3_1.7b")
+    partition, costs = published_partition("qwen3_1_7b"), published_costs("qwen3_1_7b")
     idle_s = simulate_step(partition, costs, 8, 16, 2).makespan_s
     assert steady_step_s(partition, costs, 8, 16, 2, "sync") == pytest.approx(idle_s, rel=1e-9)
     update_s = 1e-3
