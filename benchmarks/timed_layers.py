@@ -23,8 +23,8 @@ from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
-from torchround.pipeline.simulation.simulator import at_speeds, steady_state
+from torchround.simulate.dispatch import dispatch_tasks
+from torchround.simulate.events import at_speeds, steady_state
 
 BLOCK_FORWARD_S, BLOCK_BACKWARD_S = 0.004, 0.008
 HEAD_BLOCKS = 2.3

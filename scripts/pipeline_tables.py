@@ -19,18 +19,12 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+
 from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
 from torchround.pipeline import machine_report
-from torchround.pipeline.baselines import (
-    SCHEDULES,
-    ScheduleReport,
-    SimulationSetup,
-    measure_schedule,
-    simulate_schedule,
-)
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition
@@ -38,6 +32,9 @@ from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import UPDATES, make_plan
 from torchround.pipeline.run_question import RunQuestion
+from torchround.simulate.bound import SimulationSetup
+from torchround.simulate.report import ScheduleReport
+from torchround.simulate.schedules import RULES, simulate_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
@@ -59,7 +56,7 @@ MEASURED = {
     ("async", 1): (8881, 3142, 3022, 740, 480),
 }
 LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
-BOUND = [name for name in SCHEDULES if not name.startswith("roundpipe")]
+BOUND = tuple(RULES)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
 # From RoundPipe's artifact, per model: the layers of each virtual stage of the bound schedules, whose last stage has the
@@ -149,14 +146,10 @@ def published(name: str, model: int) -> ScheduleReport:
     if name in ROUNDPIPE:
         forward, backward = DISPATCHED[model]
         partition = Partition.from_lists(forward, 1, backward)
-        return measure_schedule(
-            SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
-        )
+        return simulate_schedule(name, SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
     stages = list((LOOPED if name in ("interleaved_1f1b", "looped_bfs") else FLAT)[model])
     stages[-1] += 1
-    return measure_schedule(
-        SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
-    )
+    return simulate_schedule(name, SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
 
 
 def bound_table() -> str:
@@ -237,7 +230,7 @@ def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fie
     """Simulate chunks of one layer: forward 1 s, backward 2 s, one byte kept, nothing recomputed."""
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
-    return measure_schedule(SCHEDULES[name](setup))
+    return simulate_schedule(name, setup)
 
 
 def planned_table() -> str:

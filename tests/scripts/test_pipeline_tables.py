@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import muon_table, pipeline_tables
-from torchround.commands.simulate_schedules import main
+from torchround.simulate.command import main
 
 SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
