@@ -24,7 +24,7 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
-from torchround.simulate.events import at_speeds, steady_state
+from torchround.simulate.events import steady_state
 
 BLOCK_FORWARD_S, BLOCK_BACKWARD_S = 0.004, 0.008
 HEAD_BLOCKS = 2.3
@@ -214,6 +214,11 @@ def simulated_step_s(costs: Costs, plan: Plan, speeds: Sequence[float] = ()) -> 
             stale_layers=plan.stale_layers,
             steps=steps,
         )
-        return at_speeds(made, speeds) if speeds else made
+        return [
+            replace(task, duration_s=task.duration_s / speeds[task.device])
+            if speeds and task.device >= 0
+            else task
+            for task in made
+        ]
 
     return steady_state(tasks, plan.num_devices)[1]

@@ -35,6 +35,7 @@ class SimulationSetup:
     - `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
     - `offload_ratio`: PipeOffload's k: round trip of a chunk's activations over its forward and backward
       time.
+    - `offload_chunks`: chunks per device that PipeOffload moves to the host; None: half or all of them.
     - `pcie_bytes_per_s`: one direction; if given, transfers take the time of their bytes and k is not read.
     - `accumulate`: PACI's a: local backwards per update; None: all micro-batches of a step.
     - `partition`, `rounds`: RoundPipe's; None: the planner's choice within `limits`.
@@ -49,6 +50,7 @@ class SimulationSetup:
     stages: tuple[int, ...] | None = None
     group: int | None = None
     offload_ratio: float = 1.0
+    offload_chunks: int | None = None
     pcie_bytes_per_s: float | None = None
     accumulate: int | None = None
     partition: Partition | None = None

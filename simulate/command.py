@@ -66,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, help="virtual stages per device of looped schedules")
     add("--group", type=int, help="GIS: micro-batches per group")
     add("--offload-ratio", type=float, default=1.0, help="PipeOffload's k where no PCIe rate is known (1)")
+    add(
+        "--offload-chunks", type=int, help="PipeOffload: chunks per device on the host (default: half or all)"
+    )
     add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
     add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
     add("--rounds", type=int, help="RoundPipe's rounds")
@@ -93,16 +96,11 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
     given = _read(options.partition, _partition_and_rounds) if options.partition is not None else (None, None)
+    same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
-        costs=costs,
-        num_devices=options.devices,
-        num_micro_batches=options.microbatches,
-        recompute=not options.no_recompute,
-        chunks=options.chunks,
-        group=options.group,
-        offload_ratio=options.offload_ratio,
+        *(costs, options.devices, options.microbatches, not options.no_recompute),
+        **{name: getattr(options, name) for name in same},
         pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
-        accumulate=options.accumulate,
         partition=given[0],
         rounds=options.rounds or given[1],
         limits=MemoryLimits(device_bytes=None if memory_gib is None else int(memory_gib * GIB)),
@@ -171,10 +169,8 @@ def write_files(
         trace = trace_events((result.name, result.timeline) for result in reports)
         write_whole(options.trace, json.dumps(trace))
     if options.plot:
-        try:
-            from torchround.simulate.picture import plot_reports
-        except ModuleNotFoundError as error:
-            raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
+        from torchround.simulate.picture import plot_reports  # matplotlib takes a second to import
+
         source = options.model or options.costs.stem
         card = f" on {options.device}" if options.device else ""
         sizes = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches per step"

@@ -57,6 +57,7 @@ def dispatch_tasks(
     # before. In `bounded` the forward of its stale layers reads weights of that age.
     age = 2 if update == "async" else 1
     for step in range(steps):
+        gradients_before = builder.last_gradients
         builder.begin_step(step, updates.get(step - age, []), updates.get(step - age - 1, []))
         first_slot = step * num_slots
         stage_tasks = step_tasks(partition, num_micro_batches, rounds, num_devices, first_slot)
@@ -64,8 +65,8 @@ def dispatch_tasks(
         for stage_task in stage_tasks[:jobs_at]:
             builder.add(stage_task)
         if has_late_jobs and step:
-            builder.add_jobs(first_slot + jobs_at, num_devices, builder.gradients_before)
-            updates[step - 1] = builder.add_updates(builder.gradients_before)
+            builder.add_jobs(first_slot + jobs_at, num_devices, gradients_before)
+            updates[step - 1] = builder.add_updates(gradients_before)
         elif not has_late_jobs:
             builder.add_jobs(first_slot + jobs_at, num_devices)
             updates[step] = builder.add_updates(builder.last_gradients) if steps > 1 else []
@@ -98,7 +99,7 @@ class _Builder:
         self.older = older
         self.previous: dict[int, int] = {}  # micro-batch -> its task in the slot before
         self.producer: dict[tuple[int, int], int] = {}  # (layer, micro-batch) -> the forward task that ran it
-        self.gradients_before, self.last_gradients = self.last_gradients, []
+        self.last_gradients = []
         self.gradient_of: dict[int, int] = {}  # layer -> the task that completes its gradient
         self.directions: list[int] = []  # the last task of each job
 

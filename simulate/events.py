@@ -6,12 +6,13 @@ schedules that react to arrivals, by priority among the tasks that are ready.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, Timeline
 
+Stream = tuple[int, str]  # a device and the name of one of its streams
 # Events closer than this count as simultaneous: equal sums added in another order differ by rounding.
 SAME_MOMENT_S = 1e-12
 # A run in which no steps repeat is doubled up to this many.
@@ -68,7 +69,7 @@ def simulate(tasks: Sequence[Task], num_devices: int, ready_first: bool = False)
     `priority` instead (list order among equals). Raises `ScheduleDeadlockError` if a task can never start.
     """
     waits = [list(task.after) for task in tasks]
-    last: dict[tuple[int, str], int] = {}
+    last: dict[Stream, int] = {}
     for index, task in enumerate(tasks):
         key = task.device, task.stream
         if key in last and not ready_first:
@@ -88,14 +89,14 @@ def _start_and_end(
             followers[before].append((index, lag_s))
     missing = [len(befores) for befores in waits]
     start_s, end_s, ready_s = ([0.0] * len(tasks) for _ in range(3))
-    ready: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
-    free_s: dict[tuple[int, str], float] = defaultdict(float)
-    busy: set[tuple[int, str]] = set()
+    ready: dict[Stream, list[tuple[float, int]]] = defaultdict(list)
+    free_s: dict[Stream, float] = defaultdict(float)
+    busy: set[Stream] = set()
     # An event: (time, task, whether it ends or becomes ready).
     events = [(0.0, index, False) for index, count in enumerate(missing) if count == 0]
     while events:
         now = events[0][0]
-        touched: dict[tuple[int, str], None] = {}
+        touched: dict[Stream, None] = {}
         # All events of a moment come first: which task a stream takes depends on everything that is ready then.
         while events and events[0][0] <= now + SAME_MOMENT_S:
             _, index, ends = heappop(events)
@@ -125,14 +126,6 @@ def _start_and_end(
             f"{first.layers.start}..{first.layers.stop - 1}, micro-batch {first.micro_batch}, on device {first.device}"
         )
     return start_s, end_s
-
-
-def at_speeds(tasks: Sequence[Task], speeds: Sequence[float]) -> list[Task]:
-    """Return the same tasks on devices of unequal speed: device d takes 1 / `speeds[d]` of each duration."""
-    return [
-        task if task.device == HOST else replace(task, duration_s=task.duration_s / speeds[task.device])
-        for task in tasks
-    ]
 
 
 def steady_state(
@@ -166,9 +159,7 @@ def _period(shapes: Sequence[Sequence[float]], tolerance_s: float) -> int:
     """Find the shortest period with which steps repeat at least twice; 0 if they do not."""
 
     def alike(one: Sequence[float], other: Sequence[float]) -> bool:
-        return len(one) == len(other) and all(
-            abs(a - b) <= tolerance_s for a, b in zip(one, other, strict=True)
-        )
+        return len(one) == len(other) and all(abs(a - b) <= tolerance_s for a, b in zip(one, other))  # noqa: B905
 
     periods = range(1, len(shapes) // 2 + 1)
     return next((p for p in periods if all(map(alike, shapes, shapes[p:]))), 0)

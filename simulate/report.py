@@ -24,7 +24,7 @@ class Schedule:
     - `is_bound`: a wait for the first backward counts as `switch` after the first N - i forwards of device i;
       if False, after all forwards before that backward.
     - `ready_first`: devices take what is ready instead of following their order.
-    - `tail_steps`: steps at the end of a continuous run that end sooner because nothing follows them.
+    - `tail_steps`: steps at the end of a continuous run that end sooner because nothing follows them; None: steps flush.
     - `backwards_per_update`: after how many of its backwards a stage updates its weights.
     - `update_s`: seconds per step that all devices wait for the optimizer.
     """
@@ -34,9 +34,8 @@ class Schedule:
     partition: Any
     tasks: Callable[[int], list[Task]]
     is_bound: bool = False
-    continuous: bool = False
     ready_first: bool = False
-    tail_steps: int = 0
+    tail_steps: int | None = None
     backwards_per_update: int | None = None
     update_s: float = 0.0
 
@@ -70,9 +69,9 @@ class ScheduleReport:
 
 def measure_schedule(schedule: Schedule) -> ScheduleReport:
     """Simulate a schedule and read everything off its timeline."""
-    devices, ready_first = schedule.num_devices, schedule.ready_first
-    if schedule.continuous:
-        line, makespan_s, steps = steady_state(schedule.tasks, devices, ready_first, schedule.tail_steps)
+    devices, ready_first, tail_steps = schedule.num_devices, schedule.ready_first, schedule.tail_steps
+    if tail_steps is not None:
+        line, makespan_s, steps = steady_state(schedule.tasks, devices, ready_first, tail_steps)
     else:
         line, steps = simulate(schedule.tasks(1), devices, ready_first), 1
         makespan_s = line.makespan_s + schedule.update_s
@@ -81,7 +80,7 @@ def measure_schedule(schedule: Schedule) -> ScheduleReport:
     bubble = max(0.0, 1 - line.work_s / steps / total_s) if total_s > 0 else 0.0
     # Steps that flow into each other have no fill or drain to tell apart.
     shares = {**dict.fromkeys(GAPS, 0.0), "imbalance": bubble}
-    if not schedule.continuous and total_s > 0:
+    if tail_steps is None and total_s > 0:
         idle_s = _idle_seconds(line, schedule.is_bound)
         # All devices wait for the update after their last task, as they wait for each other while they drain.
         idle_s["drain"] += devices * schedule.update_s
@@ -131,25 +130,24 @@ def _idle_seconds(line: Run, is_bound: bool) -> dict[str, float]:
 
 
 def _drift(line: Run, backwards_per_update: int | None) -> int:
-    """Count the most updates of a stage's weights from a micro-batch's forward to its backward (PACI section 3.1).
+    """Count the most updates of a device's stage from a micro-batch's forward to its backward (PACI section 3.1).
 
     The count follows the order in which each device ran its tasks; it is 0 if no update falls inside a step.
     """
     if backwards_per_update is None:
         return 0
     drift = 0
-    backwards: dict[tuple[int, range], int] = {}
-    version_read: dict[tuple[tuple[int, range], int], int] = {}
+    backwards = [0] * line.num_devices
+    version_read: dict[tuple[int, int], int] = {}
     # An empty stage has no weights.
     computed = [index for index, task in enumerate(line.tasks) if task.stream == COMPUTE and task.layers]
     # A task that takes no time comes before one that starts at the same moment.
     for index in sorted(computed, key=lambda i: (line.start_s[i], line.end_s[i], i)):
         task = line.tasks[index]
-        stage = task.device, task.layers
-        version = backwards.get(stage, 0) // backwards_per_update
+        version = backwards[task.device] // backwards_per_update
         if task.kind is TaskKind.FORWARD:
-            version_read[stage, task.micro_batch] = version
+            version_read[task.device, task.micro_batch] = version
         elif task.kind is TaskKind.BACKWARD:
-            drift = max(drift, version - version_read[stage, task.micro_batch])
-            backwards[stage] = backwards.get(stage, 0) + 1
+            drift = max(drift, version - version_read[task.device, task.micro_batch])
+            backwards[task.device] += 1
     return drift

@@ -154,8 +154,11 @@ def _bound(name: str, rule: Rule, setup: SimulationSetup, chunks: int) -> Schedu
     def tasks(steps: int) -> list[Task]:
         if rule.offloaded:
             grid = uniform_grid(p, m, chunks)
-            made = bound_tasks(setup, stages, [[item.action for item in planned] for planned in grid])
-            return offload_activations(made, setup, stages, grid, rule.offloaded(chunks))
+            made = bound_tasks(setup, stages, [[action for _, action in planned] for planned in grid])
+            given = setup.offload_chunks
+            return offload_activations(
+                made, setup, stages, grid, rule.offloaded(chunks) if given is None else given
+            )
         # Devices that take what is ready see all steps as one.
         length = m * steps if rule.admits else m
         orders = []
@@ -172,9 +175,8 @@ def _bound(name: str, rule: Rule, setup: SimulationSetup, chunks: int) -> Schedu
         partition=[len(stage[FORWARD].layers) for stage in stages],
         tasks=tasks,
         is_bound=True,
-        continuous=rule.tail > 0,
         ready_first=rule.admits is not None,
-        tail_steps=1 + rule.tail * p // m,
+        tail_steps=1 + rule.tail * p // m if rule.tail else None,
         backwards_per_update=rule.updates(setup) if rule.updates else None,
     )
 
@@ -227,4 +229,6 @@ def _roundpipe(name: str, setup: SimulationSetup) -> Schedule:
         both = simulate(tasks(2), setup.num_devices).step_ends_s()
         update_s = max(0.0, both[1] - both[0] - simulate(tasks(1), setup.num_devices).makespan_s)
     shown = {**asdict(partition), "rounds": rounds}
-    return Schedule(name, setup.num_devices, shown, tasks, continuous=update == "async", update_s=update_s)
+    return Schedule(
+        name, setup.num_devices, shown, tasks, tail_steps=0 if update == "async" else None, update_s=update_s
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from math import ceil, floor, gcd
-from typing import NamedTuple
+from operator import itemgetter
 
 from torchround.pipeline.timeline import Task, TaskKind
 from torchround.simulate.bound import (
@@ -26,6 +26,8 @@ from torchround.simulate.bound import (
 
 OFFLOAD, RELOAD = TaskKind.OFFLOAD, TaskKind.RELOAD
 
+# An action with its start on the grid; for a transfer the start of its slot, and the stage whose activations move.
+Planned = tuple[float, Action]
 # A grid unit is a third of a chunk's forward and backward; the round trip of its activations is k of these.
 UNITS_PER_CHUNK = 3
 
@@ -51,10 +53,8 @@ def swap_weights(
         first, last = run[0], run[-1]
         start, before = swapped[first], ends[swapped[first].device]
         layers = setup.costs.layers[start.layers.start : start.layers.stop]
-        weights, gradients = (
-            sum(layer.weight_bytes for layer in layers),
-            sum(layer.gradient_bytes for layer in layers),
-        )
+        weights = sum(layer.weight_bytes for layer in layers)
+        gradients = sum(layer.gradient_bytes for layer in layers)
         upload = replace(
             start,
             kind=TaskKind.WEIGHTS,
@@ -73,13 +73,6 @@ def swap_weights(
     return swapped
 
 
-class Planned(NamedTuple):
-    """An action with its start on the grid; for a transfer the start of its slot, and the stage whose activations move."""
-
-    start: float
-    action: Action
-
-
 def uniform_grid(num_devices: int, num_micro_batches: int, chunks: int) -> list[list[Planned]]:
     """Repeat GIS-H's building block every `3 v` units; return each device's actions in order of start.
 
@@ -94,17 +87,17 @@ def uniform_grid(num_devices: int, num_micro_batches: int, chunks: int) -> list[
     shift = max(0, 2 * d - 1 - 3 * period)
     grid = []
     for device in range(d):
-        planned = []
+        planned: list[Planned] = []
         late = device + min(device, shift)
         turn = late + begins[-1] + 3 * (d - 1 - device) + 1
         for micro_batch in range(num_micro_batches):
             for chunk, chunk_begin in enumerate(begins):
                 begin = 3 * chunks * micro_batch + chunk_begin
                 forward, backward = chunk * d + device, (chunks - 1 - chunk) * d + device
-                planned.append(Planned(late + begin, Action(FORWARD, forward, micro_batch)))
-                planned.append(Planned(turn + begin, Action(BACKWARD, backward, micro_batch)))
-                planned.append(Planned(turn + begin + 1, Action(WEIGHT_GRADIENT, backward, micro_batch)))
-        grid.append(sorted(planned, key=lambda item: item.start))
+                planned.append((late + begin, Action(FORWARD, forward, micro_batch)))
+                planned.append((turn + begin, Action(BACKWARD, backward, micro_batch)))
+                planned.append((turn + begin + 1, Action(WEIGHT_GRADIENT, backward, micro_batch)))
+        grid.append(sorted(planned, key=itemgetter(0)))
     return grid
 
 
@@ -129,6 +122,8 @@ def offload_activations(
     ]
     work_s = sum(compute_s[:num_offloaded])
     ratio = 2 * sum(one_way_s[:num_offloaded]) / work_s if work_s > 0 else 0.0
+    if not 0 <= offloaded_chunks <= chunks:
+        raise ScheduleError(f"offload_chunks = {offloaded_chunks} must be between 0 and {chunks}")
     if ratio * offloaded_chunks > chunks:
         raise ScheduleError(
             f"moving a chunk's activations to the host and back takes {ratio:.2f} x its compute (k): with "
@@ -136,9 +131,9 @@ def offload_activations(
         )
     slot = max(ratio * UNITS_PER_CHUNK / 2, 1e-3)
     result = list(tasks)
-    index_of = {item.action: index for index, item in enumerate(chain.from_iterable(grid))}
+    index_of = {action: index for index, (_, action) in enumerate(chain.from_iterable(grid))}
     for planned in grid:
-        first, starts = index_of[planned[0].action], [item.start for item in planned]
+        first, starts = index_of[planned[0][1]], [start for start, _ in planned]
         offloads: list[tuple[float, int]] = []  # (end of the slot, task)
         for start, transfer in _transfers(planned, num_offloaded, slot):
             forward, backward = (index_of[transfer._replace(kind=kind)] for kind in (FORWARD, BACKWARD))
@@ -176,7 +171,7 @@ def _transfers(planned: Sequence[Planned], num_offloaded: int, slot: float) -> l
     device.
     """
     pair = 2 * slot
-    moved = [item for item in planned if item.action.stage < num_offloaded]
+    moved = [(start, action) for start, action in planned if action.stage < num_offloaded]
     offload_slot: dict[tuple[int, int], int] = {}
     free = 0
     for start, (kind, stage, micro_batch) in moved:
@@ -185,16 +180,16 @@ def _transfers(planned: Sequence[Planned], num_offloaded: int, slot: float) -> l
             offload_slot[stage, micro_batch] = free
             free += 1
     transfers = []
-    last = floor(planned[-1].start / pair)
+    last = floor(planned[-1][0] / pair)
     for start, (kind, stage, micro_batch) in reversed(moved):
         if kind is BACKWARD:
             last = min(last, floor(start / pair)) - 1
             first = offload_slot[stage, micro_batch]
             # Equal numbers are legal: in each pair of slots the offload comes before the reload.
             if last >= first:
-                transfers.append(Planned(first * pair, Action(OFFLOAD, stage, micro_batch)))
-                transfers.append(Planned(last * pair + slot, Action(RELOAD, stage, micro_batch)))
-    return sorted(transfers, key=lambda transfer: transfer.start)
+                transfers.append((first * pair, Action(OFFLOAD, stage, micro_batch)))
+                transfers.append((last * pair + slot, Action(RELOAD, stage, micro_batch)))
+    return sorted(transfers, key=itemgetter(0))
 
 
 def _waiting(task: Task, before: int) -> Task:

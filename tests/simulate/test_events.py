@@ -15,7 +15,7 @@ from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 from torchround.pipeline.timeline import Task, TaskKind, trace_events
 from torchround.simulate.dispatch import dispatch_tasks
-from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, at_speeds, simulate, steady_state
+from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
 
 
 def simulate_step(partition, costs, num_devices, num_micro_batches, rounds):
@@ -110,14 +110,6 @@ def test_a_run_counts_as_settled_only_when_its_steps_repeat(data, costs, num_dev
     exact_s = step_seconds(stage_times(partition, costs), *arguments)
     # 128 steps are the most that are simulated; what has not built up by then is left out.
     assert steady_step_s(partition, costs, *arguments) == pytest.approx(exact_s, rel=1e-2, abs=1e-9)
-
-
-def test_a_device_at_half_speed_takes_twice_as_long_and_the_others_do_not():
-    costs = Costs((LayerCost("only", 1.0, 2.0),))
-    tasks = dispatch_tasks(Partition((), 1, ()), costs, num_devices=2, num_micro_batches=4, rounds=2)
-    assert simulate(tasks, 2).makespan_s == 2 * 3.0
-    line = simulate(at_speeds(tasks, [1.0, 0.5]), 2)
-    assert [max(line.end_s[i] for i in line.of_device(device)) for device in (0, 1)] == [6.0, 12.0]
 
 
 def test_a_circle_of_waits_is_an_error_that_names_a_task():

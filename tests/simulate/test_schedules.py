@@ -140,13 +140,16 @@ def test_equal_stages_have_the_bubble_and_the_activations_of_the_papers(p, m, v,
 
 @pytest.mark.parametrize(("devices", "chunks"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.nightly)])
 def test_offloading_keeps_the_activations_of_table_1_and_transfers_take_turns_between_their_tasks(devices, chunks):
-    """Chunks on their way out or in come on top of what stays: a constant for any d and v."""
-    found = {name: uniform(name, devices, 4 * devices, chunks) for name in ("1f1b", "po_h", "po_f")}
-    stays = (chunks + 2) / 8 * devices
-    assert stays <= peak(found["po_h"]) <= stays + 3 and peak(found["po_f"]) <= 4
-    # 1F1B binds one stage, as large as all of a device's chunks.
-    assert max(found["po_h"].makespan_s, found["po_f"].makespan_s) < chunks * 3 * (5 * devices - 1)
-    timeline = found["po_f"].timeline
+    """Early chunks live longest. Those on their way out or in come on top of what stays: a constant for any d and v."""
+    found = [uniform("po_f", devices, 4 * devices, chunks, offload_chunks=moved) for moved in range(chunks + 1)]
+    for moved, report in enumerate(found):
+        stays = devices * sum(range(chunks - moved + 1)) / chunks
+        assert stays <= peak(report) <= stays + 4, moved
+        # 1F1B binds one stage, as large as all of a device's chunks.
+        assert report.makespan_s < chunks * 3 * (5 * devices - 1)
+    for name, moved in (("po_h", -(-chunks // 2)), ("po_f", chunks)):
+        assert uniform(name, devices, 4 * devices, chunks).to_json() == found[moved].to_json(), name
+    timeline = found[-1].timeline
     for device in range(devices):
         order = timeline.of_device(device, "offload")
         assert all(timeline.end_s[a] <= timeline.start_s[b] + 1e-9 for a, b in pairwise(order))
@@ -217,6 +220,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
         ("gis", {"group": 1}, "group of 1 "),
         ("gis", {"group": 5}, "group of 5 "),
         ("po_f", {"offload_ratio": 1.5}, r"1\.50 x"),
+        ("po_f", {"offload_chunks": 3}, "offload_chunks = 3 must be between 0 and 2"),
         ("1f1b", {"stages": (3, 3, 2)}, "3 stages do not divide among 4 devices"),
         ("1f1b", {"stages": (1, 1, 1, 1)}, "stages hold 4 layers, the costs 8"),
     ],
