@@ -203,22 +203,11 @@ def _update_seconds(results: Sequence[StepResult], num_layers: int) -> tuple[flo
 def simulated_step_s(costs: Costs, plan: Plan, speeds: Sequence[float] = ()) -> float:
     """Simulate the plan's schedule, updates included, on devices of these speeds; return seconds per step."""
 
+    speed = dict(enumerate(speeds))
+
     def tasks(steps: int) -> list[Any]:
-        made = dispatch_tasks(
-            plan.partition,
-            costs,
-            plan.num_devices,
-            plan.num_micro_batches,
-            plan.rounds,
-            update=plan.update,
-            stale_layers=plan.stale_layers,
-            steps=steps,
-        )
-        return [
-            replace(task, duration_s=task.duration_s / speeds[task.device])
-            if speeds and task.device >= 0
-            else task
-            for task in made
-        ]
+        run = plan.partition, costs, plan.num_devices, plan.num_micro_batches, plan.rounds
+        made = dispatch_tasks(*run, update=plan.update, stale_layers=plan.stale_layers, steps=steps)
+        return [replace(task, duration_s=task.duration_s / speed.get(task.device, 1.0)) for task in made]
 
     return steady_state(tasks, plan.num_devices)[1]

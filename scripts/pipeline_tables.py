@@ -231,17 +231,12 @@ def offload_table(devices: int = 8, chunks: int = 16, micro_batches: int = 32) -
 
 def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
     """Show the drift of PACI by its accumulation factor, and of asynchronous 1F1B, with equal stages."""
+    cases = [(f"`paci`, a = {a}", "paci", -(-(devices - 1) // a), {"accumulate": a}) for a in (1, 2, 4, 8)]
+    cases += [("`async_1f1b`", "async_1f1b", devices - 1, {}), ("`1f1b` (flush)", "1f1b", 0, {})]
     rows = []
-    for accumulate in (1, 2, 4, 8):
-        result = equal_chunks("paci", devices, 1, micro_batches, accumulate=accumulate)
-        bound = -(-(devices - 1) // accumulate)
-        rows.append(
-            [f"`paci`, a = {accumulate}", f"{bound}", f"{result.drift}", f"{100 * result.bubble:.1f}"]
-        )
-    result = equal_chunks("async_1f1b", devices, 1, micro_batches)
-    rows.append(["`async_1f1b`", f"{devices - 1}", f"{result.drift}", f"{100 * result.bubble:.1f}"])
-    flush = equal_chunks("1f1b", devices, 1, micro_batches)
-    rows.append(["`1f1b` (flush)", "0", f"{flush.drift}", f"{100 * flush.bubble:.1f}"])
+    for shown, name, bound, fields in cases:
+        result = equal_chunks(name, devices, 1, micro_batches, **fields)
+        rows.append([shown, f"{bound}", f"{result.drift}", f"{100 * result.bubble:.1f}"])
     return markdown(["8 equal stages, 8 micro-batches", "drift: bound", "measured", "bubble, %"], rows)
 
 
@@ -364,10 +359,8 @@ def throughput_table() -> str:
 
 def lengths_table() -> str:
     """Show tokens/s of eight cards over the sequence length (RoundPipe's figure 14), with the tokens of the paper's batches."""
-    rows = []
-    for tokens in LENGTHS:
-        cells = [rate_at(model, tokens) for model in range(len(MODELS))]
-        rows.append([f"{tokens}", *cells])
+    models = range(len(MODELS))
+    rows = [[f"{tokens}", *(rate_at(model, tokens) for model in models)] for tokens in LENGTHS]
     return markdown(["tokens/s by length", *MODELS], rows)
 
 
@@ -375,15 +368,10 @@ def rate_at(model: int, tokens: int) -> str:
     """Predict the tokens/s of a config with sequences of so many tokens; a dash if no plan fits."""
     question = counted(model, "rtx4090")
     sequences = question.global_batch_size * question.seq_len // tokens
-    lengthened = replace(
-        question,
-        seq_len=tokens,
-        global_batch_size=sequences,
-        micro_batch_size=max(1, SEQUENCES * TOKENS // tokens),
-        update="async",
-    )
+    sizes = {"global_batch_size": sequences, "micro_batch_size": max(1, SEQUENCES * TOKENS // tokens)}
     try:
-        return f"{sequences * tokens / plan_for(lengthened).step_s:.0f}"
+        plan = plan_for(replace(question, seq_len=tokens, update="async", **sizes))
+        return f"{sequences * tokens / plan.step_s:.0f}"
     except InfeasiblePlanError:
         return "-"
 

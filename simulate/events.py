@@ -157,9 +157,8 @@ def steady_state(
 
 def _period(shapes: Sequence[Sequence[float]], tolerance_s: float) -> int:
     """Find the shortest period with which steps repeat at least twice; 0 if they do not."""
-
-    def alike(one: Sequence[float], other: Sequence[float]) -> bool:
-        return len(one) == len(other) and all(abs(a - b) <= tolerance_s for a, b in zip(one, other))  # noqa: B905
-
-    periods = range(1, len(shapes) // 2 + 1)
-    return next((p for p in periods if all(map(alike, shapes, shapes[p:]))), 0)
+    for period in range(1, len(shapes) // 2 + 1):
+        pairs = zip(shapes, shapes[period:], strict=False)
+        if all(abs(a - b) <= tolerance_s for pair in pairs for a, b in zip(*pair, strict=True)):
+            return period
+    return 0

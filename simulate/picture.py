@@ -49,10 +49,8 @@ COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
 FUSED_FORWARD = 0.35  # of the height of a fused task: drawn in the forward's shade, above the backward's
-ROW, STRIP = (
-    0.84,
-    0.22,
-)  # heights of a device's boxes and of its transfers among them, when a row has height 1
+# Heights of a device's boxes with its transfers, and of these alone, when a row has height 1.
+ROW, STRIP = 0.84, 0.22
 
 
 def plot_reports(
