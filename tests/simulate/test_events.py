@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.published_models import by_night, published_costs, published_partition
+from tests.support.published_models import PARTITIONS, by_night, published_costs, published_partition
 from tests.support.random_costs import costs as random_costs
 from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
@@ -16,6 +16,8 @@ from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 from torchround.pipeline.timeline import Task, TaskKind, trace_events
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
+
+QWEN_1_7B, LLAMA_8B, GPT_OSS, QWEN_32B, QWEN_235B = PARTITIONS
 
 
 def simulate_step(partition, costs, num_devices, num_micro_batches, rounds):
@@ -49,11 +51,11 @@ def steady_step_s(partition, costs, num_devices, micro_batches, rounds, update):
     ("name", "makespan_ms", "published_ms"),
     by_night(
         [
-            ("qwen3_1.7b", 2286.0, None),
-            ("llama3_8b", 6100.5, None),
-            ("gpt_oss_20b", 7371.4, 7282.8),
-            ("qwen3_32b", 24042.8, 23978.8),
-            ("qwen3_235b_lora", 28250.0, None),
+            (QWEN_1_7B, 2286.0, None),
+            (LLAMA_8B, 6100.5, None),
+            (GPT_OSS, 7371.4, 7282.8),
+            (QWEN_32B, 24042.8, 23978.8),
+            (QWEN_235B, 28250.0, None),
         ]
     ),
 )
@@ -86,7 +88,7 @@ def test_uniform_stages_take_the_exact_makespan_and_have_no_bubble_in_the_steady
 
 def test_sync_steady_state_is_one_step_from_idle_devices_plus_the_exposed_update():
     """Later layers are updated while earlier ones already run, so only the first stage's updates show."""
-    partition, costs = published_partition("qwen3_1.7b"), published_costs("qwen3_1.7b")
+    partition, costs = published_partition(QWEN_1_7B), published_costs(QWEN_1_7B)
     idle_s = simulate_step(partition, costs, 8, 16, 2).makespan_s
     for update_s in (0.0, 1e-3):
         slow = Costs(tuple(replace(layer, optimizer_s=update_s) for layer in costs.layers), costs.hop_s)

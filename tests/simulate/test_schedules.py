@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.published_models import published_costs, published_partition
+from tests.support.published_models import PARTITIONS, published_costs, published_partition
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.timeline import TaskKind
@@ -15,6 +15,7 @@ from torchround.simulate.bound import ScheduleError, SimulationSetup, fastest_sp
 from torchround.simulate.schedules import RULES, simulate_schedule
 
 pytestmark = pytest.mark.thorough
+QWEN_1_7B, LLAMA_8B, *_, QWEN_235B = PARTITIONS
 
 
 def measured(name, costs, devices, micro_batches, **settings):
@@ -80,11 +81,11 @@ KINDS_ROUNDPIPE = {"fill": 7.5105, "drain": 7.5075, "switch": 0.0, "imbalance": 
 @pytest.mark.parametrize(
     ("model", "name", "stages", "bubble", "kinds"),
     [
-        ("qwen3_1.7b", "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13, None),
-        ("qwen3_1.7b", "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19, KINDS_1F1B),
-        ("llama3_8b", "interleaved_1f1b", [1] * 32, 30.64, None),
-        ("qwen3_235b_lora", "looped_bfs", [0] + [1] * 94 + [0], 4.39, None),
-        ("qwen3_1.7b", "roundpipe_sync", None, 19.0676, KINDS_ROUNDPIPE),
+        (QWEN_1_7B, "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13, None),
+        (QWEN_1_7B, "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19, KINDS_1F1B),
+        (LLAMA_8B, "interleaved_1f1b", [1] * 32, 30.64, None),
+        (QWEN_235B, "looped_bfs", [0] + [1] * 94 + [0], 4.39, None),
+        (QWEN_1_7B, "roundpipe_sync", None, 19.0676, KINDS_ROUNDPIPE),
     ],
 )
 def test_schedules_reproduce_their_published_bubbles(model, name, stages, bubble, kinds):
