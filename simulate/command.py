@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         setting = setting_from(options)
-        reports = simulate_all(schedule_names(options.schedules), setting)
+        reports = simulate_all(options.schedules, setting)
         show(reports, setting)
         write_files(reports, setting, options)
     except (CommandError, PlanError, ScheduleError, OSError) as error:
@@ -107,19 +107,14 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
     )
 
 
-def schedule_names(given: str) -> list[str]:
-    """Return the names of `--schedules`: all of them for `all`. Raises `CommandError` for one that does not exist."""
+def simulate_all(given: str, setting: SimulationSetup) -> list[ScheduleReport]:
+    """Simulate the schedules of `--schedules`. One that cannot be built here is left out, with a line that says why."""
     names = list(SCHEDULES) if given == "all" else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in SCHEDULES:
             near = get_close_matches(name, SCHEDULES, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise CommandError(f"--schedules: {name!r} is not one of {', '.join(SCHEDULES)}{hint}")
-    return names
-
-
-def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
-    """Simulate each schedule. One that cannot be built here is left out, with a line that says why."""
     reports = []
     for name in names:
         try:

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import (
-    Partition,
-    Stage,
-    StageKind,
-    StageTask,
-    slots_before_late_jobs,
-    step_tasks,
-)
+from torchround.pipeline.partition import Partition, StageKind, StageTask, slots_before_late_jobs, step_tasks
 from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.simulation.update_jobs import update_jobs
 from torchround.pipeline.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
@@ -113,7 +106,7 @@ class _Builder:
         early_s, late_s = (early_s + waits_s, late_s) if is_backward else (early_s, late_s + waits_s)
         kept = [layer.activation_bytes for layer in layers]
         peak = sum(kept) if self.recompute == "stage" and not is_forward else max(kept)
-        weights_ready = self._weights_ready(stage)
+        weights_ready = self._weights_ready(stage.kind, stage.start, stage.stop)
         # In come its input or boundary, and a backward stage's gradient; out goes a gradient or an output.
         moved = self.input_bytes[stage.start] * (1 if is_forward else 2)
         moved += self.input_bytes[stage.stop] if stage.kind is not StageKind.FUSED else 0
@@ -179,16 +172,15 @@ class _Builder:
             tasks[layer] = self._append(HOST, TaskKind.UPDATE, seconds, own, -1, after=after)
         return [tasks[layer] for layer in order]
 
-    def _weights_ready(self, stage: Stage) -> tuple[Dependency, ...]:
-        """Return the last update that the stage waits for, if it is in the schedule."""
-        updates, layer = self.updates, stage.stop - 1
+    def _weights_ready(self, kind: StageKind, start: int, stop: int) -> tuple[Dependency, ...]:
+        """Return the last update that a stage waits for, if it is in the schedule."""
+        updates, layer = self.updates, stop - 1
         if self.is_bounded:
-            start = stage.start
-            if stage.kind is StageKind.FORWARD and stage.stop <= self.stale_layers:
+            if kind is StageKind.FORWARD and stop <= self.stale_layers:
                 updates = self.older
-            elif stage.kind is StageKind.FORWARD:
+            elif kind is StageKind.FORWARD:
                 start = max(start, self.stale_layers)
-            layer = min(self.completed_with[start : stage.stop])
+            layer = min(self.completed_with[start:stop])
         return _ends(updates[layer : layer + 1])
 
     def _arrival(self, index: int | None) -> tuple[Dependency, ...]:
