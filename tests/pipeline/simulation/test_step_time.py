@@ -10,10 +10,10 @@ from tests.support.random_costs import LINKS, costs, in_both_ways, partitions, s
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, stage_seconds
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
-from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.simulation.step_time import LayerSums, stage_times, step_seconds
+from torchround.simulate.dispatch import dispatch_tasks
+from torchround.simulate.events import simulate
 
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 
