@@ -11,6 +11,7 @@ import torch
 
 from tests.support.disks import files_limited_to
 from tests.support.joint_teams import together
+from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -156,9 +157,7 @@ def test_a_file_that_no_machine_has_is_named_with_the_machines_asked_and_an_olde
 def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, shared, caplog):
     save(tmp_path, shared, 2, 1, 2)
     damaged = folder_of(tmp_path, 1, shared) / "step-2" / "tensors-100000.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_last_bit(damaged)
     assert loaded_steps(tmp_path, shared, 2) == {1}
     assert "machine 1: tensors-100000.safetensors has checksum" in caplog.text
 

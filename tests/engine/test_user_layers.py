@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.any_layers import any_batches, any_model
+from tests.support.engine_rows import Row, assert_same
 from tests.support.reference import Reference
-from tests.support.shared_steps import Case, assert_equal_to_one_machine
 from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, toy_store
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError, PipelineError
@@ -21,7 +21,8 @@ TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))
 def test_several_machines_train_them_to_the_bits_of_one():
     """Steps of one and of three micro-batches: a machine may have no part, and sizes are measured on each."""
     batches = [any_batches(count, count) for count in (4, 1, 3)]
-    assert_equal_to_one_machine(Case(batches, any_model, PARTITION), 2)
+    row = Row(2, 2, batches=batches, held_out=any_batches(1), build=any_model, partition=PARTITION)
+    assert_same(row.run_all(), row.alone().run())
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

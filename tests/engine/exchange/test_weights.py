@@ -1,28 +1,27 @@
 """Weights between machines: at the start of a run, after each update, and rewritten for a validation."""
 
+import operator
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.engine_rows import Row, assert_same, together, validate_true_weights
 from tests.support.faults import kind_of, this_thread
 from tests.support.frozen_base import frozen_model, mapped_store, write_base
 from tests.support.machines import run_machines
-from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.exchange.start import received_bytes, share_weights
 from torchround.engine.exchange.weights import WEIGHT_JOB
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.machines.links import Purpose
-from torchround.pipeline.machine_shares import step_share
 
 BATCHES = toy_batches(4, micro_batches=8)
-HELD_OUT = toy_batches(1, micro_batches=2, seed=5)[0]
-POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT}
+POLICIES = {"async": ASYNC, "predict": ASYNC_PREDICT}
 
 
 def device_weights(store):
@@ -113,90 +112,71 @@ class LateWeights(Observer):
 
 def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
     """Machine 0 receives the weights that a step reads only when the step is to be dispatched."""
-    batches = [batch[:1] for batch in BATCHES]
-    expected = Case(batches, store={"policy": ASYNC}, rounds=3).run().losses
+    row = Row(2, 3, "forward", "async", batches=[batch[:1] for batch in BATCHES])
 
     def run(group):
-        model, late, results = toy_model(), LateWeights(len(batches)), []
-        store = toy_store(model, policy=ASYNC, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        options = {"machines": group, "observer": late if group.rank == 0 else None}
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, **options) as engine:
-            for step, batch in enumerate(batches):
-                late.due[step - 2].set()
-                share = step_share(1, 1, group.rank, group.size)
-                own = [batch[index] for index in share.micro_batches]
-                results.append(engine.forward_backward(own, share, batch[0].num_labels()))
-                engine.step(1e-2)
-            for step in range(len(batches)):
-                late.due[step].set()
-            engine.drain()
-        return [result.loss() for result in results]
+        late, steps = LateWeights(len(BATCHES)), iter(range(len(BATCHES)))
 
-    assert run_machines(3, run) == [expected] * 3
+        def set_due(engine):
+            step = next(steps)
+            late.due[step - 1].set()
+            if step == len(BATCHES) - 1:
+                late.due[step].set()
+            return []
+
+        late.due[-2].set()
+        return replace(row, after_step=set_due).run(group, observer=late if group.rank == 0 else None)
+
+    assert_same(together(run_machines(3, run)), row.alone().run())
 
 
 # Only what an update changed.
 
 
-@pytest.mark.parametrize("policy", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
-def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy):
+@pytest.mark.parametrize("update", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
+def test_compressed_weights_have_the_same_bits_and_fewer_bytes(update):
     """Small steps in bfloat16 change few weights, and a spike skips one. A large step sends the weights themselves."""
-    case = Case([batch[:4] for batch in BATCHES], store={"policy": POLICIES[policy]}, dtype=torch.bfloat16)
-    sent = {}
+    large = Row(2, 2, "forward", update, dtype="bf16", batches=[batch[:4] for batch in BATCHES])
+    small = replace(large, lr=1e-5, spikes=(0.01, 1))
+    alone, sent = small.alone().run(), {}
+    assert 0 < sum(alone.skipped) < 4
     for compresses in (False, True):
-        settings = {"compress_weights": compresses}
-        found = assert_equal_to_one_machine(replace(case, lr=1e-5, spikes=(0.01, 1), settings=settings), 2)
-        assert 0 < sum(update.skipped for update in found[0].updates) < 4
+        found = replace(small, settings={"compress_weights": compresses}).run_each()
+        assert_same(together(found), alone)
         updates = [update for outcome in found for update in outcome.updates]
         sent[compresses] = sum(update.sent_bytes for update in updates)
         assert (sum(update.saved_bytes for update in updates) > 0) is compresses
     assert sent[True] < 0.8 * sent[False]  # gradients are half of all bytes
-    found = assert_equal_to_one_machine(replace(case, settings=settings), 2)
-    assert found[0].updates[1].saved_bytes == 0
+    found = replace(large, settings={"compress_weights": True}).run_all()
+    assert_same(found, large.alone().run())
+    assert found.updates[1].saved_bytes == 0
 
 
 # Rewritten for a validation.
 
 
-def validated(group, model, rounds):
-    """Train and validate in turn. Every machine computes the same validation here."""
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-    layers = model()
-    store = toy_store(layers, torch.bfloat16, policy=ASYNC_PREDICT, ownership=Ownership(rank, size))
-    if group is not None:
-        share_weights(store, group)
-    found = []
-    with toy_engine(layers, store, PARTITIONS["forward coarser"], 2, machines=group, rounds=rounds) as engine:
-        for batch in BATCHES[:3]:
-            found += [result.loss() for result in train_shared(engine, [batch], rank, size)]
-            found.append(engine.evaluate(HELD_OUT).loss())
-            with engine.true_device_weights():
-                found.append(engine.evaluate(HELD_OUT).loss())
-            assert found[-1] != found[-2], "the predictions equal the true weights"
-    return found
-
-
 def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine():
-    expected = validated(None, toy_model, rounds=2)
-    for found in run_machines(2, lambda group: validated(group, toy_model, rounds=1)):
-        assert found == expected
+    row = Row(2, 2, "forward", "predict", dtype="bf16", batches=BATCHES[:3], after_step=validate_true_weights)
+    found = row.run_all()
+    assert_same(found, row.alone().run())
+    predicted, true = found.evaluated[0:-1:2], found.evaluated[1::2]
+    assert all(map(operator.ne, predicted, true))
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(policy):
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(update):
     def run(group):
-        model = toy_model()
-        store = toy_store(model, policy=policy, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
-            train_shared(engine, BATCHES[:1], group.rank, group.size)
-            link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
-            for _ in range(2):
-                sent.append(link.bytes_sent)
-                with engine.true_device_weights():
-                    engine.evaluate(HELD_OUT).loss()
+        link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
+
+        def validate(engine):
+            engine.drain()
             sent.append(link.bytes_sent)
+            for _ in range(2):
+                validate_true_weights(engine)
+                sent.append(link.bytes_sent)
+            return []
+
+        Row(2, 2, "forward", update, batches=BATCHES[:1], after_step=validate).run(group)
         return sent
 
     for sent in run_machines(2, run):
@@ -205,15 +185,14 @@ def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(poli
 
 def test_an_exception_in_a_validation_does_not_wait_for_the_other_machines():
     def run(group):
-        model = toy_model()
-        store = toy_store(model, policy=ASYNC_PREDICT, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
-            train_shared(engine, BATCHES[:1], group.rank, group.size)
+        def leave(engine):
+            engine.drain()
             with engine.true_device_weights():
                 if group.rank == 0:
                     raise ValueError("machine 0 ends here")
                 group.channel("validation").gather(None, "what machine 0 never gives")
+
+        Row(2, 2, "forward", "predict", batches=BATCHES[:1], after_step=leave).run(group)
 
     with pytest.raises(ValueError, match="machine 0 ends here"):
         run_machines(2, run)
