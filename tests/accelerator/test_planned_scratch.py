@@ -8,6 +8,7 @@ import torch
 
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.models.common import chunks
 from torchround.models.common.feed_forward import MoEShape
 
 WIDTH, TOKENS = 128, 256
@@ -17,25 +18,18 @@ MARGIN = 1.02
 
 
 def model_of(family, ffn_size):
-    shape: dict[str, Any] = dict(SHAPE)
-    if family == "experts":
-        shape["moe"] = MoEShape(
-            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
-        )
-        family = "qwen3"
-    elif family == "gpt_oss":
-        shape["moe"] = MoEShape(
-            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
-        )
-    else:
-        shape["ffn_size"] = ffn_size
-    made = FAMILIES[family]
+    shape: dict[str, Any] = {**SHAPE, "ffn_size": ffn_size}
+    if family in ("experts", "gpt_oss"):
+        del shape["ffn_size"]
+        shape["moe"] = MoEShape(4, 2, ffn_size, normalised=True, balance_coefficient=0.0)
+    made = FAMILIES["qwen3" if family == "experts" else family]
     return made.build(made.config_from_flavor("debug", **shape))
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
-@pytest.mark.parametrize(("ffn_size", "documents"), [(128, 64), (512, 1)])
-def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents):
+@pytest.mark.parametrize(("ffn_size", "documents", "chunk"), [(128, 64, 256), (512, 1, 256), (512, 1, 48)])
+def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents, chunk, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)
     model = model_of(family, ffn_size)
     block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
     for parameter in block.parameters():

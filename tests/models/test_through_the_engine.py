@@ -11,6 +11,7 @@ import torch
 
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.models import FAMILIES, LoraShape, ModelConfigError, TransformerConfig, add_adapters
+from torchround.models.common import chunks
 from torchround.models.common.attention import Attention
 from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
 from torchround.models.common.experts import GatedExperts
@@ -25,17 +26,19 @@ CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the 
 
 
 @pytest.mark.parametrize(
-    ("name", "adapters", "dtype", "policy", "stale", "backward"),
+    ("name", "adapters", "dtype", "policy", "stale", "backward", "chunk"),
     [
-        ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1)),
-        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1)),
-        ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1)),
+        ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1), 24),
+        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1), 24),
+        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1), 64),
+        ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1), 24),
     ],
 )
 def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
-    name, adapters, dtype, policy, stale, backward, train_as_a_loop
+    name, adapters, dtype, policy, stale, backward, chunk, train_as_a_loop, monkeypatch
 ):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)  # micro-batches have up to 64 tokens
     config = FAMILIES[name].config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=True)
     model = FAMILIES[name].build(config)
     if adapters:
