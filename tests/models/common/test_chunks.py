@@ -11,6 +11,7 @@ from tests.support.kept_blocks import (
     DENSE,
     an_input,
     as_the_engine_binds,
+    as_tuple,
     differing_choices,
     kept_by,
     model_with_adapters,
@@ -21,7 +22,8 @@ from torchround.accelerators import CudaKind, as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.worker.slots import Packing
-from torchround.layer import MicroBatch
+from torchround.keeping import replaying, without_output
+from torchround.layer import KEEPABLE, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed.without_memory import Meter
 from torchround.models.common import chunks
@@ -102,8 +104,25 @@ def test_each_chunk_drops_other_inputs_and_the_backward_drops_the_same(tools):
 def test_kept_parts_of_chunks_give_the_same_bits_and_take_the_counted_bytes(case, tools):
     block, hidden, batch = block_of(case, torch.bfloat16, tools)
     assert differing_choices(block, hidden, batch, CHOICES) == []
+    with replaying(KEEPABLE, kept_by(block, hidden, batch, KEEPABLE)), without_output():
+        block(hidden.clone().requires_grad_(), batch)  # it takes all that was kept
     for part in block.work(2, TOKENS // 2, 2, "cpu").keepable:
         assert part.nbytes == Packing.of(tuple(kept_by(block, hidden, batch, [part.name]))).nbytes, part.name
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_a_recomputation_for_its_graph_alone_computes_as_much_as_one_of_the_whole(case, tools, request):
+    block, hidden, batch = block_of(case, torch.float32, tools)
+    flops = []
+    for _ in range(2):
+        leaf = hidden.clone().requires_grad_()
+        with Meter() as meter:
+            with without_output():
+                outputs = as_tuple(block(leaf, batch))
+            torch.autograd.backward(outputs, tuple(map(torch.ones_like, outputs)))
+        flops.append(meter.flops)
+        request.getfixturevalue("small_chunks")
+    assert flops[0] == flops[1]
 
 
 MODELS = [("qwen3", "1.7B"), ("llama3", "3.1-8B"), ("gpt_oss", "20B"), ("qwen3", "32B"), ("qwen3", "235B-A22B")]
