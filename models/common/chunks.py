@@ -36,7 +36,7 @@ def in_chunks(
     and on the parameters of `module`. With more than one chunk the backward adds to the parameters' `grad`, so
     `torch.autograd.grad` finds no gradient for them; `function` must hold the last parts of its layer that are kept.
 
-    If the result is not `read`, because only its gradient is wanted, it is memory without values.
+    Unless the result `is_read`, only its gradient is wanted, and several chunks give zeros.
     """
     if len(inputs[0]) <= CHUNK_TOKENS:
         return function(*inputs)
@@ -119,13 +119,14 @@ class _InChunks(torch.autograd.Function):
         ctx.run = run
         ctx.save_for_backward(*tensors)
         inputs = tensors[: run.num_inputs]
+        if not run.is_read:
+            return inputs[0].new_zeros(()).expand_as(inputs[0])
         output = torch.empty_like(inputs[0])
 
         def compute(rows: slice) -> None:
             output[rows] = run.function(*(tensor[rows] for tensor in inputs))
 
-        if run.is_read:
-            run.each(compute, len(output))
+        run.each(compute, len(output))
         return output
 
     @staticmethod

@@ -39,7 +39,7 @@ class GatedMLP(nn.Module):
         self.down = Projection(ffn_size, hidden_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """Return the output, memory without values unless something `is_read` of it (`in_chunks`)."""
+        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
         return in_chunks(self, self._mix, x.flatten(0, -2), is_read=is_read).view_as(x)
 
     def _mix(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         self.experts = make_experts(hidden_size, shape.num_experts, shape.ffn_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """Return the output, memory without values unless something `is_read` of it (`in_chunks`)."""
+        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
         return self._mix_all(x, *self._choose(self._route(x)), is_read)
 
     def forward_with_load(self, x: Tensor, is_read: bool = True) -> tuple[Tensor, Tensor]:
