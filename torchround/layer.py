@@ -142,6 +142,7 @@ class LayerWork:
     - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
     - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
     - `keepable`: the parts whose results can be kept, in the order in which they run.
+    - `unkept_bytes`: what would be kept too, but is made again in the backward, chunk by chunk.
     """
 
     products: tuple[Products, ...] = ()
@@ -149,6 +150,7 @@ class LayerWork:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     keepable: tuple[KeptWork, ...] = ()
+    unkept_bytes: int = 0
 
     def __add__(self, other: "LayerWork") -> "LayerWork":
         """Combine parts of one layer that run one after the other.
@@ -162,6 +164,7 @@ class LayerWork:
             max(self.boundary_bytes, other.boundary_bytes),
             max(self.workspace_bytes, other.workspace_bytes),
             self.keepable + other.keepable,
+            self.unkept_bytes + other.unkept_bytes,
         )
 
     @property
@@ -183,7 +186,8 @@ class Layer(Protocol):
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
 
-    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere.
+    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere,
+    and one with `most_compiled_tokens` for no micro-batch of more tokens.
 
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
     them in `LayerWork.keepable`.
@@ -210,13 +214,16 @@ class Layer(Protocol):
         ...
 
 
-def runs_fused(layer: nn.Module, device: str) -> bool:
-    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+def runs_fused(layer: nn.Module, device: str, num_tokens: int = 0) -> bool:
+    """Return whether a layer runs uncompiled for a micro-batch of this size on this type of device.
 
-    The head and blocks of experts are: they add to their weights' gradients by themselves, which compiled code cannot. A
-    layer whose code a compiler cannot look into runs uncompiled everywhere.
+    The head and blocks of experts run fused operations there. They add to their weights' gradients by themselves, which
+    compiled code cannot. A block that computes in chunks of tokens adds to them chunk by chunk. A layer whose code a
+    compiler cannot look into runs uncompiled everywhere. Without `num_tokens` the answer is that of small micro-batches.
     """
-    if getattr(layer, "never_compiled", False):
+    if getattr(layer, "never_compiled", False) or num_tokens > getattr(
+        layer, "most_compiled_tokens", num_tokens
+    ):
         return True
     return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
 

@@ -362,7 +362,9 @@ def _length_line(report: PlanReport) -> str:
         return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
     question = report.question
     num_sequences = question.num_devices * question.machines.count
+    longer = report.longest_by_16_bits > report.longest_tokens
     return (
         f"longest sequence that fits with a batch of {num_sequences} sequences, one per micro-batch, one round, "
         f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
+        + (f'; engine.accumulate_dtype = "bfloat16": {report.longest_by_16_bits:,} tokens' if longer else "")
     )

@@ -283,6 +283,8 @@ class CountedWork(Protocol):
     def workspace_bytes(self) -> int: ...
     @property
     def keepable(self) -> Sequence[CountedPart]: ...
+    @property
+    def unkept_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -346,11 +348,12 @@ def costs_from_work(
     parts = zip(names, works, parameters, whole, updates_s, strict=True)
     for name, work, parameter, keeps_all, update_s in parts:
         gradient_bytes = parameter.trained * accumulate_bytes
+        moved_bytes = work.activation_bytes + work.unkept_bytes
         layers.append(
             LayerCost(
                 name=name,
-                forward_s=card.forward_s(work.products, work.activation_bytes),
-                backward_s=card.backward_s(work.products, work.activation_bytes, gradient_bytes),
+                forward_s=card.forward_s(work.products, moved_bytes),
+                backward_s=card.backward_s(work.products, moved_bytes, gradient_bytes),
                 weight_bytes=(parameter.trained + parameter.frozen) * element_bytes,
                 gradient_bytes=gradient_bytes,
                 activation_bytes=work.activation_bytes,

@@ -48,7 +48,8 @@ class PlanReport:
     """The answers about one run.
 
     `plan` is None if the run does not fit; then `problem` says why and `changes` lists what could help.
-    `faster` lists changes that would make steps clearly shorter.
+    `faster` lists changes that would make steps clearly shorter. `longest_tokens` is the longest sequence that fits,
+    `longest_by_16_bits` that with sums of gradients in 16 bits.
     """
 
     question: RunQuestion
@@ -59,6 +60,7 @@ class PlanReport:
     transfers: Transfers | None
     micro_batches_to_hide: float | None
     longest_tokens: int
+    longest_by_16_bits: int
     changes: tuple[ConfigChange, ...]
     faster: tuple[ConfigChange, ...]
     kept: KeptReport | None = None
@@ -87,6 +89,7 @@ def report_plan(question: RunQuestion) -> PlanReport:
         transfers=_transfers(question, costs, plan),
         micro_batches_to_hide=_to_hide(question, costs),
         longest_tokens=longest_tokens(question),
+        longest_by_16_bits=longest_tokens(replace(question, accumulate_bytes=2)),
         changes=() if plan else tuple(_changes(question)),
         faster=() if plan is None else tuple(_faster(question, plan)),
         kept=None if plan is None else report_kept(question, plan, costs),

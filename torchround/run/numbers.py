@@ -149,7 +149,10 @@ def _counted_costs(
             fp16_accumulation=numbers.training.fp16_accumulation,
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
-            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
+            keeps_whole=[
+                runs_compiled(layer, numbers.engine, hardware.kind, tokens * sequences)
+                for layer in model.layers
+            ],
             update_bytes=() if is_virtual else moved,
             adding_share=adding_share,
             jobs=optimizer.jobs,
@@ -182,7 +185,7 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if runs_compiled(layer, numbers.engine, kind):
+        if runs_compiled(layer, numbers.engine, kind, tokens * sequences):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
@@ -199,9 +202,9 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
-def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str) -> bool:
-    """Return whether a layer runs compiled on devices of a kind, so that it keeps all its parts or nothing."""
-    return compiles_layers(table, kind) and not runs_fused(layer, kind)
+def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tokens: int) -> bool:
+    """Return whether a layer runs compiled for micro-batches of this size, so that it keeps all its parts or nothing."""
+    return compiles_layers(table, kind) and not runs_fused(layer, kind, num_tokens)
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
