@@ -28,7 +28,7 @@ from torchround.models import FAMILIES
 from torchround.models.borrowed.without_memory import Meter
 from torchround.models.common import chunks
 from torchround.pipeline.cards import find_device
-from torchround.pipeline.rates import CardRates
+from torchround.pipeline.costs import ParameterCounts, costs_from_work
 
 CHUNK, TOKENS = 24, 64  # the last chunk has 16 tokens
 UNITS = {torch.float32: FP32, torch.bfloat16: BF16}
@@ -162,15 +162,16 @@ class _Alive(Meter):
         super()._count([one for one in leaves if one.untyped_storage()._cdata not in self._given])
 
 
-@pytest.mark.parametrize(("family", "flavor"), MODELS[:3])
-def test_a_block_takes_no_less_time_where_its_chunks_begin(family, flavor):
-    config = replace(FAMILIES[family].config_from_flavor(flavor), num_layers=1)
-    with torch.device("meta"):
-        block = FAMILIES[family].build(config).layers[1]
-    card = CardRates.of(find_device("rtx4090"), "bfloat16")
-    one, two = (block.work(1, tokens, 2, "cuda") for tokens in (chunks.CHUNK_TOKENS, 2 * chunks.CHUNK_TOKENS))
-    seconds = [card.forward_s(work.products, work.activation_bytes + work.unkept_bytes) for work in (one, two)]
-    assert seconds[1] > 2 * seconds[0]
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_chunks_take_the_predicted_time_of_the_whole(case, tools, request):
+    block, _, _ = block_of(case, torch.float32, tools)
+    seconds, numbers = [], ParameterCounts(0)
+    for _ in range(2):
+        work = block.work(1, TOKENS, 4, "cuda")
+        costs = costs_from_work(["block"], [work], [numbers], find_device("rtx4090"))
+        seconds.append((costs.layers[0].forward_s, costs.layers[0].backward_s))
+        request.getfixturevalue("small_chunks")
+    assert seconds[0] == seconds[1]
 
 
 @pytest.mark.usefixtures("small_chunks")
