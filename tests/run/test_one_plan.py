@@ -16,6 +16,7 @@ from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.run_plan import given_kept
 
 __all__ = ["small_runs"]
 
@@ -89,3 +90,14 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""
     assert f"bubble (idle share of the devices) {100 * small_runs.plan('run')['bubble']:.2f} %" in first
+
+
+def test_the_plan_of_a_file_says_what_is_kept_unless_a_setting_does(tmp_path):
+    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
+    numbers = RunNumbers(TrainingTable(), EngineTable(keep_activations="all"))
+    plan = plan_for(run_question(model, numbers, Hardware("cuda", 2, 2**34, 2**34))).plan
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert any(plan.kept)
+    assert given_kept(EngineTable(plan=str(path))) == plan.kept
+    assert given_kept(EngineTable(plan=str(path), keep_activations="none")) is None
