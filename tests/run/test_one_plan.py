@@ -8,7 +8,7 @@ import pytest
 import torchround.run.run_plan
 from tests.support.small_run import TIED, files_of, small_runs
 from torchround.commands import plan_run, train_model
-from torchround.config import EngineTable, TrainingTable, load_config
+from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
 from torchround.pipeline.memory import MIB
@@ -94,8 +94,10 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
 
 def test_the_plan_of_a_file_says_what_is_kept_unless_a_setting_does(tmp_path):
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
-    numbers = RunNumbers(TrainingTable(), EngineTable(keep_activations="all"))
-    plan = plan_for(run_question(model, numbers, Hardware("cuda", 2, 2**34, 2**34))).plan
+    numbers = RunNumbers(
+        TrainingTable(), EngineTable(keep_activations="all", plan=PlanTable(forward=[6], fused=2, backward=[6]))
+    )
+    plan = plan_for(run_question(model, numbers, Hardware("cuda", 2, 2**34, 2**34)))
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     assert any(plan.kept)
