@@ -120,7 +120,7 @@ def config_facts(path: Path) -> Iterator[Fact]:
         yield path.name, f"fits: host memory {host}, {devices}, a checkpoint {disk}"
     else:
         # `plan` lists the changes that would help, and tries each.
-        yield path.name, f"does not fit: {answer.problem.partition('. What would help')[0]}"
+        yield path.name, f"does not fit: {answer.problem}"
     first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     if first.startswith("# "):
         yield "", f"written for: {first.removeprefix('# ').partition('. ')[0]}"

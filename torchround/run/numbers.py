@@ -7,6 +7,7 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -26,7 +27,7 @@ from torchround.pipeline.costs import (
     ParameterCounts,
     costs_from_work,
 )
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.optimizer_numbers import OptimizerNumbers, optimizer_numbers
@@ -158,7 +159,7 @@ def _counted_costs(
         )
         return replace(costs, shared=shared, launch_s=0.0 if hardware.kind == "cpu" else launches_s)
 
-    return costs_for
+    return cache(costs_for)  # a report asks for the same lengths many times
 
 
 def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
@@ -285,20 +286,3 @@ def parameter_counts(
         bundle_layers=tuple(bundles),
         bundle_rules=tuple(map(tuple, of_bundles.values())),
     )
-
-
-def host_memory_text(memory: HostMemory) -> str:
-    """Return the host memory of a run, and its parts, on one line."""
-    kinds = {
-        "weights": memory.weight_bytes,
-        "gradients": memory.gradient_bytes,
-        "optimizer state": memory.optimizer_bytes,
-        "activations between stages": memory.activation_bytes,
-        "tokens": memory.integer_bytes,
-        "messages of other machines": memory.exchange_bytes,
-        "readers of files": memory.reader_bytes,
-        "batches of data": memory.loader_bytes,
-        "virtual devices": memory.device_bytes,
-    }
-    parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
-    return f"{size_text(memory.total_bytes)} ({parts})"
