@@ -246,13 +246,12 @@ def _short(what: str, key: str, needed: int, allowed: int, note: str) -> str:
 
 def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate:
     """Return the candidate of least host memory among those that fit a device, or need no more of it than they must."""
-    layers, rounds = problem.num_layers, max(rounds_choices)
-    ones = (1,) * (layers - 1)
+    layers, rounds, split = problem.num_layers, max(rounds_choices), problem.stale_layers or 0
+    ones, limit = (1,) * (layers - 1), problem.limits.device_bytes
     # Single layers need least of a device; if they keep activations, one fused stage may need less. The most rounds hold the
     # fewest integers.
-    extremes = Partition(ones, 1, ones), Partition((), layers, ())
+    extremes = [Partition(ones, 1, ones), *([] if split else [Partition((), layers, ())])]
     least_bytes = min(problem.device_bytes(partition, rounds) for partition in extremes)
-    limit = problem.limits.device_bytes
     if limit is not None and least_bytes > limit:
         problem = PlanningProblem(
             *(problem.whole_costs, problem.num_devices, problem.num_micro_batches, problem.update),
@@ -263,6 +262,6 @@ def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> 
         Candidate(partition, rounds)
         for rounds in rounds_choices
         for partition in coarse_partitions(problem, rounds)
-        if problem.fits_device(partition, rounds)
+        if problem.fits_device(partition, rounds) and layers - partition.fused >= split
     ]
     return min(candidates, key=problem.host_bytes)
