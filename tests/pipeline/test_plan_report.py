@@ -10,7 +10,7 @@ from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.kept_report import report_kept
-from torchround.pipeline.machine_memory import STAGED_BYTES, landing_bytes, owned_parameters
+from torchround.pipeline.machine_memory import STAGED_BYTES, bundle_sizes, fullest_owner, landing_bytes
 from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
 from torchround.pipeline.machine_shares import assign_owners, step_share
 from torchround.pipeline.memory import GIB, gib_text
@@ -296,7 +296,7 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state():
     for count in (2, 4, 7):
         state = asked(count).state()
         owned = -(-7 // count) * 4 * MIB
-        assert owned_parameters(LAYERS, count) == owned
+        assert fullest_owner(LAYERS, count, bundle_sizes(LAYERS)) == owned
         assert state.weight_bytes == alone.weight_bytes
         assert state.optimizer_bytes == 12 * owned
         # The sums of owned gradients, and the window: two of seven equal parts.

@@ -12,7 +12,7 @@ from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, whole_pages
-from torchround.pipeline.plan_report import changes_that_fit, longest_tokens, plan_for
+from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
@@ -130,7 +130,6 @@ def test_each_length_is_tried_with_its_own_batches_of_data():
     question = run_question(model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)
     with pytest.raises(InfeasiblePlanError, match="are missing"):
         plan_for(question)
-    assert [setting.partition(" = ")[0] for setting in changes_that_fit(question)] == ["training.seq_len"]
     assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
 
 

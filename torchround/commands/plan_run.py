@@ -318,15 +318,26 @@ def rendered(report: PlanReport) -> "Group":
     from rich.console import Group  # draws random numbers when imported, which an import must not
 
     timed = report.question.device is not None
-    parts: list[object] = [_host_table(report)]
+    parts: list[object] = [_verdict(report), _host_table(report)]
     if report.plan is not None:
         parts += [_plan_table(report.plan, timed), _device_line(report), *report.plan.kept_lines()]
         parts += [] if report.kept is None else [report.kept.text(timed)]
         parts += [report.plan.summary(timed), *_speed_lines(report)]
     else:
-        parts += [_device_line(report), f"does not fit: {report.problem}"]
+        parts += [_device_line(report)]
     parts += [*machine_parts(report), *_faster_lines(report), _length_line(report)]
     return Group(*(part for part in parts if part))  # type: ignore[arg-type]
+
+
+def _verdict(report: PlanReport) -> str:
+    if report.plan is None:
+        return f"does not fit: {report.problem}"
+    limits = report.question.host_bytes, report.question.device_bytes
+    host, device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
+    return (
+        f"fits: the host needs {gib_text(report.host.total_bytes)}{host}, each device "
+        f"{gib_text(report.plan.device_bytes)}{device}"
+    )
 
 
 def _host_table(report: PlanReport) -> "Table":

@@ -79,8 +79,8 @@ def ratio_text(question: RunQuestion, costs: Costs) -> str:
     ]
     least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
     return (
-        f"k = {least if least == most else f'{least} to {most}'}: a layer's parts to the host and back at "
-        f"{link.bytes_per_s / 1e9:.3g} GB/s each way, over its forward and backward ({len(able)} layers)"
+        f"keeping all of a layer's parts copies for {least if least == most else f'{least} to {most}'} of the time that the "
+        f"layer computes (k; at most 1 can be hidden), at {link.bytes_per_s / 1e9:.3g} GB/s each way ({len(able)} layers)"
     )
 
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.kept_report import KeptReport, report_kept
@@ -295,12 +296,13 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     if question.keep_activations not in ("auto", "none"):
         yield 'engine.keep_activations = "none"', replace(question, keep_activations="none", given_kept=None)
     if question.micro_batch_size > 1:
-        sizes = _halved(question.micro_batch_size, 1)
-        yield _first_that_fits(question, "training", "micro_batch_size", sizes)
+        yield _halved(question, "micro_batch_size", 1)
     rounds, most = question.fixed_rounds, question.num_micro_batches
     # Steps of `bounded` have one round.
     if rounds is not None and rounds < most and question.update != "bounded":
-        yield _first_that_fits(question, "engine", "rounds", [*_doubled(rounds, most)])
+        values = [*(rounds << n for n in range(1, most.bit_length()) if rounds << n < most), most]
+        more = _first_that_fits(question, "rounds", values)
+        yield f"engine.rounds = {more}", replace(question, rounds=more)
     if question.accumulate_bytes > 2:
         yield 'engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)
     yield from question.smaller_states()
@@ -309,8 +311,7 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     # Each round of each machine has a micro-batch.
     least = (rounds or 1) * question.micro_batch_size * question.machines.count
     if question.global_batch_size > least:
-        sizes = _halved(question.global_batch_size, least)
-        yield _first_that_fits(question, "training", "global_batch_size", sizes)
+        yield _halved(question, "global_batch_size", least)
     # A length below a quarter would be another training.
     step = 1 << max(0, question.seq_len.bit_length() - LENGTH_BITS)
     length = _longest_that_fits(question, question.seq_len // 4, question.seq_len, step)
@@ -318,27 +319,17 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
         yield f"training.seq_len = {length}", replace(question, seq_len=length)
 
 
-def _halved(value: int, least: int) -> list[int]:
-    """List the halves of a number down to the last one that is at least `least`, or that itself."""
-    found = []
-    while value // 2 >= least:
-        value //= 2
-        found.append(value)
-    return found or [least]
+def _halved(question: RunQuestion, key: str, least: int) -> tuple[str, RunQuestion]:
+    """Halve a number of `[training]` until the run fits, or down to `least`."""
+    value = getattr(question, key)
+    values = [value >> n for n in range(1, value.bit_length()) if value >> n >= least] or [least]
+    value = _first_that_fits(question, key, values)
+    changed: dict[str, Any] = {key: value}
+    return f"training.{key} = {value}", replace(question, **changed)
 
 
-def _doubled(value: int, most: int) -> Iterator[int]:
-    while value < most:
-        value = min(2 * value, most)
-        yield value
-
-
-def _first_that_fits(
-    question: RunQuestion, table: str, key: str, values: list[int]
-) -> tuple[str, RunQuestion]:
-    """Set a key of the config to the first value with which the run fits; otherwise to the last one."""
-    for value in values:
-        changed = replace(question, **{key: value})  # type: ignore[arg-type]
-        if fits(changed):
-            break
-    return f"{table}.{key} = {value}", changed
+def _first_that_fits(question: RunQuestion, key: str, values: list[int]) -> int:
+    """Return the first value with which the run fits; otherwise the last one."""
+    changes: Iterator[dict[str, Any]] = ({key: value} for value in values)
+    fitting = (change[key] for change in changes if fits(replace(question, **change)))
+    return next(fitting, values[-1])

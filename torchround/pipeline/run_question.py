@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.machine_memory import owned_state_bytes, state_of_machine
+from torchround.pipeline.machine_memory import state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
@@ -144,10 +144,10 @@ class RunQuestion:
         sizes = self.element_bytes, self.gradient_bytes
         state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
         if (count := self.machines.count) > 1:
-            owned = owned_state_bytes(self.parameters, count, self.update, self.updates)
-            state = state_of_machine(
-                state, self.parameters, count, *sizes, owned, self.machines.sends_changed
-            )
+            kept = [
+                self.updates.state_bytes(each, self.update) for each in self.parameters.rules_of_bundles()
+            ]
+            state = state_of_machine(state, self.parameters, count, *sizes, kept, self.machines.sends_changed)
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 

@@ -134,7 +134,7 @@ def _counted_costs(
     optimizer: OptimizerNumbers,
 ) -> Callable[[int, int, int], Costs]:
     """Return `RunQuestion.costs_for` of a model."""
-    parameters, shared = layer_parameters(model), shared_layers(model)
+    parameters, shared = layer_parameters(model), shared_layers(counts)
     sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
     launches_s = sum(
         EXPERTS_LAUNCH_S if any(parameter.ndim == 3 for parameter in block.parameters()) else BLOCK_LAUNCH_S
@@ -208,27 +208,19 @@ def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str) -> bool
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     """Count the parameters of each layer, padding included. A tied one counts in every layer that uses it."""
-    return [
-        ParameterCounts(
-            trained=sum(
-                stored_numel(parameter) for parameter in layer.parameters() if parameter.requires_grad
-            ),
-            frozen=sum(
-                stored_numel(parameter) for parameter in layer.parameters() if not parameter.requires_grad
-            ),
+    counts = []
+    for layer in model.layers:
+        trained, frozen = (
+            sum(stored_numel(each) for each in layer.parameters() if each.requires_grad is is_trained)
+            for is_trained in (True, False)
         )
-        for layer in model.layers
-    ]
+        counts.append(ParameterCounts(trained, frozen))
+    return counts
 
 
-def shared_layers(model: LayeredModel) -> tuple[tuple[int, ...], ...]:
+def shared_layers(counts: ParameterCounts) -> tuple[tuple[int, ...], ...]:
     """Return the groups of layers that share trained parameters."""
-    users: dict[int, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                users.setdefault(id(parameter), []).append(index)
-    return tuple(sorted({tuple(layers) for layers in users.values() if len(layers) > 1}))
+    return tuple(sorted(layers for layers in counts.bundle_layers if len(layers) > 1))
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:
