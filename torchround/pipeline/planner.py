@@ -3,7 +3,8 @@
 The search for the fastest plan is in `search/`. The error for a run that does not fit says what is short and by how much.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torchround.pipeline.costs import Costs, stage_seconds
@@ -71,7 +72,11 @@ def make_plan(
     else:
         found = find_plan(problem, choices, as_fast)
     if found is None:
-        raise why_infeasible(problem, choices)
+        # The search is not exhaustive.
+        least = None if problem.stale_layers is None else least_candidate(problem, choices)
+        if least is None or not problem.fits_limits(least):
+            raise why_infeasible(problem, choices)
+        found = least, None
     candidate, fastest_s = found
     if keep is not None and keep.is_open:
         kept = KeptChoice(problem, as_fast).improve(candidate, choices)
@@ -264,4 +269,42 @@ def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> 
         for partition in coarse_partitions(problem, rounds)
         if problem.fits_device(partition, rounds) and layers - partition.fused >= split
     ]
-    return min(candidates, key=problem.host_bytes)
+    best = min(candidates, key=problem.host_bytes)
+    if problem.limits.host_bytes is None or problem.host_bytes(best) <= problem.limits.host_bytes:
+        return best
+    uneven = [Candidate(partition, best.rounds) for partition in _around_fused(problem, best.rounds, split)]
+    best = min([best, *uneven], key=problem.host_bytes)
+    return min(best, _with_joined_stages(problem, best), key=problem.host_bytes)
+
+
+def _with_joined_stages(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+    """Join neighbouring backward stages wherever a device has room, from the deepest one on."""
+    partition, rounds, index = candidate.partition, candidate.rounds, 0
+    while index + 1 < len(backward := partition.backward):
+        both = (*backward[:index], backward[index] + backward[index + 1], *backward[index + 2 :])
+        joined = replace(partition, backward=both)
+        if problem.fits_device(joined, rounds):
+            partition = joined
+        else:
+            index += 1
+    return Candidate(partition, rounds)
+
+
+def _around_fused(problem: PlanningProblem, rounds: int, least_split: int) -> Iterator[Partition]:
+    """Yield for each size of the backward stages the partition with the largest fused stage that fits a device.
+
+    Fine forward stages keep nothing on the host, and leave room on a device for the fused stage.
+    """
+    layers = problem.num_layers
+    for size in range(1, layers):
+
+        def cut(fused: int, size: int = size) -> Partition:
+            stages, rest = divmod(layers - fused, size)
+            return Partition((1,) * (layers - fused), fused, (size,) * stages + ((rest,) if rest else ()))
+
+        def is_too_large(fused: int, cut: Callable[[int], Partition] = cut) -> bool:
+            return not problem.fits_device(cut(fused), rounds)
+
+        largest = bisect_left(range(1, layers - max(1, least_split) + 1), True, key=is_too_large)
+        if largest:
+            yield cut(largest)

@@ -143,6 +143,12 @@ def test_a_setting_that_does_not_fit_or_that_no_layer_can_follow_is_refused():
         make_plan(blocks(3), 2, 4, keep=KeepRule(("qkv",)))
 
 
+def test_a_plan_of_least_host_memory_is_found_where_its_limit_is_tight():
+    """The search finds none. A fused stage larger than the others keeps nothing, and fits next to smaller ones."""
+    costs, limits = blocks(23, keepable=(KeptCost("down", 5, 0.5),)), MemoryLimits(device_bytes=3000, host_bytes=1360)
+    assert make_plan(costs, 2, 8, "sync", 1, limits, keep=KeepRule("all")).host_activation_bytes <= 1360
+
+
 # Keeping activations never shortens the longest sequence that fits: the planner keeps only what there is room for.
 
 
