@@ -242,11 +242,18 @@ def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():
     assert answers[1].kept is None
 
 
-@pytest.mark.parametrize(("setting", "is_kept"), [("auto", False), ("all", True)])
-def test_virtual_devices_keep_what_a_setting_names_and_nothing_by_themselves(setting, is_kept):
-    """Their copies take the time of the processors that compute."""
+VIRTUAL = {"device": None, "devices_on_host": True}
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes", "is_kept"),
+    [("auto", {}, True), ("auto", VIRTUAL, False), ("all", VIRTUAL, True), ("auto", {"host_bytes": None}, False)],
+)
+def test_auto_keeps_nothing_on_virtual_devices_nor_without_a_limit_of_host_memory(setting, changes, is_kept):
+    """Copies of virtual devices take the time of the processors that compute. Without a limit any amount would be filled."""
     question = replace(KEEPING, given=None, given_kept=None, keep_activations=setting, rounds=1)
-    narrow = replace(question, device=None, device_bytes=22 * MIB, devices_on_host=True)
+    fast = DeviceSpec("card", 24, 1000)
+    narrow = replace(question, **{"device": fast, "device_bytes": 22 * MIB, "host_bytes": GIB, **changes})
     assert bool(plan_for(narrow).kept) is is_kept
 
 

@@ -23,6 +23,7 @@ from torchround.data import TokenizerError
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
+from torchround.pipeline.cards import UnknownPeakError
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import report_plan
@@ -36,7 +37,7 @@ NAME_WIDTH, WIDTH = 27, 100  # in characters; the width if the output is not a t
 # A card that cannot be used makes PyTorch raise RuntimeError.
 UNPLANNABLE = (
     *(ConfigError, ModelConfigError, EngineError, TokenizerError, HFError, PlanError),
-    RuntimeError,
+    *(UnknownPeakError, RuntimeError),
 )
 
 

@@ -58,11 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake of the user."""
     given, overrides = parser().parse_known_args(arguments)
     try:
-        options = parse_command_line(["--config", given.config, *overrides])
+        rank = ["--lora.rank", f"{given.lora_rank}"] if given.lora_rank else []
+        options = parse_command_line(["--config", given.config, *overrides, *rank])
         if options.print_config or options.dry_run:
             raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
-        if given.lora_rank:
-            options = _with_adapters(options, given.lora_rank)
         machine = hardware(given, options.config)
         with deterministic_operations(options.config.training.deterministic):
             answer = report_plan(configured_question(options, known_vocab_size(options), machine))
@@ -119,12 +118,6 @@ def known_vocab_size(options: Options) -> int | None:
         return None
 
 
-def _with_adapters(options: Options, rank: int) -> Options:
-    """Return the options with `lora.rank` set, which `--lora-rank` is short for."""
-    lora = options.config.lora.model_copy(update={"rank": rank})
-    return replace(options, config=options.config.model_copy(update={"lora": lora}))
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options; other arguments are overrides of the config."""
     result = argparse.ArgumentParser(
@@ -133,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--config", required=True, help="TOML file, looked up as given, then in configs/")
     add("--device", help=f"card, default: machines.card; {', '.join(device_names())}")
-    add("--num-devices", type=count, help="default: machines.num_cards, else engine.num_devices, else 1")
+    add("--num-devices", type=count, help="default: engine.num_devices, else machines.num_cards, else 1")
     add(
         "--host-memory-gib",
         type=positive,
@@ -200,7 +193,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
     usable_gib = engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
     return Hardware(
         kind=planned_kind(engine),
-        num_devices=given.num_devices or machines.num_cards or engine.num_devices or 1,
+        num_devices=given.num_devices or engine.num_devices or machines.num_cards or 1,
         spec=spec,
         device_bytes=int(usable_gib * GIB),
         host_bytes=None if host_gib is None else int(host_gib * GIB),

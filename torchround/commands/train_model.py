@@ -58,6 +58,7 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
+from torchround.pipeline.cards import UnknownPeakError
 from torchround.pipeline.memory import parts_text, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import best_mode, host_memory, report_plan
@@ -89,7 +90,7 @@ from torchround.untrusted.terminal import escape_unprintable, say
 # traceback.
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunError, HFError, LaunchError),
+    *(PlanError, RunError, HFError, LaunchError, UnknownPeakError),
 )
 # A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
 SLOW_SAVE_BYTES = 9 * 10**9

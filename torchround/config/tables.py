@@ -223,7 +223,7 @@ class MachinesTable(Table):
     machines. A run uses what it finds. Default: a dry run plans for the machine that it runs on."""
 
     num_cards: PositiveInt | None = None
-    """Cards of each planned machine, at least 1. Default: `engine.num_devices`, otherwise 1."""
+    """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
     """Host memory of each planned machine, in GiB, above 0. A plan uses at most 95 % of it. Default: no limit; then a plan
