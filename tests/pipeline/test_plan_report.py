@@ -152,6 +152,10 @@ def test_what_a_run_needs_is_one_number_and_with_it_the_run_fits(limits):
 def test_a_given_plan_is_judged_as_it_is():
     answer = report_plan(replace(QUESTION, given=GIVEN))
     assert answer.plan is not None and (answer.plan.partition, answer.plan.rounds) == GIVEN
+    # Its rounds are added up on the host, whatever `engine.rounds` says.
+    for host_bytes, is_fitting in ((answer.host.total_bytes, True), (answer.host.total_bytes - 1, False)):
+        limited = replace(QUESTION, given=GIVEN, host_bytes=host_bytes)
+        assert fits(limited) is (report_plan(limited).plan is not None) is is_fitting
     assert [change.setting for change in answer.faster] == ["engine.plan left out"]
     with pytest.raises(InfeasiblePlanError):
         evaluate_plan(GIVEN[0], 2, costs_for(2048, 2, 4), 2, 8, limits=replace(QUESTION, device_bytes=1).limits())
