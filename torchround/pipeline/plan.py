@@ -122,7 +122,7 @@ class Plan:
             f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
         )
         if not timed:
-            speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
+            speed = f"{bubble} if time is in proportion to counted work; the step time is unknown until steps are measured"
         # Of a virtual device only the buffers are counted while it runs (`device_peak_gib`).
         compute_bytes = max((stage.compute_bytes for stage in self.stages), default=0)
         buffers = f", {size_text(self.device_bytes - compute_bytes)} of it buffers" if compute_bytes else ""

@@ -38,7 +38,7 @@ class PlanningProblem:
     """A question to the planner: layer costs, devices, micro-batches, update mode and memory limits.
 
     - `idle_weight`: what a second of a device's idle time adds to a plan's rank, in seconds.
-    - `link`: the link that kept activations share with other transfers; None takes these as hidden.
+    - `link`: the link of each device to the host; None takes all transfers as hidden.
     - `stale_layers`: the number in `bounded`, K. None leaves it open: each plan is timed with all layers before its
       fused stage stale, and its host memory is counted with none. So no K makes it faster or smaller.
     """
@@ -64,7 +64,7 @@ class PlanningProblem:
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
         self.num_layers = costs.num_layers
         waits = None
-        if link is not None and costs.kept:
+        if link is not None:
             waits = LinkWaits(costs, link, limits.recompute, num_micro_batches)
         self.sums = LayerSums(costs, limits.recompute, waits)
         self.forward_s = np.array(self.sums.forward_s)
@@ -110,7 +110,8 @@ class PlanningProblem:
         # The search meets the same candidate in several generations, and again at the end.
         if candidate not in self._exact:
             step_s = self._step_s(candidate)
-            self._exact[candidate] = max(step_s, self.host_s(candidate.rounds))
+            host_s = self.sums.host_s(candidate.rounds, candidate.partition)
+            self._exact[candidate] = max(step_s, host_s, self.num_micro_batches * self.costs.launch_s)
         return self._exact[candidate]
 
     def _step_s(self, candidate: Candidate) -> float:
@@ -162,11 +163,6 @@ class PlanningProblem:
     def _with_idle(self, step_s: Any, micro_batch_s: Any) -> Any:
         busy_s = micro_batch_s * self.num_micro_batches / self.num_devices
         return step_s + self.idle_weight * (step_s - busy_s)
-
-    def host_s(self, rounds: int) -> float:
-        """Estimate the seconds of host memory traffic per step if its rounds are added up there."""
-        share = self.costs.adding_share
-        return self.sums.updated_s[-1] * (1 + rounds * share) if rounds > 1 else 0.0
 
     def better(self, one: Candidate | None, other: Candidate) -> Candidate:
         """Return the candidate of lower rank; among equals the one with fewer rounds, then fewer stages, then `one`."""
@@ -230,7 +226,7 @@ class PlanningProblem:
     def estimate_s(self, rows: PartitionBatch, rounds: int) -> Floats:
         """Estimate ranks [K]; an estimate is never above the exact rank."""
         batch_seconds = batch_sync_seconds if self.overlap == "sync" else batch_async_seconds
-        sizes, host_s = self.sizes(rounds), self.host_s(rounds)
+        sizes, host_s = self.sizes(rounds), self.sums.host_s(rounds)
 
         def rank_s(times: BatchTimes) -> Floats:
             step_s = np.maximum(batch_seconds(times, sizes, self.num_devices), host_s)

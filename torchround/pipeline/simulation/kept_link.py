@@ -1,8 +1,7 @@
-"""The time that stages wait for the link because of kept activations.
+"""The time that stages wait for the link, and the bytes that all devices together move.
 
-Weights, gradients and boundaries are taken as hidden behind computation; `torchround plan` prints their load. Kept
-activations are many more bytes, and a plan need not have them. So a stage that keeps anything takes at least as
-long as its transfers: down in a forward stage, up in a backward stage, beside all that moves there anyway.
+A stage takes at least as long as its transfers in the busier direction: weights and gradients once per round, boundaries
+with each micro-batch, and kept activations, down in a forward stage and up in a backward stage.
 
 Shapes: K partitions, S stages, L layers.
 """
@@ -33,7 +32,7 @@ class KeptLink:
 
 
 class LinkWaits:
-    """The seconds by which keeping makes stages wait for the link, from running sums over the layers [L + 1]."""
+    """The seconds by which stages wait for the link, from running sums over the layers [L + 1]."""
 
     def __init__(self, costs: Costs, link: KeptLink, recompute: str, num_micro_batches: int) -> None:
         layers = costs.layers
@@ -52,40 +51,36 @@ class LinkWaits:
 
     def of(self, partition: Partition, rounds: int) -> list[float]:
         """Return the seconds of each stage for one micro-batch, in dispatch order."""
-        stages = partition.stages()
-        starts, stops = (
-            np.array([getattr(stage, end) for stage in stages], dtype=np.int64) for end in ("start", "stop")
-        )
-        forward, backward = (
-            np.array([stage.kind is kind for stage in stages])
-            for kind in (StageKind.FORWARD, StageKind.BACKWARD)
-        )
-        waits: list[float] = self.waits_s(starts, stops, forward, backward, rounds).tolist()
+        waits: list[float] = self.waits_s(*_arrays(partition), rounds).tolist()
         return waits
+
+    def moved_bytes(self, partition: Partition, rounds: int) -> float:
+        """Count the bytes of a step between the host and all devices, both ways."""
+        up, down = self._bytes(*_arrays(partition), rounds)
+        return self._num_micro_batches * float(up.sum() + down.sum())
 
     def waits_s(
         self, starts: Integers, stops: Integers, is_forward: Booleans, is_backward: Booleans, rounds: int
     ) -> Floats:
-        """Compute the seconds of stages [.., S] for one micro-batch; a stage without layers has none.
+        """Compute the seconds of stages [.., S] for one micro-batch; a stage without layers has none."""
+        up, down = self._bytes(starts, stops, is_forward, is_backward, rounds)
+        computed_s = self._computed_s(self._forward_s, starts, stops, is_forward)
+        computed_s = computed_s - np.where(is_backward, self._saved(starts, stops), 0.0)
+        waits = np.maximum(np.maximum(up, down) / self._link.bytes_per_s - computed_s, 0.0)
+        return np.where(stops > starts, waits, 0.0)
 
-        Keeping changes a stage from the longer of its computation and its transfers without keeping to the longer
-        of the two with it. The step time counts computation alone, so this is the difference to that.
-        """
-        kept = np.where(is_forward | is_backward, self._kept[stops] - self._kept[starts], 0.0)
+    def _bytes(
+        self, starts: Integers, stops: Integers, is_forward: Booleans, is_backward: Booleans, rounds: int
+    ) -> tuple[Floats, Floats]:
+        """Count the bytes of stages [.., S] up and down for one micro-batch."""
+        kept = self._kept[stops] - self._kept[starts]
         # A stage's weights and gradients move once per round, the rest with each micro-batch.
         per_micro_batch = rounds / self._num_micro_batches
         incoming, outgoing = self._inputs[starts], self._outputs[stops - 1]
         up = (self._weights[stops] - self._weights[starts]) * per_micro_batch + incoming
-        up = up + np.where(is_backward, outgoing, 0.0)
+        up = up + np.where(is_backward, outgoing + kept, 0.0)
         gradients = (self._gradients[stops] - self._gradients[starts]) * per_micro_batch
-        down = np.where(is_forward, outgoing, gradients + incoming)
-        rate = self._link.bytes_per_s
-        link_s = np.maximum(up, down) / rate
-        kept_link_s = np.maximum(up + kept * is_backward, down + kept * is_forward) / rate
-        whole_s = self._computed_s(self._forward_s, starts, stops, is_forward)
-        saved_s = np.where(is_backward, self._saved(starts, stops), 0.0)
-        waits = saved_s + np.maximum(whole_s - saved_s, kept_link_s) - np.maximum(whole_s, link_s)
-        return np.where(kept > 0, np.maximum(waits, 0.0), 0.0)
+        return up, np.where(is_forward, outgoing + kept, gradients + incoming)
 
     def _computed_s(
         self, forward_s: Floats, starts: Integers, stops: Integers, is_forward: Booleans
@@ -103,6 +98,18 @@ class LinkWaits:
         if self._is_layerwise:
             saved_s = saved_s + self._saved_s[stops - 1] - self._saved_s[starts]
         return np.asarray(saved_s)
+
+
+def _arrays(partition: Partition) -> tuple[Integers, Integers, Booleans, Booleans]:
+    """Return the first layers of a partition's stages, their ends, and which are forward and backward stages."""
+    stages = partition.stages()
+    starts, stops = (
+        np.array([getattr(stage, end) for stage in stages], dtype=np.int64) for end in ("start", "stop")
+    )
+    forward, backward = (
+        np.array([stage.kind is kind for stage in stages]) for kind in (StageKind.FORWARD, StageKind.BACKWARD)
+    )
+    return starts, stops, forward, backward
 
 
 def _running(values: list[float] | list[int]) -> Floats:
