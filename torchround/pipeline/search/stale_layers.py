@@ -61,7 +61,7 @@ def find_stale_plan(
     most = fewest_stale_layers(problem, fastest, goal)
     best = _plan_with(problem, most, fastest, goal)
     if best is None:
-        limited = _first_that_fits(problem, most, fastest, as_fast)
+        limited = _fastest_that_fits(problem, most, fastest, as_fast)
         return None if limited is None else (limited[0], (limited[1], None))
     low = -1
     for _ in range(MOST_HALVINGS):
@@ -139,16 +139,16 @@ def _with_least_host(
     return min([candidate, *others], key=problem.host_bytes)
 
 
-def _first_that_fits(
+def _fastest_that_fits(
     problem: PlanningProblem, most: int, fastest: Candidate, as_fast: float
 ) -> tuple[PlanningProblem, Candidate] | None:
-    """Find the plan with the most stale layers for whose inputs the host has room; its steps may have a bubble."""
-    for share in (1.0, *FEWER):
-        fixed = problem.with_stale_layers(round(share * most))
-        found = find_plan(fixed, (1,), as_fast)
-        candidates = [] if found is None else [found[0]]
+    """Find the fastest plan within the host's memory over a few numbers of stale layers; its steps may have a bubble."""
+    found = []
+    for stale_layers in sorted({round(share * most) for share in (1.0, *FEWER)}, reverse=True):
+        fixed = problem.with_stale_layers(stale_layers)
+        plan = find_plan(fixed, (1,), as_fast)
+        if plan is not None:
+            found.append((fixed, plan[0]))
         if fixed.fits_limits(fastest):
-            candidates.append(fastest)  # the first search may have met what this one has missed
-        if candidates:
-            return fixed, min(candidates, key=fixed.exact_s)
-    return None
+            found.append((fixed, fastest))  # the first search may have met what this one has missed
+    return min(found, key=lambda pair: pair[0].exact_s(pair[1]), default=None)
