@@ -65,7 +65,11 @@ def test_an_engine_gives_its_memory_back_to_the_driver(simulator, kind):
     before = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
     model, devices = toy_model(), iter([AcceleratorDevice(f"{kind}:{index}") for index in range(2)])
     with toy_engine(
-        model, toy_store(model, pinned=True), PARTITIONS["one layer a stage"], 2, wrap=lambda _: next(devices)
+        PARTITIONS["one layer a stage"],
+        2,
+        model=model,
+        store=toy_store(model, pinned=True),
+        wrap=lambda _: next(devices),
     ) as engine:
         train(engine, toy_batches(2, micro_batches=4))
         during = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]

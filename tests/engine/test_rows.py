@@ -3,12 +3,15 @@
 import itertools
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from tests.support.engine_rows import AXES, BUGS, LINES, REFUSED, ROWS, assert_same, read_row
+from tests.support.engine_rows import AXES, BUGS, LINES, REFUSED, ROWS, Row, assert_same, read_row
 from tests.support.rounding import FP32, assert_states_close
+from tests.support.toy import toy_batches
 from torchround.engine.errors import EngineUsageError
+from torchround.optim import stability
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 # A compiler may add up the terms of each sum in another order. Longest path: forward and backward through all blocks, whose
@@ -28,6 +31,15 @@ def test_a_row_has_the_bits_of_the_reference(row):
     expected = row.reference()
     assert_same(row.run_all(), expected)
     assert (0 < sum(expected.skipped) < 4) == (row.dtype == "fp16"), "the loss scale is too high or too low"
+
+
+@pytest.mark.parametrize("row", [Row(cut="forward"), Row(3, cut="forward", update="async")], ids=["sync", "async"])
+def test_a_loss_scale_that_grows_and_falls_is_that_of_a_plain_loop_after_a_resume_too(monkeypatch, row):
+    monkeypatch.setattr(stability, "GROWTH_INTERVAL_STEPS", 2)
+    row = replace(row, dtype="fp16", stopped=True, batches=toy_batches(12, micro_batches=3))
+    expected = row.reference(growth=2)
+    assert_same(row.run_all(), expected)
+    assert 2 <= sum(expected.skipped) < 8 and any(after > before for before, after in pairwise(expected.scales))
 
 
 @pytest.mark.compiles
