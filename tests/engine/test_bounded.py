@@ -81,9 +81,7 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
                     bundle.gradient[0] = math.inf
 
     results = []
-    with toy_engine(
-        PARTITIONS["backward coarser"], 3, observer=Overflowing(), model=model, store=store, stale_layers=4
-    ) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 3, store=store, observer=Overflowing(), stale_layers=4) as engine:
         for batch in batches:
             results.append(engine.forward_backward(batch))
             engine.step(1e-2)

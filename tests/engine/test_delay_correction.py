@@ -55,9 +55,7 @@ def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
 def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
     before = ASYNC if policy.predicts else ASYNC_PREDICT
-    stores = []
-    for kind in (before, policy):
-        stores.append(toy_store(toy_model(), policy=kind))
+    stores = [toy_store(toy_model(), policy=kind) for kind in (before, policy)]
     with toy_engine(PARTITION, 2, store=stores[0]) as engine:
         train(engine, BATCHES[:4], LR)
     for name, view in stores[1].named_views().items():

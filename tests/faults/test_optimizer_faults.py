@@ -13,7 +13,6 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer, update_pass
 
-LR = 1e-2
 BATCHES = toy_batches(4, micro_batches=3)
 PARTITION = toy.PARTITIONS["one layer a stage"]
 # By default each optimizer with one policy: async with compact state, sync with exact.

@@ -417,13 +417,7 @@ class Row:
             if self.stopped and number == 1:
                 outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.evaluated.append(loop.evaluate(self.held_out))
-        outcome.norms, outcome.scales, outcome.skipped, outcome.state = (
-            loop.norms,
-            loop.scales,
-            loop.skipped,
-            loop.state(),
-        )
-        return outcome
+        return replace(outcome, norms=loop.norms, scales=loop.scales, skipped=loop.skipped, state=loop.state())
 
 
 def read_row(values):

@@ -47,8 +47,7 @@ def stuck(brief_joins, over):
 
 
 def hanging_engine(store=None, model=None, **options):
-    model = model or toy_model()
-    return toy_engine(PARTITION, 2, model=model, store=store or toy_store(model), hang_timeout_s=0.4, **options)
+    return toy_engine(PARTITION, 2, model=model, store=store, hang_timeout_s=0.4, **options)
 
 
 def hang(engine, question="update"):

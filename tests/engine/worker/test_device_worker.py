@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy
-from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, train, watched
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
@@ -216,16 +216,10 @@ class GradientCopies(DeviceWatcher):
 
 def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=linked, **settings):
     """Return the copies of gradients that each device makes in one step. `link` prepares each device."""
-    model, found = toy_model(), [GradientCopies() for _ in range(num_devices)]
-    store, copies = toy_store(model, policy=policy), iter(found)
-    with toy_engine(
-        partition,
-        num_devices,
-        model=model,
-        store=store,
-        wrap=lambda device: watched(link(device), next(copies)),
-        **settings,
-    ) as engine:
+    found = [GradientCopies() for _ in range(num_devices)]
+    copies = iter(found)
+    settings |= {"wrap": lambda device: watched(link(device), next(copies))}
+    with toy_engine(partition, num_devices, policy=policy, **settings) as engine:
         train(engine, toy_batches(1, micro_batches))
     return found
 
