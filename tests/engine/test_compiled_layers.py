@@ -315,8 +315,9 @@ def planted(monkeypatch):
     """Block 3 runs out of memory at the chosen call of what was compiled, as a kernel would."""
     left = [0]
 
+    # PyTorch reads the schema of an operation from its annotations.
     @torch.library.custom_op("tests::allocate", mutates_args=())
-    def allocate(hidden):
+    def allocate(hidden: torch.Tensor) -> torch.Tensor:
         left[0] -= 1
         if left[0] == 0:
             raise OutOfRoomError("8 GiB were asked for")
