@@ -296,7 +296,7 @@ def counted(model: int, card: str = "h100") -> RunQuestion:
     """Return the planner's question for one of the paper's configs on eight cards, with times counted from FLOPs.
 
     Nothing is kept for backward stages, so that the modes are compared with all that they recompute. Launches are left out:
-    their seconds are those of a slow core of the host, which would hide the schedule.
+    their seconds are those of a slow core of the host, which would hide the schedule. The host's memory has no limit.
     """
     given = plan_parser().parse_args(
         ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml"), "--device", card, "--num-devices", "8"]
@@ -308,7 +308,7 @@ def counted(model: int, card: str = "h100") -> RunQuestion:
     def without_launches(*size: int) -> Costs:
         return replace(question.costs_for(*size), launch_s=0.0)
 
-    return replace(question, keep_activations="none", costs_for=without_launches)
+    return replace(question, keep_activations="none", costs_for=without_launches, host_bytes=None)
 
 
 def planned(file: str, update: str, device_gib: int | None) -> Plan:
