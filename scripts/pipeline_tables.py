@@ -21,7 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
 from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
@@ -288,12 +287,12 @@ def published_modes(model: int) -> dict[str, Plan]:
 
 
 def counted_modes(model: int) -> dict[str, Plan]:
-    """Plan one of the paper's configs in each mode on eight H100s, with times counted from FLOPs."""
+    """Plan one of the paper's configs in each mode on eight H100s, with counted times."""
     return {update: plan_for(replace(counted(model), update=update)) for update in UPDATES}
 
 
 def counted(model: int, card: str = "h100") -> RunQuestion:
-    """Return the planner's question for one of the paper's configs on eight cards, with times counted from FLOPs.
+    """Return the planner's question for one of the paper's configs on eight cards, with counted times.
 
     Nothing is kept for backward stages, so that the modes are compared with all that they recompute. Launches are left out:
     their seconds are those of a slow core of the host, which would hide the schedule. The host's memory has no limit.

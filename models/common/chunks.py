@@ -113,7 +113,7 @@ class _Run:
 
 
 class _InChunks(torch.autograd.Function):
-    """`tensors` are the inputs, then the trained parameters: the result has a graph also if these alone are trained."""
+    """The operation of `in_chunks`. `tensors` are the inputs and the trained parameters, which may alone need gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Costs of each layer for one micro-batch: seconds and bytes, measured or counted from FLOPs.
+"""Costs of each layer for one micro-batch: seconds and bytes, measured or counted from shapes.
 
 The planner and the simulator read these numbers and nothing else of a model, so a plan can be made for a
 model or a card that is not at hand. `backward_s` is without recomputation: a backward stage pays `forward_s`
