@@ -43,12 +43,23 @@ def test_keys_of_the_config_and_cards_by_number_are_taken(plan):
     config = plan_run.parse_command_line(["--config", "debug.toml"]).config
     assert plan_run.hardware(named, config).spec == plan_run.find_device("rtx4090")
     numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
+    described, named_card = (
+        plan_run.parser().parse_args(["--config", "", *numbers]),
+        config.machines.model_copy(update={"card": "rtx4090"}),
+    )
+    spec = plan_run.hardware(described, config.model_copy(update={"machines": named_card})).spec
+    assert spec.name == "given by numbers" and spec.memory_gb_per_s is None
     done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
     assert done.returncode == 0, done.stderr
     assert "8 micro-batches" in done.stdout and "PCIe at 8 GB/s" in done.stdout
 
 
 DEBUG = ("--config", "debug.toml", "--device", "rtx4090")
+
+
+def test_advice_leaves_out_a_type_that_the_card_lacks(plan):
+    done = plan("--config", "llama3_1_8b.toml", "--device=v100", "--training.dtype=float32", "--host-memory-gib=60")
+    assert done.returncode == 1 and "bfloat16" not in done.stdout.split("with", 1)[1], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def test_measured_seconds_replace_counted_ones_and_are_in_proportion_for_other_s
         expected = [(layer.forward_s, layer.backward_s) for layer in counted.layers]
         expected[2] = pytest.approx((0.5 * length, 0.25 * length))
         assert [(layer.forward_s, layer.backward_s) for layer in costs.layers] == expected
+    nothing = QUESTION.with_times(Costs((LayerCost("block.2", 0.0, 0.0),))).with_times(measured.costs())
+    assert nothing.costs_for(4096, 2, 4).layers[2].forward_s == 1.0, "in proportion to tokens if no work is counted"
 
 
 def test_the_longest_sequence_fits_and_one_step_more_does_not():

@@ -72,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if given.costs:
                 question = question.with_times(measured_costs(given, machine))
             answer = report_plan(question)
+            show_plan(answer, machine)
+            show_advice(options, machine, answer)
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError, CostsError),
         *(TokenizerError, HFError, PlanError, UnknownPeakError),
     ) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    show_plan(answer, machine)
-    show_advice(options, machine, answer)
     return 0 if answer.plan is not None else 1
 
 
@@ -90,7 +90,9 @@ def measured_costs(given: argparse.Namespace, machine: Hardware) -> Costs:
         card = machine.spec.name if machine.spec else "unknown"
         path = MEASURED_TIMES / f"{card}_{Path(given.config).stem}.json"
         if not path.is_file():
-            known = ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json")))
+            known = (
+                ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json"))) or "files of a clone"
+            )
             raise CommandError(
                 f"--costs {SHIPPED}: there is no {path.name}; measured times are shipped as {known}"
             )
@@ -190,7 +192,9 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
 
     Raises `EngineUsageError` for a card that is not in the table.
     """
-    name, legal = given.device or config.machines.card, ", ".join(device_names())
+    memory_gib, tflops, pcie = given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s
+    is_described, legal = memory_gib and tflops and pcie, ", ".join(device_names())
+    name = given.device or (None if is_described else config.machines.card)
     card = find_device(name) if name else None
     if name and card is None:
         key = "--device" if given.device else "machines.card"
@@ -198,8 +202,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
             f"{key} {name} is not in the table: {legal}; any other card is given by --device-memory-gib, --device-tflops and "
             "--pcie-gb-per-s"
         )
-    memory_gib, tflops, pcie = given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s
-    if card is None and not (memory_gib and tflops and pcie):
+    if card is None and not is_described:
         raise EngineUsageError(
             f"give --device ({legal}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
         )
@@ -270,6 +273,8 @@ def plan_with_advice(options: Options, machine: Hardware, question: RunQuestion)
     try:
         return plan_for(question)
     except InfeasiblePlanError as error:
+        if error.least is None:
+            raise  # keys that contradict each other, not memory
         lines = (str(error), *advice(options, machine, question))
         raise InfeasiblePlanError("\n".join(lines), error.least) from error
 
@@ -290,7 +295,7 @@ def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> I
     if not config.lora.rank:
         changes.append((f"lora.rank = {ADVISED_RANK} (adapters)", "lora", "rank", ADVISED_RANK))
     for setting, table, key, value in changes:
-        if _fits_with(options, machine, table, key, value):
+        if _fits_with(options, machine, question.machines, table, key, value):
             yield setting
     if machines := fewest_machines(question):
         yield f"{machines} such machines"
@@ -303,19 +308,21 @@ def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> I
     }
     own = sizes.get(config.model.flavor, 0)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sizes[name] < own and _fits_with(options, machine, "model", "flavor", name):
+        if sizes[name] < own and _fits_with(options, machine, question.machines, "model", "flavor", name):
             yield f'model.flavor = "{name}"'
             return
 
 
-def _fits_with(options: Options, machine: Hardware, table: str, key: str, value: object) -> bool:
+def _fits_with(
+    options: Options, machine: Hardware, machines: PlannedMachines, table: str, key: str, value: object
+) -> bool:
     """Check whether the run fits with a key changed. A value that the model cannot take does not."""
     changed = _changed(options, table, key, value)
     try:
         model = build_model(changed, warns=False)
-        question = question_of(changed.config, model, machine, (), planned_machines(changed.config.machines))
+        question = question_of(changed.config, model, machine, (), machines)
         return fits(question)
-    except (ConfigError, ModelConfigError, PlanError):
+    except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
         return False
 
 
@@ -426,7 +433,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
         f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {layer_names(stage, stage)})"
     )
     if ratio := ratio_text(report.question, report.question.costs()):
-        yield f"{ratio}, counted"
+        yield ratio if report.question.is_measured else f"{ratio}, counted"
     if report.micro_batches_to_hide == math.inf:
         yield "activations alone take longer than computing: no number of micro-batches hides the weight upload"
     elif report.micro_batches_to_hide is not None:

@@ -76,6 +76,7 @@ def report_plan(question: RunQuestion) -> PlanReport:
         plan = least = plan_for(question, costs)
     except InfeasiblePlanError as error:
         problem, least = str(error), error.least
+    longest, sums_in_16_bits = longest_tokens(question), question.accumulate_bytes <= 2
     return PlanReport(
         question=question,
         plan=plan,
@@ -84,8 +85,10 @@ def report_plan(question: RunQuestion) -> PlanReport:
         device=None if least is None else _device(question, costs, least),
         transfers=_transfers(question, costs, plan),
         micro_batches_to_hide=_to_hide(question, costs),
-        longest_tokens=longest_tokens(question),
-        longest_by_16_bits=longest_tokens(replace(question, accumulate_bytes=2)),
+        longest_tokens=longest,
+        longest_by_16_bits=longest
+        if sums_in_16_bits
+        else longest_tokens(replace(question, accumulate_bytes=2)),
         faster=() if plan is None else tuple(_faster(question, plan)),
         kept=None if plan is None else report_kept(question, plan, costs),
     )

@@ -73,8 +73,10 @@ def make_plan(
         found = find_plan(problem, choices, as_fast)
     if found is None:
         # The search is not exhaustive.
-        least = None if problem.stale_layers is None else least_candidate(problem, choices)
-        if least is None or not problem.fits_limits(least):
+        if problem.stale_layers is None:
+            problem = problem.with_stale_layers(0)
+        least = least_candidate(problem, choices)
+        if not problem.fits_limits(least):
             raise why_infeasible(problem, choices)
         found = least, None
     candidate, fastest_s = found

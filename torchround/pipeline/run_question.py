@@ -126,21 +126,25 @@ class RunQuestion:
                 f"measured times name {unknown[0]}, but the model has {first} .. {last} ({len(counted)} layers)"
             )
 
-        def share(measured_s: float, counted_s: float) -> float:
-            return measured_s / counted_s if counted_s else 0.0
+        own_tokens = self.seq_len * self.longest_micro_batch
 
-        def costs_for(*size: int) -> Costs:
-            costs = self.costs_for(*size)
-            layers = tuple(
-                layer.timed(
-                    layer.forward_s * share(times[layer.name].forward_s, counted[layer.name].forward_s),
-                    layer.backward_s * share(times[layer.name].backward_s, counted[layer.name].backward_s),
-                )
-                if layer.name in times
-                else layer
-                for layer in costs.layers
-            )
-            return replace(costs, layers=layers, launch_s=0.0)
+        def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+            costs = self.costs_for(tokens, sequences, accumulate_bytes)
+
+            def scaled(measured_s: float, counted_s: float, now_s: float) -> float:
+                # A layer without counted work, such as an embedding, takes time by its tokens.
+                return measured_s * (now_s / counted_s if counted_s else tokens * sequences / own_tokens)
+
+            layers = []
+            for layer in costs.layers:
+                if (time := times.get(layer.name)) is not None:
+                    own = counted[layer.name]
+                    layer = layer.timed(
+                        scaled(time.forward_s, own.forward_s, layer.forward_s),
+                        scaled(time.backward_s, own.backward_s, layer.backward_s),
+                    )
+                layers.append(layer)
+            return replace(costs, layers=tuple(layers), launch_s=0.0)
 
         return replace(self, costs_for=costs_for, is_measured=True)
 
@@ -164,9 +168,11 @@ class RunQuestion:
 
     @property
     def fixed_rounds(self) -> int | None:
-        """Rounds of the given plan, otherwise of the config; None lets the planner choose."""
+        """Rounds of the given plan, otherwise of the config; None lets the planner choose. Steps of `bounded` have one."""
         if self.given is not None:
             return self.given[1]
+        if self.update == "bounded":
+            return 1
         return self.rounds if isinstance(self.rounds, int) else None
 
     def state(self) -> HostMemory:

@@ -70,7 +70,8 @@ def test_a_plan_counts_the_inputs_of_its_stale_layers(costs, share, stale, devic
         plan = make_plan(
             *(costs, devices, micro_batches, "bounded"), limits=MemoryLimits(host_bytes=limit), stale_layers=stale
         )
-    except InfeasiblePlanError:
+    except InfeasiblePlanError as error:
+        assert "are missing" in str(error)
         return
     run = plan.partition, costs, devices, micro_batches, 1, "bounded", plan.stale_layers
     assert plan.host_activation_bytes == boundary_pool_bytes(*run) <= limit
