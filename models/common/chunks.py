@@ -50,11 +50,12 @@ def work_in_chunks(work_of: Callable[[int], LayerWork], num_tokens: int, row_byt
     Of several chunks nothing is kept but the input, which is counted where it is made. The scratch is all that one
     chunk takes, beside the gradients of input and result.
     """
-    work, largest = work_of(num_tokens), work_of(CHUNK_TOKENS)
+    work = work_of(num_tokens)
     if num_tokens <= CHUNK_TOKENS:
         return work
-    sizes = [min(CHUNK_TOKENS, num_tokens - start) for start in range(0, num_tokens, CHUNK_TOKENS)]
-    of_chunks = zip(*(work_of(size).keepable for size in sizes), strict=True)
+    largest = work_of(CHUNK_TOKENS)
+    count, rest = divmod(num_tokens, CHUNK_TOKENS)
+    last = {part.name: part.nbytes for part in work_of(rest).keepable} if rest else {}
     return replace(
         work,
         activation_bytes=0,
@@ -62,9 +63,12 @@ def work_in_chunks(work_of: Callable[[int], LayerWork], num_tokens: int, row_byt
         # Each chunk keeps tensors of its own. The recomputation needs none of their memory twice.
         keepable=tuple(
             replace(
-                parts[0], nbytes=sum(part.nbytes for part in parts), flops=whole.flops, activation_bytes=0
+                part,
+                nbytes=count * part.nbytes + last.get(part.name, 0),
+                flops=whole.flops,
+                activation_bytes=0,
             )
-            for parts, whole in zip(of_chunks, work.keepable, strict=True)
+            for part, whole in zip(largest.keepable, work.keepable, strict=True)
         ),
         unkept_bytes=work.activation_bytes,
     )
