@@ -7,7 +7,7 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
@@ -138,8 +138,10 @@ def _counted_costs(
     for layers, by_rule in zip(counts.bundle_layers, counts.bundle_rules, strict=True):
         moved[layers[0]] += optimizer.updates.traffic_bytes(by_rule, numbers.engine.update, *sizes)
 
+    works_of = cache(partial(layer_works, model, numbers, hardware.kind))
+
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        works = layer_works(model, numbers, hardware.kind, tokens, sequences)
+        works = works_of(tokens, sequences)
         costs = costs_from_work(
             model.names,
             works,
