@@ -19,7 +19,7 @@ from benchmarks.timed_layers import (
     sleep_costs,
     with_updates,
 )
-from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.update import Updater
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.plan import Plan
@@ -85,13 +85,13 @@ def cases(options: argparse.Namespace) -> dict[float, tuple[Costs, Plan]]:
 @contextmanager
 def slow_optimizer(costs: Costs) -> Iterator[None]:
     """Make each layer's update take its `optimizer_s` longer, within the block."""
-    original, sleeper = OptimizerWorker._update_bundle, Sleeper()
+    original, sleeper = Updater._update_bundle, Sleeper()
 
-    def slow(worker: OptimizerWorker, bundle: Any, *arguments: Any) -> None:
+    def slow(updater: Updater, bundle: Any, *arguments: Any) -> None:
         sleeper.sleep(costs.layers[bundle.layers[0]].optimizer_s)
-        original(worker, bundle, *arguments)
+        original(updater, bundle, *arguments)
 
-    with patch.object(OptimizerWorker, "_update_bundle", slow):
+    with patch.object(Updater, "_update_bundle", slow):
         yield
 
 

@@ -11,15 +11,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.faults import Unordered, kind_of, no_wait_for, this_thread
+from tests.support.faults import (
+    CONSUMED,
+    DIRECTED,
+    LANDED,
+    RECORDED,
+    WRITTEN,
+    Unordered,
+    kind_of,
+    no_wait_for,
+    this_thread,
+)
 from tests.support.scheduled_run import Outcome, ShortRun, execute, hurried, scheduled, starved
 from tests.support.toy import KEPT, watched
 from torchround.engine.board import Observer
 from torchround.engine.device import AcceleratorDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.ordering import GRADIENT_CONSUMED, GRADIENT_LANDED, LOOK_AHEAD, WEIGHTS
 from torchround.engine.store.bundles import ASYNC, BOUNDED
-from torchround.engine.update_report import LEARNING_RATE
 
 COMPUTE, WEIGHTS_UP, UP, DOWN, GRADIENTS_DOWN = Stream
 
@@ -31,7 +39,7 @@ class LateOptimizer(Observer):
         self.kind = kind
 
     def waited(self, token):
-        if kind_of(token) is self.kind and this_thread() == "torchround optimizer":
+        if kind_of(token) == self.kind and this_thread() == "torchround optimizer":
             # The scheduler serves such a wait only when every other thread waits too.
             stream = torch.Stream(device="simulated:3")
             for _ in range(40):
@@ -50,8 +58,8 @@ EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 BEHIND = ShortRun("backward coarser", workers=2, policy=BOUNDED, steps=3, stale_layers=5)
 MATRICES = ShortRun(optimizer="muon")
 KEEPS = ShortRun("one layer a stage", settings=(("kept", KEPT["all"]),))
-LATE_UPDATES = replace(LATE, settings=(("observer", LateOptimizer(LEARNING_RATE)),))
-LATE_LOOK_AHEADS = replace(MATRICES, settings=(("observer", LateOptimizer(GRADIENT_LANDED)),))
+LATE_UPDATES = replace(LATE, settings=(("observer", LateOptimizer(RECORDED)),))
+LATE_LOOK_AHEADS = replace(MATRICES, settings=(("observer", LateOptimizer(LANDED)),))
 
 WAITS = {
     "a free slot to pack into": (ONE, hurried(COMPUTE)),
@@ -102,11 +110,11 @@ FAULTS = {
     # With device weights that lag.
     "rule 1: written under an upload": (Unordered("an uploaded version", "empty event"), BEHIND, starved(WEIGHTS_UP)),
     "rule 3: read before it landed": (Unordered("a landed gradient", "empty event"), BEHIND, starved(GRADIENTS_DOWN)),
-    "rule 2: uploaded before it is written": ((WEIGHTS,), BEHIND, starved(GRADIENTS_DOWN)),
+    "rule 2: uploaded before it is written": ((WRITTEN,), BEHIND, starved(GRADIENTS_DOWN)),
     # Ordering rules among threads.
-    "rule 2: uploaded before it is complete": ((WEIGHTS,), TWO, starved(GRADIENTS_DOWN)),
-    "rule 4: overwritten before it was consumed": ((GRADIENT_CONSUMED,), LATE_UPDATES, starved()),
-    "rule 9: uploaded before it is written": ((LOOK_AHEAD,), LATE_LOOK_AHEADS, starved()),
+    "rule 2: uploaded before it is complete": ((WRITTEN,), TWO, starved(GRADIENTS_DOWN)),
+    "rule 4: overwritten before it was consumed": ((CONSUMED,), LATE_UPDATES, starved()),
+    "rule 9: uploaded before it is written": ((DIRECTED,), LATE_LOOK_AHEADS, starved()),
 }
 # Runs in which what the engine does itself shows if it is wrong: who gives a buffer back, and when.
 EXACT = {

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from tests.support import toy
-from tests.support.faults import kind_of, this_thread
+from tests.support.faults import WRITTEN, kind_of, this_thread
 from tests.support.reference import Reference
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.ordering import WEIGHTS
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim import SpikeBounds
@@ -123,7 +122,7 @@ def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refuse
 
     class Noting(Observer):
         def posted(self, token):
-            if kind_of(token) is WEIGHTS and token.number == 2 and this_thread() == "torchround optimizer":
+            if kind_of(token) == WRITTEN and token.task.step == 1 and this_thread() == "torchround optimizer":
                 updated.set()
 
     class FailingBlock(toy.ToyBlock):

@@ -16,7 +16,7 @@ from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.optimizer_workers import update_threads
+from torchround.engine.update import update_threads
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.pipeline.partition import Partition
 

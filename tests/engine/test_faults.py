@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.support import toy
-from tests.support.faults import Bomb, PlantedError, armed, copied, engine_threads, this_thread, wait_until
+from tests.support.faults import UPLOADED, Bomb, PlantedError, armed, copied, engine_threads, this_thread, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.ordering import UPLOADED
 from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, SYNC
 
@@ -178,7 +177,7 @@ def test_a_device_that_fails_at_the_very_end_is_reported_too():
 
 @pytest.mark.parametrize("waits", [0, 30, 59, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 59))])
 def test_the_store_holds_whole_updates_whenever_the_optimizer_meets_the_fault(waits):
-    """A step makes the optimizer wait 7 times for gradients and 13 times for uploads, 3 steps 60 times."""
+    """A step makes the optimizer wait twice for each of 7 gradients, and 13 times for uploads."""
     store = toy_store(toy_model())
     with pytest.raises(PipelineError, match="optimizer worker"):
         train(failing_engine(store, "torchround optimizer", True, waits), BATCHES)

@@ -12,7 +12,6 @@ from tests.support.reference import Reference
 from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
 from tests.support.toy import assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
-from torchround.engine.host_updates import HYPERPARAMETERS
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer
 
@@ -45,8 +44,8 @@ def test_a_scheduler_may_change_them_while_steps_are_under_way(policy):
     scheduled = threading.Semaphore(0)
 
     class Late(Observer):
-        def waited(self, token):
-            if kind_of(token) is HYPERPARAMETERS:
+        def posted(self, token):
+            if kind_of(token) == "the decision":
                 scheduled.acquire()
 
     plain = ExponentialLR(loop.torch, 0.5)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.faults import Bomb, armed
+from tests.support.faults import LANDED, Bomb, armed
 from tests.support.small_run import small_runs
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
-from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_memory import HostAllocator
 
@@ -139,7 +138,7 @@ def test_a_fault_gives_every_buffer_back(buffers, place):
     engine = toy_engine(PARTITIONS["backward coarser"], 2, model=model, **settings)
     train(engine, BATCHES[:1])
     planted.append(place)
-    bomb.place = {"copy": Stream.WEIGHT_UPLOAD, "update": ("has", GRADIENT_LANDED)}.get(place)
+    bomb.place = {"copy": Stream.WEIGHT_UPLOAD, "update": ("has", LANDED)}.get(place)
     kept = []
     with pytest.raises(PipelineError, match="planted") as fault:
         for micro_batches in BATCHES:

@@ -6,7 +6,6 @@ from tests.support.faults import Bomb, armed
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.errors import PipelineError
-from torchround.engine.ordering import LOOK_AHEAD
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer
 from torchround.pipeline.costs import Costs, LayerCost
@@ -35,7 +34,7 @@ def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_
     with engine:
         train(engine, batches[:1], LR)
         before = {name: view.clone() for name, view in store.named_views().items()}
-        bomb.place = ("has", LOOK_AHEAD)
+        bomb.place = "an uploaded look-ahead"
         engine.forward_backward(batches[1])
         engine.step(LR)
         with pytest.raises(PipelineError, match=r"device cpu:\d, orthogonalisation stage \(block\.\d\).*planted"):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.support.faults import Bomb
+from tests.support.faults import PART_LANDED, Bomb
 from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
-from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.pipeline.pool_count import HostBatch, PoolCount
 
@@ -54,7 +53,7 @@ def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, m
 
 @POLICIES
 def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(policy):
-    model, slow = toy_model(tied=True), Bomb(("has", GRADIENT_LANDED), exception=None)
+    model, slow = toy_model(tied=True), Bomb(("has", PART_LANDED), exception=None)
     with toy_engine(PARTITIONS["forward coarser"], 3, observer=slow, model=model, policy=policy, rounds=4) as engine:
         for batch in toy_batches(3, micro_batches=4):
             train_step(engine, batch)

@@ -12,7 +12,6 @@ from tests.support.toy import assert_same_state, planted_model, toy_batches, toy
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.update_report import CALL_ADDED
 from torchround.optim import LossScaling
 
 LR = 1e-2
@@ -172,8 +171,8 @@ def test_a_pass_is_forgotten_only_once_its_gradients_are_added():
 
     class Notes(Observer):
         def waited(self, token):
-            if kind_of(token) is CALL_ADDED and this_thread() == "MainThread":
-                added.append(token.number)
+            if kind_of(token) == "the losses" and this_thread() == "MainThread":
+                added.append(token.step)
 
     with toy_engine(PARTITION, 2, observer=Notes(), model=model, accumulates=True) as engine:
         for micro_batches in calls:

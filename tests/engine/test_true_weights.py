@@ -6,10 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.support.faults import before
+from tests.support.faults import UPLOADED, before, kind_of
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Board
-from torchround.engine.ordering import READ_BY_SAVE
 from torchround.engine.store.bundles import BOUNDED, SYNC
 
 
@@ -53,7 +52,7 @@ def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_tru
         expected = {name: view.clone() for name, view in store.named_views().items()}
         pending = engine.save(write)
         # The save reads once the evaluation waits for it, or has replaced the weights without waiting.
-        before(monkeypatch, Board, "wait", lambda _: begin.set(), lambda board, key, *_: key.kind is READ_BY_SAVE)
+        before(monkeypatch, Board, "wait_for", lambda _: begin.set(), lambda board, flag, *_: kind_of(flag) == UPLOADED)
         with engine.true_device_weights():
             begin.set()
             pending.result()

@@ -14,7 +14,15 @@ import torch
 from torchround.engine import lifecycle
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
+from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Access, Tasks
 from torchround.engine.watch.watchdog import Watchdog
+
+# Accesses by kind, once they have ended.
+UPLOADED, WRITTEN = f"{WEIGHTS}, read", f"{WEIGHTS}, written"
+LANDED, CONSUMED = f"{GRADIENT}, written", f"{GRADIENT}, read"
+PART_LANDED, PART_CONSUMED = f"{PART}, written", f"{PART}, read"
+STATE_READ, STATE_WRITTEN, RECORDED = f"{STATE}, read", f"{STATE}, written", f"{RECORDS}, written"
+DIRECTED, DECIDED = f"{DIRECTION}, written", f"{DECISION}, written"
 
 
 class PlantedError(RuntimeError):
@@ -160,15 +168,15 @@ def deaf(entries, kinds, threads):
 
 def no_wait_for(patch, *kinds):
     """Let no thread wait for hand-overs of these kinds, which carry nothing. Returns the keys that no thread waited for."""
-    wait, ready, missed = Board.wait, Board.ready, []
+    wait, missed = Tasks.wait_for, []
 
-    def at_once(board, key, *arguments):
-        if key.kind in kinds and not ready(board, key):
-            return missed.append(key)
-        return wait(board, key, *arguments)
+    def at_once(tasks, earlier):
+        if earlier.kind not in kinds or earlier.happened:
+            return wait(tasks, earlier)
+        return missed.append(earlier)
 
-    patch.setattr(Board, "wait", at_once)
-    patch.setattr(Board, "ready", lambda board, key: key.kind in kinds or ready(board, key))
+    patch.setattr(Tasks, "wait_for", at_once)
+    patch.setattr(Access, "is_ready", property(lambda access: all(e.happened or e.kind in kinds for e in access.after)))
     return missed
 
 
@@ -202,24 +210,30 @@ def brief_joins(monkeypatch):
 
 def lose(patch, planted, chosen):
     """Lose the first hand-over whose key is `chosen`, and set `planted` once a thread waits for it."""
-    post, wait, lost, waited = Board.post, Board.wait, [], []
+    lost, waited = [], []
 
-    def losing(board, key, value):
-        if lost or not chosen(key):
-            post(board, key, value)
-            return
-        lost.append(key)
-        if key in waited:
-            planted.set()
+    def losing(post):
+        def function(board, key, *value):
+            if lost or not chosen(key):
+                post(board, key, *value)
+                return
+            lost.append(key)
+            if key in waited:
+                planted.set()
 
-    def waiting(board, key, *arguments):
-        waited.append(key)
-        if key in lost:
-            planted.set()
-        return wait(board, key, *arguments)
+        return function
 
-    patch.setattr(Board, "post", losing)
-    patch.setattr(Board, "wait", waiting)
+    def waiting(wait):
+        def function(board, key, *arguments):
+            waited.append(key)
+            if key in lost:
+                planted.set()
+            return wait(board, key, *arguments)
+
+        return function
+
+    for name, lossy in (("post", losing), ("happen", losing), ("wait", waiting), ("wait_for", waiting)):
+        patch.setattr(Board, name, lossy(getattr(Board, name)))
 
 
 def kind_of(token):

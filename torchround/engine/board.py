@@ -9,7 +9,6 @@ The locks inside are held for a few instructions only; threads sleep on events o
 """
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,6 +52,16 @@ class HandOverKey(Generic[T]):
         return self.kind.words.format(self.number, *self.key)
 
 
+class Flag:
+    """Something that happens once. Threads wait for it by `Board.wait_for`."""
+
+    __slots__ = ("happened", "wakers")
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.wakers: list[threading.Event] = []
+
+
 class WaitForHandOver(Protocol):
     """A function that waits for a hand-over and returns its value."""
 
@@ -88,6 +97,7 @@ class Board:
         # By kind, so that forgetting old values of one kind does not look through all the others.
         self._values: dict[HandOver[Any], dict[HandOverKey[Any], object]] = defaultdict(dict)
         self._wakers: dict[HandOverKey[Any], list[threading.Event]] = defaultdict(list)
+        self._sleeping: set[threading.Event] = set()  # of threads that wait for a flag
         self._waiting: dict[str, str] = {}
         self._stopped = False
 
@@ -129,21 +139,56 @@ class Board:
         self.observer.waited(key)
         return value
 
-    def outlast(self, key: HandOverKey[None], poll_s: float = 0.005) -> None:
-        """Wait for a hand-over even though the engine has stopped; some thread must post it in answer to the stop."""
-        # `wait` would raise `Stopped` at once, and a stopped board wakes no thread any more.
-        while not self.ready(key):
-            time.sleep(poll_s)
-        self.observer.waited(key)
+    def happen(self, flag: Flag) -> None:
+        """Note that something has happened, and wake the threads that wait for it."""
+        self.observer.posted(flag)
+        with self._lock:
+            flag.happened = True
+            self.posts += 1
+            wakers, flag.wakers = flag.wakers, []
+        for waker in wakers:
+            waker.set()
+
+    def wait_for(
+        self, flag: Flag, words: object, look: Callable[[], None] | None = None, every_s: float = 0.0
+    ) -> None:
+        """Wait until `flag` has happened. Raises `Stopped` if the engine stopped before. Reports say `words`.
+
+        Calls `look` each `every_s` seconds of waiting.
+        """
+        waker = None if flag.happened else self._waker_of(flag)
+        if waker is not None:
+            try:
+                with self.waits(f"waits for {words}"):
+                    while not waker.wait(every_s if look else None):
+                        assert look is not None, "a wait without limit ended without its flag"
+                        look()
+            finally:
+                self._sleeping.discard(waker)
+            if not flag.happened:
+                raise Stopped  # `stop` woke this thread
+        self.observer.waited(flag)
+
+    def _waker_of(self, flag: Flag) -> threading.Event | None:
+        # Looking and registering under one lock: a flag that happens between the two would wake no thread.
+        with self._lock:
+            if flag.happened:
+                return None
+            if self._stopped:
+                raise Stopped
+            waker = threading.Event()
+            flag.wakers.append(waker)
+            self._sleeping.add(waker)
+            return waker
 
     def ready(self, key: HandOverKey[T]) -> bool:
         """Tell whether `wait` would return at once."""
         with self._lock:
             return key in self._values[key.kind]
 
-    def synchronize(self, event: Event, key: HandOverKey[T]) -> None:
-        """Wait until the device has done what `key` announced as enqueued."""
-        with self.waits(f"waits for a device to finish {key}"):
+    def synchronize(self, event: Event, words: object) -> None:
+        """Wait until the device has done what `words` name, which was announced as enqueued."""
+        with self.waits(f"waits for a device to finish {words}"):
             event.synchronize()
 
     def waiting(self) -> dict[str, str]:
@@ -166,7 +211,7 @@ class Board:
         """Wake every waiting thread. From now on, a wait for something that is not posted raises `Stopped`."""
         with self._lock:
             self._stopped = True
-            wakers = [waker for group in self._wakers.values() for waker in group]
+            wakers = [waker for group in self._wakers.values() for waker in group] + list(self._sleeping)
             self._wakers.clear()
         for waker in wakers:
             waker.set()

@@ -1,7 +1,7 @@
 """Direction jobs: the turn of each device at the matrices of a step.
 
 An optimizer such as Muon updates a matrix along a direction that devices compute. A direction job takes the bundles of
-one device, in the order in which their gradients land (`direction_dispatch.py`).
+one device, in the order in which their gradients land (`program.py`).
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,21 @@ from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.segments import FlatParameter
+from torchround.engine.tasks import Access, Buffer
 
 
 @dataclass(frozen=True)
 class DirectionJob:
-    """The bundles whose directions a device computes for a step, in this order."""
+    """The bundles whose directions a device computes for a step, in this order.
+
+    `accesses` are those to the look-aheads of each, `buffers` take the `LandedDirection` of each.
+    """
 
     slot: int
     step: int
     bundles: tuple[Bundle, ...]
+    accesses: tuple[Access, ...]
+    buffers: tuple[Buffer, ...]
 
     def location(self, actor: str, names: Sequence[str], position: int | None) -> FaultLocation:
         """Describe the job of a device, `actor`, while it is at the bundle at `position`. `names` are the layers'."""

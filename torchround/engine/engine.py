@@ -10,44 +10,32 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.board import Board, Flag, HandOverKey, Observer
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Device, Event
-from torchround.engine.direction_dispatch import DirectionDispatch
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_workers import (
-    allocate_gradients,
-    make_optimizer_worker,
-    post_hyperparameters,
-)
-from torchround.engine.ordering import SETTLED, Ordering
+from torchround.engine.optimizer_choice import allocate_gradients, bind_host_optimizer, hyperparameters_of
 from torchround.engine.pass_maker import PassMaker
-from torchround.engine.passes import (
-    FIRST_SIZES,
-    STAGE_JOB,
-    TRAINING_PASS,
-    Pass,
-    StageJob,
-    part_numbers,
-    share_tasks,
-    uploads,
-)
+from torchround.engine.passes import FIRST_SIZES, Pass, share_tasks
 from torchround.engine.passes_under_way import PassesUnderWay
+from torchround.engine.program import Program
 from torchround.engine.results import StepResult
-from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
+from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.update_report import NEXT_CALL, UPDATED
+from torchround.engine.tasks import Task, Tasks, Worker
+from torchround.engine.update import Updater
+from torchround.engine.update_report import UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
@@ -89,25 +77,26 @@ class Engine:
         self.partition = partition
         self.devices = list(devices)
         self._board = Board(observer)
-        self._ordering = Ordering(self._board, store.policy.versions)
+        self._tasks = Tasks(self._board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, self.pool, self.devices, self._settle)
-        self._next_slot = self._next_save = 0
+        self._life = Lifecycle(self._board, store, self.pool, self.devices, self._settle)
+        self._next_slot = 0
         self._windows = LinkWindows(len(self.devices))
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
         allocate_gradients(store, model, optimizer, self.settings)
         self._optimizer = optimizer
-        self._directions = DirectionDispatch(store, self._board, len(devices))
-        parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
+        of_exchange = (store, self._tasks, self.pool, machines, self._life.fail, self._is_in_a_step)
+        self._exchange = make_exchange(*of_exchange)
+        of_updater = (store, self._board, self.pool, optimizer, self.settings, len(devices))
+        self._updater = Updater(*of_updater, self._exchange, self._life.fail)
+        self._optimizer_worker, self._saver = self._make_host_workers()
         # Before anything is allocated on devices: it may refuse the optimizer.
-        optimizer_worker = make_optimizer_worker(
-            *parts, optimizer, self.settings, len(devices), self._exchange
-        )
-        under_way = (store, self._board, self._ordering, self._exchange)
-        self._passes = PassesUnderWay(*under_way, self._wait, self._wait_for_event)
+        bind_host_optimizer(store, optimizer)
+        of_program = (store, self._tasks, self._updater, self._saver, self._exchange, len(devices))
+        self._program = Program(*of_program, self.settings.accumulates)
+        self._passes = PassesUnderWay(self._board)
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
@@ -117,19 +106,17 @@ class Engine:
         of_passes = (self._board, self.pool, self._reservation, self._synchronize)
         is_compiled = self.settings.compiler is not None and self.settings.compiler.is_required
         self._maker = PassMaker(store, partition, *of_passes, is_compiled)
-        # Before any thread starts, so that the first wait for each rule finds the store as it is.
-        lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
-        self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
-        self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, sizes, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
-        others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
-        others += self._exchange.threads
+        hosts = [self._saver, self._optimizer_worker, *self._exchange.workers]
+        others = [*(worker.thread for worker in hosts), *readers]
         self._watchdog = Watchdog(
             self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )
-        self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker, self._exchange)
+        self._life.start(
+            [*(worker.thread for worker in workers), *others], self._optimizer_worker, self._exchange
+        )
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
@@ -159,22 +146,13 @@ class Engine:
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
             first_slot = self._next_slot
             tasks = share_tasks(share, self.partition, len(self.devices), first_slot)
-            tasks, before = self._directions.make_way(tasks)
+            tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            # Before the stages: a device that had to wait for its job would first send off gradients, and those of
-            # this step land only after the job.
-            direction_slots = self._take_directions(first_slot + before)
-            self._dispatch(pass_, tasks)
-            # After the jobs: devices are not to wait, and the optimizer has nothing to do
-            # before the first part lands.
-            if self._calls:
-                self._board.post(NEXT_CALL(self._step, self._calls), pass_)
-            else:
-                self._board.post(TRAINING_PASS(self._step), pass_)
-            self._exchange.begin(self._step, share)
+            slots, end = self._program.training_pass(pass_, tasks, self._windows_of(tasks), first_slot)
+            self._hand_out(len(tasks), slots)
             self._calls, self._rounds = self._calls + 1, share.total_rounds
-            result = self._track(pass_, tasks)
-            self._passes.add_directions(direction_slots)
+            result = self._track(pass_, tasks, end)
+            self._passes.add_directions(slots)
             return result
 
     def step(self, lr: float | None = None) -> None:
@@ -186,11 +164,10 @@ class Engine:
         with self._life.call():
             if not self._calls:
                 raise EngineUsageError("step() needs a forward_backward() before it")
-            post_hyperparameters(self._board, self._optimizer, self._step, lr)
-            if self.settings.accumulates:
-                self._board.post(NEXT_CALL(self._step, self._calls), None)
-            if self._directions.begin(self._step):
-                self._hand_out_directions()
+            lr, hyperparameters = hyperparameters_of(self._optimizer, lr)
+            slots = self._program.step(lr, hyperparameters, self._next_slot)
+            self._hand_out(0, slots)
+            self._passes.add_directions(slots)
             self._step += 1
             self._calls = self._rounds = 0
 
@@ -213,12 +190,13 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)
-            self._hand_out_directions()
+            self._hand_out_late()
             stages = self.forward_stages if gives_outputs else None
             where = (len(self.devices), self._next_slot)
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
-            self._dispatch(pass_, tasks)
+            self._program.evaluation(pass_, tasks, self._windows_of(tasks))
+            self._hand_out(len(tasks))
             return self._track(pass_, tasks)
 
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
@@ -231,25 +209,25 @@ class Engine:
         with self._life.call():
             if self._calls:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
-            self._hand_out_directions()
-            index, self._next_save = self._next_save, self._next_save + 1
-            self._ordering.expect_save([bundle.index for bundle in self.store.owned], self._step, index)
-            self._board.post(SAVE(index), (self._step, write))
+            self._hand_out_late()
+            save = PendingSave(self.store, self._tasks, write)
+            save.declared(self._program.save(self._step, save.run), self._wait_for_in_call)
+            self._hand_out(0)
             # A long run must not keep every save that ended.
-            self._saves = [save for save in self._saves if not save.ended]
-            self._saves.append(PendingSave(index, self._board, self._wait_in_call))
-            return self._saves[-1]
+            self._saves = [save for save in self._saves if not save.ended] + [save]
+            return save
 
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
-            self._hand_out_directions()
+            self._hand_out_late()
             self._passes.wait()
             # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
             # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
             if self.store.step < self._step or not (self.store.is_consistent or self._calls):
                 self._watchdog.wait(UPDATED(self._step - 1))
-            self._exchange.drain(self._step, self._watchdog.wait)
+            for worker in self._exchange.workers:
+                self._wait_for_worker(worker)
 
     @contextmanager
     def true_device_weights(self) -> Iterator[None]:
@@ -263,18 +241,31 @@ class Engine:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
                 )
-            self._watchdog.wait(SETTLED(self._step))
-            self._await_readers()
-        share = partial(self._exchange.share_rewritten, self._step, self._wait_in_call)
-        with self.store.true_device_weights(self._board.observer, share):
-            yield
-            with self._life.call():
-                self._await_readers()
+        under_way = [self._begin_rewrite()]
 
-    def _await_readers(self) -> None:
-        for bundle in self.store.untrue_bundles():
-            version = self._step - self.store.lags(bundle)
-            self._ordering.before_rewrite(bundle.index, version, self._step, self._wait_for_event)
+        def share() -> None:
+            self._tasks.finish(under_way[-1])
+            with self._life.call():
+                self._program.share_rewritten(self._step)
+                self._program.hand_out()
+
+        with self.store.true_device_weights(self._board.observer, share):
+            self._tasks.finish(under_way[-1])
+            yield
+            under_way.append(self._begin_rewrite())
+        self._tasks.finish(under_way[-1])
+
+    def _begin_rewrite(self) -> Task:
+        """Wait until the device weights that are not the fp32 weights may be written."""
+        with self._life.call():
+            task = self._program.rewrite(self._step)
+            for access in task.accesses:
+                for earlier in access.after:
+                    self._watchdog.wait_for(earlier, earlier)
+                    if earlier.event is not None:
+                        self._synchronize(earlier.event)
+                access.after = ()
+            return task
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
@@ -308,39 +299,61 @@ class Engine:
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         return self._maker.make(batches, tasks, self._step, self._passes, **facts)
 
-    def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
-        # All uploads are announced before the first job: an update must not overwrite a
-        # version that a later job reads.
-        for bundle, version, use in uploads(self.store, pass_, tasks):
-            self._ordering.expect_upload(bundle, version, use)
-        for task in tasks:
-            window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, part_numbers(self.store, task, pass_.share), window)
-            self._board.post(STAGE_JOB(task.slot), job)
-        self._next_slot += len(tasks)
+    def _windows_of(self, tasks: Sequence[StageTask]) -> list[int]:
+        return [self._windows.next(len(task.micro_batches)) for task in tasks]
 
-    def _hand_out_directions(self) -> None:
-        """Hand out the direction jobs that wait in the next slots. AdamW has none."""
-        self._passes.add_directions(self._take_directions(self._next_slot))
+    def _hand_out(self, num_stages: int, directions: Sequence[int] = ()) -> None:
+        """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
+        if directions and not self._board.ready(FIRST_SIZES(0)):
+            # A machine without a part in the step has a part in its update.
+            self._board.post(FIRST_SIZES(0), ())
+        self._program.hand_out()
+        self._next_slot += num_stages + len(directions)
 
-    def _take_directions(self, first_slot: int) -> tuple[int, ...]:
-        """Hand out the direction jobs that wait, from `first_slot` on. Returns their slots."""
-        slots = self._directions.hand_out(first_slot)
-        self._next_slot += len(slots)
-        return slots
+    def _hand_out_late(self) -> None:
+        """Hand out the rest of the last step's program, if it was to come beside the next step."""
+        slots = self._program.late_tasks(self._next_slot)
+        self._hand_out(0, slots)
+        self._passes.add_directions(slots)
 
-    def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
-        result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
+    def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
+        def wait_for_end() -> None:
+            if end is not None:
+                self._wait_for_in_call(end, end)
+
+        result = StepResult(pass_, tasks, self.pool, self._wait_in_call, wait_for_end)
         self._passes.add(result)
         return result
 
-    def _wait(self, key: HandOverKey[T]) -> T:
-        return self._watchdog.wait(key)
+    def _wait_for_worker(self, worker: Worker) -> None:
+        if worker.last is not None:
+            self._watchdog.wait_for(worker.last, worker.last)
 
-    def _wait_for_event(self, key: HandOverKey[Event]) -> None:
-        self._synchronize(self._watchdog.wait(key))
+    def _wait_for_in_call(self, flag: Flag, words: object) -> None:
+        """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
+        with self._life.call(is_there=flag.happened):
+            self._watchdog.wait_for(flag, words)
+
+    def _is_in_a_step(self) -> bool:
+        """Tell whether this machine is in the middle of a step, its exchange with others included."""
+        idle = all(worker.is_idle for worker in (self._optimizer_worker, *self._exchange.workers))
+        return self._calls > 0 or not idle
 
     # Faults and threads.
+
+    def _make_host_workers(self) -> tuple[Worker, Worker]:
+        updater = self._updater
+        optimizer = Worker(
+            "torchround optimizer",
+            "optimizer worker",
+            self._tasks,
+            updater.fault,
+            updater.overcome,
+            updater.enter,
+            updater.leave,
+        )
+        updater.worker = optimizer
+        return optimizer, Worker("torchround saver", "saver", self._tasks, updater.fault, saves=True)
 
     def _make_workers(
         self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers
@@ -348,7 +361,7 @@ class Engine:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
-            ordering=self._ordering,
+            tasks=self._tasks,
             pool=self.pool,
             landings=self._exchange.landings,
             model=model,
@@ -377,8 +390,8 @@ class Engine:
         What is posted already can be had even after a fault.
         """
         with self._life.call(is_there=self._board.ready(key)):
-            if self._directions.is_awaited(key):
-                self._hand_out_directions()
+            if key.kind is UPDATED and self._program.is_late(key.number):
+                self._hand_out_late()
             value = self._watchdog.wait(key)
             if isinstance(value, HostTensors):
                 self._synchronize(value.landed)

@@ -19,8 +19,9 @@ from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Worker
 from torchround.engine.worker.device_worker import DeviceWorker
 
 # Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
@@ -35,16 +36,22 @@ class Lifecycle:
     """
 
     def __init__(
-        self, board: Board, pool: HostPool, devices: Sequence[Device], settle: Callable[[], None]
+        self,
+        board: Board,
+        store: HostStore,
+        pool: HostPool,
+        devices: Sequence[Device],
+        settle: Callable[[], None],
     ) -> None:
         self.failure: PipelineError | None = None
         self._board = board
+        self._store = store
         self._pool = pool
         self._devices = devices
         self._settle = settle
         self._workers: Sequence[DeviceWorker] = ()
         self._threads: Sequence[threading.Thread] = ()
-        self._optimizer: OptimizerWorker | None = None
+        self._optimizer: Worker | None = None
         self._exchange: StepExchange | None = None
         self._lock = threading.Lock()
         self._stopped = False
@@ -64,9 +71,7 @@ class Lifecycle:
             self.stop()  # gives back what was allocated on the devices that had room
             raise
 
-    def start(
-        self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker, exchange: StepExchange
-    ) -> None:
+    def start(self, threads: Sequence[threading.Thread], optimizer: Worker, exchange: StepExchange) -> None:
         """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
         self._threads, self._optimizer, self._exchange = threads, optimizer, exchange
         choose_kernels()
@@ -161,8 +166,8 @@ class Lifecycle:
 
     def _note_what_is_left(self) -> None:
         """Say in the fault that it came between the updates of two layers, if it did (`bounded`)."""
-        left_whole = self._optimizer is None or self._optimizer.left_whole
-        if self.failure is not None and self.failure.store_is_consistent and not left_whole:
+        is_mixed = self._optimizer is not None and not self._store.is_consistent
+        if self.failure is not None and self.failure.store_is_consistent and is_mixed:
             self.failure.store_is_consistent = False
             # Callers may hold this very object already, so its text grows in place.
             self.failure.args = (f"{self.failure} (some layers are updated: {MIXED})",)

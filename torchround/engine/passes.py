@@ -1,6 +1,6 @@
 """A pass: one batch's trip through the pipeline, as the controller hands it out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +9,8 @@ from torchround.engine.board import HandOver
 from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Access
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
-from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned
 from torchround.engine.worker.structure import FLAT
 from torchround.layer import Batch
@@ -69,14 +68,20 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
+    `uploads` and `parts` are, by layer and bundle, its accesses to device weights and to gradients. Its transfer
     windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     pass_: Pass
-    part_numbers: dict[tuple[int, int], int]
+    uploads: dict[tuple[int, int], Access]
+    parts: dict[tuple[int, int], Access]
     window: int
+
+    @property
+    def slot(self) -> int:
+        """The stage slot of the job."""
+        return self.task.slot
 
     def location(self, actor: str, names: Sequence[str], micro_batch: int | None) -> FaultLocation:
         """Describe the job of a device, `actor`, while it is at a micro-batch. `names` are the layers'."""
@@ -93,7 +98,6 @@ class StageJob:
 # Posted before the first stage job, so that every device has its buffers by then.
 FIRST_SIZES = HandOver[tuple[StagingSizes, ...]]("the first pass")
 STAGE_JOB = HandOver[StageJob | DirectionJob]("stage slot {0} to be handed out")
-TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
 
 
 @dataclass(frozen=True)
@@ -178,35 +182,8 @@ def restarted_layers(stage: Stage, stale_layers: int) -> range:
     return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
 
 
-def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int, int]]:
-    """Yield bundle, version and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
-    for task in tasks:
-        for layer in range(task.stage.start, task.stage.stop):
-            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
-                if bundle.trainable:
-                    version = pass_.version_read(bundle, layer, task.stage.kind)
-                    yield bundle.index, version, upload_use(task.slot, layer)
-
-
 def share_tasks(share: StepShare, partition: Partition, num_devices: int, first_slot: int) -> list[StageTask]:
     """List the stage tasks of a machine's share of a step; none if it has no part in it."""
     if not share.rounds:
         return []
     return step_tasks(partition, len(share.micro_batches), len(share.rounds), num_devices, first_slot)
-
-
-def part_numbers(store: HostStore, task: StageTask, share: StepShare | None) -> dict[tuple[int, int], int]:
-    """Return, by layer and bundle, which part of a step's gradient sum the task makes.
-
-    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made. Rounds
-    count over all machines, as the step's `share` numbers them.
-    """
-    if share is None or task.stage.kind is StageKind.FORWARD:
-        return {}
-    round_index = share.rounds[task.round]
-    parts = {}
-    for layer in range(task.stage.start, task.stage.stop):
-        for index in store.layer_bundles(layer):
-            users = store.bundles[index].layers
-            parts[layer, index] = round_index * len(users) + users[::-1].index(layer)
-    return parts

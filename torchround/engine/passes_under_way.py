@@ -1,14 +1,10 @@
 """The passes that an engine has dispatched and not yet forgotten."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torchround.engine.board import Board, HandOverKey, WaitForHandOver
-from torchround.engine.device import Event
-from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.ordering import Ordering
-from torchround.engine.passes import PassShape, uploads
+from torchround.engine.board import Board
+from torchround.engine.passes import PassShape
 from torchround.engine.results import StepResult
-from torchround.engine.store.host_store import HostStore
 
 # The next step is dispatched while one runs; more would only hold more boundary activations.
 MOST_PASSES_UNDER_WAY = 2
@@ -17,21 +13,8 @@ MOST_PASSES_UNDER_WAY = 2
 class PassesUnderWay:
     """The results of at most two passes, whose hand-overs are forgotten once no thread can ask for them again."""
 
-    def __init__(
-        self,
-        store: HostStore,
-        board: Board,
-        ordering: Ordering,
-        exchange: StepExchange,
-        wait: WaitForHandOver,
-        wait_for_event: Callable[[HandOverKey[Event]], object],
-    ) -> None:
-        self._store = store
+    def __init__(self, board: Board) -> None:
         self._board = board
-        self._ordering = ordering
-        self._exchange = exchange
-        self._wait = wait
-        self._wait_for_event = wait_for_event
         self._results: list[StepResult] = []
         self._earlier_calls: list[StepResult] = []  # of a step whose last pass is still among the results
 
@@ -53,7 +36,7 @@ class PassesUnderWay:
             self._end(self._results.pop(0), step)
         if self._results:
             # All passes before this one have ended, with the updates of all steps before its own.
-            self._results[0].forget_before(self._board, self._ordering)
+            self._results[0].forget_before(self._board)
 
     def _end(self, result: StepResult, step: int) -> None:
         # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
@@ -67,12 +50,6 @@ class PassesUnderWay:
             for call in self._earlier_calls:
                 call.update()
             self._earlier_calls.clear()
-        self._exchange.collected(result.pass_, self._wait)
-        # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long. The same
-        # holds for a step of many calls.
-        if is_open or not result.pass_.training:
-            ended = uploads(self._store, result.pass_, result.tasks)
-            self._ordering.finish_uploads(ended, self._wait_for_event)
 
     @property
     def last_shape(self) -> PassShape | None:

@@ -17,17 +17,10 @@ from torchround.engine.device import Mark, Stream
 from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import SUMS
-from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss, read_output
-from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
+from torchround.engine.passes import STAGE_JOB, Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.update_report import (
-    CALL_ADDED,
-    LEARNING_RATE,
-    UPDATED,
-    BundleUpdate,
-    UpdateReport,
-)
+from torchround.engine.update_report import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT
 from torchround.engine.worker.kept_transfers import KEPT
 from torchround.layer import Hidden
@@ -141,7 +134,14 @@ class StepResult:
     Every method waits for what it needs. `pool` is the engine's host pool.
     """
 
-    def __init__(self, pass_: Pass, tasks: list[StageTask], pool: HostPool, wait: WaitForHandOver) -> None:
+    def __init__(
+        self,
+        pass_: Pass,
+        tasks: list[StageTask],
+        pool: HostPool,
+        wait: WaitForHandOver,
+        wait_for_end: Callable[[], None] = lambda: None,
+    ) -> None:
         # Without the micro-batches: the caller may keep results for long, and those are in the engine's pool.
         self.pass_ = replace(pass_, micro_batches=())
         self._num_micro_batches = len(pass_.micro_batches)
@@ -150,6 +150,7 @@ class StepResult:
         self.direction_slots: tuple[int, ...] = ()  # among the tasks, or after them
         self.pool = pool
         self._wait = wait
+        self._wait_for_end = wait_for_end  # of a call: its gradients and losses are in the sums of the step
         self._loss_sums: list[float] | None = None
         self._all_sums: Sequence[float] | None = None
         self._outputs: list[Hidden] | None = None
@@ -246,22 +247,16 @@ class StepResult:
         for slot in self.direction_slots:
             self._wait(DIRECTIONS_ENQUEUED(slot))
         if self.pass_.training:
-            self._wait(CALL_ADDED(self.pass_.index)) if is_open else self.update()
+            self._wait_for_end() if is_open else self.update()
 
-    def forget_before(self, board: Board, ordering: Ordering) -> None:
+    def forget_before(self, board: Board) -> None:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
         pass_ = self.pass_
-        # Rule 4 of this pass asks for the step before it, and its first layers may read the version before. An evaluation
-        # may read a version that another machine is still sending: rule 1 of its receiver asks for one version more.
-        ordering.retire(pass_.version - 1 - (not pass_.training))
-        board.retire(TRAINING_PASS, pass_.step)
-        board.retire(LEARNING_RATE, pass_.step)
         board.retire(UPDATED, pass_.step)
         board.retire(SUMS, pass_.step)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)
-        board.retire(CALL_ADDED, pass_.index)
         # Direction jobs come before a pass that begins with a backward. A machine may have no part in a step.
         slots = [*(task.slot for task in self.tasks[:1]), *self.direction_slots]
         if slots:

@@ -5,17 +5,15 @@ store as it is after a certain step, and lets the next update of a bundle begin 
 read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from torchround.engine.board import Board, HandOver, WaitForHandOver
-from torchround.engine.errors import Stopped
-from torchround.engine.ordering import Ordering
+from torchround.engine.board import Flag
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Task, Tasks
 
 T = TypeVar("T")
 
@@ -23,33 +21,31 @@ T = TypeVar("T")
 class SaveSource:
     """The store after `step` steps, for the saving thread to read, and the calls by which it reports its progress.
 
-    `state` is what `HostStore.resume` needs besides `tensors`.
+    `state` is what `HostStore.resume` needs besides `tensors`. `may_publish` lets the files appear.
     """
 
-    def __init__(
-        self,
-        store: HostStore,
-        board: Board,
-        ordering: Ordering,
-        index: int,
-        step: int,
-        state: Mapping[str, Any],
-    ) -> None:
-        self.step = step
-        self.state = state
+    def __init__(self, store: HostStore, tasks: Tasks, task: Task, may_publish: Flag) -> None:
+        self.step = task.step
+        records, *accesses = task.accesses
+        self.state = store.resume_state()
+        tasks.end(records)
         self.tensors: dict[str, Tensor] = {}
-        self._board = board
-        self._ordering = ordering
-        self._index = index
+        self._tasks = tasks
+        self._board = tasks.board
+        self._may_publish = may_publish
         self._bundle_of: dict[str, int] = {}
         for bundle in store.bundles:
-            views = store.bundle_views(bundle, step)
+            views = store.bundle_views(bundle, self.step)
             self.tensors |= views
             if bundle.trainable:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
-        # By bundle: tensors still to be read. The last one frees the bundle for its
-        # next update (ordering rule 6).
+        # By bundle: tensors still to be read. The last one frees the bundle for its next update.
         self._unread = Counter(self._bundle_of.values())
+        each = len(accesses) // max(len(store.owned), 1)
+        self._accesses = {
+            bundle.index: accesses[position * each : (position + 1) * each]
+            for position, bundle in enumerate(store.owned)
+        }
 
     def raise_if_abandoned(self) -> None:
         """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
@@ -66,8 +62,8 @@ class SaveSource:
         if bundle is None:
             return
         self._unread[bundle] -= 1
-        if not self._unread[bundle]:
-            self._ordering.read_by_save(bundle, self.step, self._index)
+        for access in self._accesses[bundle] if not self._unread[bundle] else ():
+            self._tasks.end(access)
 
     def before_publishing(self) -> None:
         """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
@@ -77,7 +73,7 @@ class SaveSource:
         """
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
-        self._board.wait(MAY_PUBLISH(self._index))
+        self._board.wait_for(self._may_publish, "the save to be allowed to appear")
         self._board.raise_if_stopped()
 
     def finish_reading(self) -> None:
@@ -86,75 +82,51 @@ class SaveSource:
             self.finished_reading(name)
 
 
-# A save: the step after which the store is saved, and the function that does it.
-SAVE = HandOver[tuple[int, Callable[[SaveSource], object]]]("save {0}")
-MAY_PUBLISH = HandOver[None]("save {0} to be allowed to appear")
-# What the function returned, or what it raised.
-SAVE_ENDED = HandOver[tuple[object, Exception | None]]("the end of save {0}")
-
-
 class PendingSave(Generic[T]):
-    """A save under way beside training."""
+    """A save under way beside training. `write` does it, on the saver's thread; `wait` waits for its end."""
 
-    def __init__(self, index: int, board: Board, wait: WaitForHandOver) -> None:
-        self._index = index
-        self._board = board
-        self._wait = wait
+    def __init__(self, store: HostStore, tasks: Tasks, write: Callable[[SaveSource], T]) -> None:
+        self._store = store
+        self._tasks = tasks
+        self._write = write
+        self._may_publish = Flag()
+        self._outcome: tuple[Any, Exception | None] = (None, None)
+        self._task: Task | None = None
+        self._wait: Callable[[Flag, object], None] = tasks.board.wait_for
+
+    def declared(self, task: Task, wait: Callable[[Flag, object], None]) -> None:
+        """Take the task that runs the save, and the way in which the caller waits for it."""
+        self._task, self._wait = task, wait
+
+    def run(self, task: Task) -> None:
+        """Run the save. An error is for the caller of `result`: training continues."""
+        source = SaveSource(self._store, self._tasks, task, self._may_publish)
+        try:
+            self._outcome = self._write(source), None
+        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
+            self._outcome = None, error
 
     @property
     def ended(self) -> bool:
         """Whether `result` would return or raise at once."""
-        return self._board.ready(SAVE_ENDED(self._index))
+        return self._task is not None and self._task.happened
 
     def may_publish(self) -> None:
         """Let the checkpoint appear: everything that must be on record before it counts is on record.
 
         May be called again, and after the save has ended.
         """
-        self._board.signal(MAY_PUBLISH(self._index))
+        self._tasks.board.happen(self._may_publish)
 
     def wait(self) -> None:
         """Wait for the save to end, well or not."""
-        self._wait(SAVE_ENDED(self._index))
+        assert self._task is not None, "a save is awaited before it is declared"
+        self._wait(self._task, "the end of a save")
 
     def result(self) -> T:
         """Wait for the save to end. Returns what its function returned, or raises what it raised."""
-        value, error = self._wait(SAVE_ENDED(self._index))
+        self.wait()
+        value, error = self._outcome
         if error is not None:
             raise error
         return cast(T, value)
-
-
-def saver_thread(store: HostStore, board: Board, ordering: Ordering) -> threading.Thread:
-    """Return the thread that runs saves `SAVE(0)`, `SAVE(1)`, ... one after the other."""
-    return threading.Thread(
-        target=_run_saves, args=(store, board, ordering), name="torchround saver", daemon=True
-    )
-
-
-def _run_saves(store: HostStore, board: Board, ordering: Ordering) -> None:
-    index = 0
-    try:
-        while True:
-            step, write = board.wait(SAVE(index))
-            source = SaveSource(store, board, ordering, index, step, ordering.before_save(step))
-            _run_save(board, source, index, write)
-            board.forget(SAVE(index))
-            index += 1
-    except Stopped:
-        pass
-    finally:
-        # Also after an error: an update under way would otherwise wait for this thread for ever.
-        ordering.saver_ended()
-
-
-def _run_save(board: Board, source: SaveSource, index: int, write: Callable[[SaveSource], object]) -> None:
-    """Run one save. An error is for the caller of `PendingSave.result`: training continues."""
-    try:
-        outcome: tuple[object, Exception | None] = write(source), None
-    except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-        outcome = None, error
-    # Also after an error, or an update would wait for tensors that are never read.
-    source.finish_reading()
-    board.forget(MAY_PUBLISH(index))
-    board.post(SAVE_ENDED(index), outcome)

@@ -1,13 +1,10 @@
-"""The outcome of a step's update, as the optimizer's thread reports it, and the hand-overs around it."""
+"""The outcome of a step's update, as the optimizer's thread reports it."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchround.engine.board import Board, HandOver
+from torchround.engine.board import HandOver
 from torchround.engine.direction_jobs import LandedDirection
-from torchround.engine.passes import Pass
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class UpdateReport:
     `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
     `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what this machine has sent to them
-    since the step before, and `saved_bytes` what it did not have to send because few weights had changed.
+    since the step before.
     `directions` are those that this machine's devices have computed for it.
     """
 
@@ -46,29 +43,7 @@ class UpdateReport:
     loss: float = math.nan
     peers_wait_s: float = 0.0
     sent_bytes: int = 0
-    saved_bytes: int = 0
     directions: tuple[LandedDirection, ...] = ()
 
 
-# `TRAINING_PASS` hands over a step's first call. Each key of `NEXT_CALL` is asked for once.
-NEXT_CALL = HandOver[Pass | None]("call {1} of step {0}, or the end of the step")
-CALL_ADDED = HandOver[None]("the gradients of pass {0} to be added to those of its step")
-LEARNING_RATE = HandOver[float]("the learning rate of step {0}")
 UPDATED = HandOver[UpdateReport]("the update of step {0}")
-
-
-def further_calls(board: Board, first: Pass) -> Iterator[Pass]:
-    """Yield the passes of a step after the `first`, as they come, until the step ends.
-
-    Says of each pass that its gradients are added when it is asked for the next one.
-    """
-    before = first
-    for call in itertools.count(1):
-        board.signal(CALL_ADDED(before.index))
-        key = NEXT_CALL(first.step, call)
-        pass_ = board.wait(key)
-        board.forget(key)
-        if pass_ is None:
-            return
-        yield pass_
-        before = pass_

@@ -12,9 +12,9 @@ from torch import nn
 from torchround.config import OptimizerTable
 from torchround.config.key_types import KeyType, describe
 from torchround.config.optimizer_tables import optimizer_tables
-from torchround.engine.host_updates import trained_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update import trained_weights
 from torchround.library.module_layer import WrappedNet
 from torchround.library.refusals import PipelineUsageError
 from torchround.optim import HostOptimizer, HostOptimizerError

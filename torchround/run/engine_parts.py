@@ -89,7 +89,6 @@ def build_engine(
         compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
         turns=turns,
         kept=plan.kept,
-        compress_weights=numbers.machines.compress == "changed",
     )
     return Engine(
         *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines

@@ -121,7 +121,7 @@ class RunMachines:
         """Return what the planner has to know of the machines. All measure the network, for about half a second."""
         if self.group is None:
             return ONE_MACHINE
-        return PlannedMachines(self.size, measure_rate(self.group), table.compress == "changed")
+        return PlannedMachines(self.size, measure_rate(self.group))
 
     def step_batches(
         self,

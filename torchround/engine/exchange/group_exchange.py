@@ -1,84 +1,140 @@
-"""The exchange of a machine among several: its threads, the sums that all agree on, and one end for all."""
+"""The exchange of a machine among several: gradients to their owners, sums that all agree on, and weights back.
+
+Each part of a gradient goes to its bundle's owner in the dtype in which it was downloaded. The owner adds all parts in the
+order of their numbers, in fp32. Round `g` of all machines makes the parts that round `g` of one machine with as many rounds
+would make. So the sum has the same bits, whatever the number of machines and the order of arrival.
+
+Each owner sends the device weights that its update made to all. They arrive in the buffer of the new version itself. A step
+whose update does not apply sends nothing: each machine copies the versions by itself.
+
+Workers of their own talk to each peer, because they spend their time waiting for the network.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-from torchround.engine.board import Board, WaitForHandOver
+from torch import Tensor
+
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
-from torchround.engine.exchange.gradients import GradientSender, SharedGradients
 from torchround.engine.exchange.landings import RingLandings
-from torchround.engine.exchange.step_exchange import (
-    SHARE,
-    SUMS,
-    StepExchange,
-    StepSums,
-    Talks,
-    check_share,
-)
-from torchround.engine.exchange.weights import WeightExchange
-from torchround.engine.ordering import GRADIENT_CONSUMED, SENT, WEIGHTS, Ordering
+from torchround.engine.exchange.step_exchange import SUMS, StepExchange, StepSums, Talks, check_share
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import BOUNDED, Bundle
-from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Buffer, Task, Tasks, Worker
+from torchround.engine.update import Decision
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
-from torchround.machines.links import Purpose
+from torchround.machines.links import Purpose, chunk_numel
 from torchround.pipeline.machine_shares import StepShare
 
 
 class GroupExchange(StepExchange):
-    """The exchange of one machine of a `MachineGroup`."""
+    """The exchange of one machine of a `MachineGroup`. `is_in_a_step` tells whether a step is dispatched and not done."""
 
     def __init__(
         self,
         store: HostStore,
-        board: Board,
-        ordering: Ordering,
+        tasks: Tasks,
         pool: HostPool,
         group: MachineGroup,
         on_failure: Callable[[PipelineError], None],
-        compresses: bool,
+        is_in_a_step: Callable[[], bool],
     ) -> None:
-        super().__init__(store, board, ordering, pool)
+        super().__init__(store, tasks.board, pool)
         self._group = group
         self._on_failure = on_failure
+        self._is_in_a_step = is_in_a_step
         self._channel = group.channel("steps")
-        self._talks = Talks(board)
-        self.landings = RingLandings(store, pool, ordering)
-        self.landed = SharedGradients(store, board, ordering, self.landings, group, self._talks)
+        self._talks = Talks(tasks.board)
+        self.landings = RingLandings(store, pool)
         self.peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
-        of_peer = {peer: [b for b in store.trained if b.owner == peer] for peer in self.peers}
-        # A peer that owns nothing gets no thread: it would only count steps.
-        self._owners = [peer for peer in self.peers if of_peer[peer]]
-        self._senders = [
-            GradientSender(
-                group.machines[peer],
-                of_peer[peer],
-                group.links.sender(peer, Purpose.GRADIENTS),
-                *(store, board, ordering, self.landings, self._talks, self.failed),
-            )
-            for peer in self._owners
-        ]
-        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed, compresses)
-        self.threads = [*(sender.thread for sender in self._senders), *self._weights.all_threads]
-        self._links = [
-            group.links.sender(peer, purpose)
-            for peer in self.peers
-            for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
-        ]
-        self._counted_bytes = sum(sender.bytes_sent for sender in self._links), 0
-        self._last_step: int | None = None
-        self._last_applies = True
+        # A peer that owns nothing gets no gradients and sends no weights.
+        owners = [peer for peer in self.peers if any(bundle.owner == peer for bundle in store.trained)]
+
+        def worker(name: str) -> Worker:
+            return Worker(f"torchround {name}", "exchange", tasks, lambda task, error: self.failed(error))
+
+        self.gradients_to = {peer: worker(f"gradients to machine {peer}") for peer in owners}
+        self.weights_to = {peer: worker(f"weights to machine {peer}") for peer in self.peers if store.owned}
+        self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
+        links, both = group.links, (Purpose.GRADIENTS, Purpose.WEIGHTS)
+        self._receivers = {peer: links.receiver(peer, Purpose.GRADIENTS) for peer in self.peers}
+        self._links = [links.sender(peer, purpose) for peer in self.peers for purpose in both]
+        self._counted_bytes = self._sent_bytes()
         group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
         return check_share(given, num_micro_batches, self._group.rank, self._group.size)
 
-    def begin(self, step: int, share: StepShare) -> None:
-        self._last_step = step
-        for peer in self._owners:
-            self._board.post(SHARE(step, peer), share)
+    # Gradients.
+
+    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]) -> None:
+        # Parts of one machine come one after the other over one link, so only one of each can be under way.
+        together = len(parts) if len(bundle.layers) == 1 else 1
+        for first in range(0, len(parts), together):
+            few = slice(first, first + together)
+            self._add_together(bundle, step, parts[few], sources[few])
+
+    def _add_together(
+        self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]
+    ) -> None:
+        """Add parts of different machines chunk by chunk, each chunk in the order of parts.
+
+        All machines send at once. If one whole part after the other was added, all owners would wait for the same
+        machine while the network of the others is idle. The order of additions to one element is the same.
+        """
+        gradient = bundle.gradient
+        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        streams = [
+            self._landed_chunks(source.content) if source else self._arriving_chunks(bundle, step, part)
+            for part, source in zip(parts, sources, strict=True)
+        ]
+        for chunks in zip(*streams, strict=True):
+            # Every next chunk is on its way while this one is added.
+            for part, (start, values) in zip(parts, chunks, strict=True):
+                target = gradient[start : start + values.numel()]
+                self._board.observer.touched(reads=[values], writes=[target])
+                if part == 0:
+                    target.copy_(values)  # what the buffer held before is the previous step's
+                else:
+                    target.add_(values)
+        for source in sources:
+            if source is not None:
+                self.landings.give(source.content, busy=[])
+
+    def _landed_chunks(self, buffer: HostBuffer) -> Iterator[tuple[int, Tensor]]:
+        """Yield a part that landed here in the chunks in which others arrive."""
+        landed = buffer.memory.view(self._store.gradient_dtype)
+        length = chunk_numel(landed.dtype)
+        return ((start, landed[start : start + length]) for start in range(0, landed.numel(), length))
+
+    def _arriving_chunks(self, bundle: Bundle, step: int, part: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield a part that another machine made, chunk by chunk as it arrives."""
+        maker = part // len(bundle.layers) % self._group.size
+        what = self._words_of_part(bundle, step, part)
+        chunks = self._receivers[maker].chunks(bundle.numel, self._store.gradient_dtype, what)
+        while True:
+            begin_s = time.perf_counter()
+            with self._talks.inside(f"{what} from {self._group.machines[maker]}"):
+                chunk = next(chunks, None)
+            self.waited_s += time.perf_counter() - begin_s
+            if chunk is None:
+                return
+            yield chunk
+
+    def send_gradient(
+        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer], task: Task
+    ) -> None:
+        link = self._group.links.sender(bundle.owner, Purpose.GRADIENTS)
+        for part, source in zip(parts, sources, strict=True):
+            buffer: HostBuffer = source.content
+            what = self._words_of_part(bundle, step, part)
+            with self._talks.inside(f"{self._group.machines[bundle.owner]} to take {what}"):
+                self._board.observer.touched(reads=[buffer.memory], writes=())
+                link.send(buffer.memory.view(self._store.gradient_dtype), what)
+            self.landings.give(buffer, busy=[])
 
     def agree(self, pass_: Pass, own: StepSums) -> StepSums:
         """Gather the losses and squared norms of all machines, as exact doubles."""
@@ -89,7 +145,7 @@ class GroupExchange(StepExchange):
         begin_s = time.perf_counter()
         with self._talks.inside(f"{what} from all machines"):
             gathered = self._channel.gather([losses, sorted(own.squares.items())], what)
-        self.landed.waited_s += time.perf_counter() - begin_s
+        self.waited_s += time.perf_counter() - begin_s
         by_micro_batch = dict(pair for of_one, _ in gathered for pair in of_one)
         sums = StepSums(
             [by_micro_batch[index] for index in range(share.total_micro_batches)],
@@ -98,40 +154,53 @@ class GroupExchange(StepExchange):
         self._board.post(SUMS(step), sums)
         return sums
 
-    def decided(self, step: int, applies: bool) -> None:
-        self._last_applies = applies
-        self._weights.decided(step, applies)
+    # Weights. Without a `decision` they were written anew between steps.
 
-    def before_change(self, bundle: Bundle, step: int) -> None:
-        self._weights.before_change(bundle, step)
+    def send_weights(
+        self, peer: int, bundle: Bundle, version: int, decision: Decision | None, task: Task
+    ) -> None:
+        if decision is not None and not decision.applies:
+            return
+        weights, what = bundle.version(version), self._words_of_weights(bundle, version)
+        link = self._group.links.sender(peer, Purpose.WEIGHTS)
+        with self._talks.inside(f"{self._group.machines[peer]} to take {what}"):
+            self._board.observer.touched(reads=[weights], writes=())
+            link.send(weights, what)
 
-    def updated(self, bundle: Bundle, step: int) -> None:
-        # First: the peers' senders may be done before this thread comes to its next line.
-        self._ordering.expect_sending(bundle.index, step + 1, self.peers)
-        super().updated(bundle, step)
+    def receive_weights(
+        self,
+        bundle: Bundle,
+        version: int,
+        decision: Decision | None,
+        copy_version: Callable[[Bundle, int], None],
+        task: Task,
+    ) -> None:
+        if decision is not None and not decision.applies:
+            copy_version(bundle, version - 1)
+            return
+        weights, what = bundle.version(version), self._words_of_weights(bundle, version)
+        link = self._group.links.receiver(bundle.owner, Purpose.WEIGHTS)
+        with self._talks.inside(f"{what} from {self._group.machines[bundle.owner]}"):
+            self._board.observer.touched(reads=(), writes=[weights])
+            link.receive(weights, what)
 
-    def drain(self, step: int, wait: WaitForHandOver) -> None:
-        for bundle in self._store.trained:
-            wait(WEIGHTS(step, bundle.index))
-            wait(GRADIENT_CONSUMED(step - 1, bundle.index))
-        for key in self._ordering.sendings():
-            wait(key)
+    def _words_of_part(self, bundle: Bundle, step: int, part: int) -> str:
+        return f"part {part} of step {step}'s gradient of {self._layers(bundle)}"
 
-    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
-        # A receiver may be late by as many versions as are kept, or by many where no device waits for weights. Until it
-        # has the newest version that this pass left room for, it asks for the last uploads of the version before those.
-        newest = pass_.version + self._store.policy.versions - 1
-        for bundle in self._store.trained if pass_.training else ():
-            wait(WEIGHTS(newest, bundle.index))
+    def _words_of_weights(self, bundle: Bundle, version: int) -> str:
+        return f"version {version} of the weights of {self._layers(bundle)}"
 
-    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
-        self._weights.share_rewritten(version, wait)
+    def _layers(self, bundle: Bundle) -> str:
+        return ", ".join(self._store.layer_names[layer] for layer in bundle.layers)
 
-    def take_bytes(self) -> tuple[int, int]:
-        totals = sum(sender.bytes_sent for sender in self._links), self._weights.saved_bytes
-        sent, saved = (total - counted for total, counted in zip(totals, self._counted_bytes, strict=True))
-        self._counted_bytes = totals
-        return sent, saved
+    def _sent_bytes(self) -> int:
+        return sum(sender.bytes_sent for sender in self._links)
+
+    def take_bytes(self) -> int:
+        before, self._counted_bytes = self._counted_bytes, self._sent_bytes()
+        return self._counted_bytes - before
+
+    # Faults, and one end for all.
 
     def failed(self, error: BaseException) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
@@ -163,30 +232,16 @@ class GroupExchange(StepExchange):
             self._group.fail("it stopped in the middle of a step")
         self._group.abort()
 
-    def _is_in_a_step(self) -> bool:
-        """Whether this machine has weights of the last step to receive or to send."""
-        if self._last_step is None:
-            return False
-        version = self._last_step + 1
-        if not all(self._board.ready(WEIGHTS(version, bundle.index)) for bundle in self._store.trained):
-            return True
-        sendings = (SENT(version, b.index, peer) for b in self._store.owned for peer in self.peers)
-        return self._last_applies and not all(map(self._board.ready, sendings))
-
 
 def make_exchange(
     store: HostStore,
-    board: Board,
-    ordering: Ordering,
+    tasks: Tasks,
     pool: HostPool,
-    on_failure: Callable[[PipelineError], None],
     group: MachineGroup | None,
-    compresses: bool = False,
+    on_failure: Callable[[PipelineError], None],
+    is_in_a_step: Callable[[], bool],
 ) -> StepExchange:
-    """Return the exchange of a machine among others, or of one that is alone.
-
-    If it `compresses`, only the weights that an update changed are sent; all machines must say the same.
-    """
+    """Return the exchange of a machine among others, or of one that is alone."""
     ownership = store.ownership
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     if (ownership.machine, ownership.num_machines) != (rank, size):
@@ -195,9 +250,9 @@ def make_exchange(
             f"this is machine {rank} of {size}"
         )
     if group is None:
-        return StepExchange(store, board, ordering, pool)
+        return StepExchange(store, tasks.board, pool)
     if store.policy is BOUNDED:
         raise EngineUsageError(
             'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
         )
-    return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)
+    return GroupExchange(store, tasks, pool, group, on_failure, is_in_a_step)

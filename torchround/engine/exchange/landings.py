@@ -2,29 +2,41 @@
 
 One machine takes a pool buffer for each part. Of several machines each would hold a whole round of gradients in that way,
 because the network may be far behind the devices. They land in a ring instead: a window of fixed size in which each
-bundle has its place. A part lands once the parts before it that had a share of that place are consumed (ordering rule
-8). Bundles that several layers share are few, and their parts wait for each other at the owner, so each of their parts
+bundle has its place. A part lands once the parts before it that had a share of that place are taken. Bundles that several layers share are few, and their parts wait for each other at the owner, so each of their parts
 has a pool buffer.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
 from torchround.engine.device import Event
-from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import PART, Buffer
 from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
 from torchround.pipeline.machine_memory import landing_window_bytes
 
 
 class Landings:
-    """The buffers of one machine: one of the pool for each use of a bundle, because rule 4 holds back the next round."""
+    """The buffers of one machine: one of the pool for each layer that uses a bundle."""
 
     def __init__(self, store: HostStore, pool: HostPool) -> None:
         self._store = store
         self._pool = pool
+        self._parts: dict[tuple[int, int], tuple[Buffer, ...]] = {
+            (bundle.index, use): (Buffer(PART, ", ".join(store.layer_names[i] for i in bundle.layers)),)
+            for bundle in store.trained
+            for use in range(len(bundle.layers))
+        }
+
+    def buffers(self, bundle: Bundle, use: int) -> Sequence[Buffer]:
+        """Return the memory in which the parts of a layer that uses the bundle land, for the program.
+
+        A round's part has to be taken before that of the next round lands. This bounds the pool's buffers.
+        """
+        return self._parts[bundle.index, use]
 
     def needed(self) -> Counter[int]:
         """Count the pool buffers, by their bytes, that gradients need at once."""
@@ -33,7 +45,7 @@ class Landings:
         )
 
     def take(self, bundle: Bundle) -> HostBuffer:
-        """Return the buffer for a part that is about to be downloaded, after rules 4 and 8."""
+        """Return the buffer for a part that is about to be downloaded."""
         return self._pool.take(self._bytes(bundle))
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
@@ -47,7 +59,7 @@ class Landings:
 class RingLandings(Landings):
     """The ring of one of several machines, and pool buffers for bundles that several layers share."""
 
-    def __init__(self, store: HostStore, pool: HostPool, ordering: Ordering) -> None:
+    def __init__(self, store: HostStore, pool: HostPool) -> None:
         super().__init__(store, pool)
         # The deepest layers land first.
         single = [bundle for bundle in reversed(store.trained) if len(bundle.layers) == 1]
@@ -62,14 +74,9 @@ class RingLandings(Landings):
             if ring is not None
         }
         self._in_ring = set(map(id, self._places.values()))
-        overlapped = overlapped_places(sizes, starts)
-        ordering.limit_landings(
-            {
-                bundle.index: [(single[position].index, rounds) for position, rounds in overlapped[index]]
-                for index, bundle in enumerate(single)
-            },
-            store.ownership.num_machines,
-        )
+        for bundle, pieces in zip(single, shared_pieces(starts, sizes), strict=True):
+            # First one of its own, which tells the bundle's buffer from those of others.
+            self._parts[bundle.index, 0] = (*self._parts[bundle.index, 0], *pieces)
 
     def needed(self) -> Counter[int]:
         return Counter(
@@ -100,26 +107,9 @@ def ring_places(sizes: Sequence[int], window: int) -> list[int]:
     return starts
 
 
-def overlapped_places(sizes: Sequence[int], starts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return, for each part, those whose memory it takes: (position, rounds back), rounds back being 0 or 1.
-
-    They are the parts that were the last to land on some byte of its place, this round or in the round before.
-    """
-    held: list[
-        tuple[int, int, int, int]
-    ] = []  # start, stop, round, position of what landed last on these bytes
-    found: dict[int, list[tuple[int, int]]] = {}
-    for round_index in (0, 1):
-        for position, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            stop, rest = start + size, []
-            overlapped: dict[tuple[int, int], None] = {}
-            for first, last, in_round, of in held:
-                if first < stop and start < last:
-                    overlapped[of, round_index - in_round] = None
-                    rest += [(first, start, in_round, of)] if first < start else []
-                    rest += [(stop, last, in_round, of)] if stop < last else []
-                else:
-                    rest.append((first, last, in_round, of))
-            held = [*rest, (start, stop, round_index, position)]
-            found[position] = list(overlapped)
-    return [found[position] for position in range(len(sizes))]
+def shared_pieces(starts: Sequence[int], sizes: Sequence[int]) -> list[list[Buffer]]:
+    """Return the pieces of the ring that each place runs over: the memory between all starts and ends of places."""
+    places = list(zip(starts, sizes, strict=True))
+    ends = sorted({edge for start, size in places for edge in (start, start + size)})
+    pieces = [Buffer(PART, "the landing window") for _ in ends]
+    return [pieces[bisect_left(ends, start) : bisect_left(ends, start + size)] for start, size in places]

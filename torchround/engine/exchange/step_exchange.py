@@ -1,23 +1,26 @@
 """The points of a step at which machines meet, as an engine that is alone passes them: it sends and awaits nothing.
 
-`group_exchange.py` has the same points for several machines. The engine and the optimizer's thread call them alike.
+`group_exchange.py` has the same points for several machines. The program's tasks call them alike.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torchround.engine.board import Board, HandOver, WaitForHandOver
+from torchround.engine.board import Board, HandOver
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.exchange.landings import Landings
-from torchround.engine.landed_gradients import LandedGradients
-from torchround.engine.ordering import Ordering
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Buffer, Task, Worker
 from torchround.pipeline.machine_shares import StepShare, step_share
+
+if TYPE_CHECKING:
+    from torchround.engine.update import Decision
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class StepSums:
 
     `losses` are the loss sums of all micro-batches, in the order of the batch; `squares` the squared norm of each
     bundle's gradient, by the bundle's index. That of its parameters which are not clipped is apart, under
-    `landed_gradients.unclipped`.
+    `update.unclipped`.
     """
 
     losses: Sequence[float]
@@ -34,21 +37,30 @@ class StepSums:
 
 
 SUMS = HandOver[StepSums]("the losses and norms of step {0} of all machines")
-SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradients")
 
 
 class StepExchange:
-    """The exchange of an engine that is alone. `landings` are the buffers of its gradients."""
+    """The exchange of an engine that is alone. `landings` are the buffers of its gradients.
+
+    `waited_s` is the time that the optimizer's thread has waited for other machines. With other machines, `gradients_to`,
+    `weights_to` and `weights_from` are the workers that talk to each.
+    """
 
     peers: Sequence[int] = ()
-    threads: Sequence[threading.Thread] = ()
+    waited_s = 0.0
 
-    def __init__(self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool) -> None:
+    def __init__(self, store: HostStore, board: Board, pool: HostPool) -> None:
         self.landings = Landings(store, pool)
-        self.landed = LandedGradients(store, ordering, self.landings, board.observer)
+        self.gradients_to: dict[int, Worker] = {}
+        self.weights_to: dict[int, Worker] = {}
+        self.weights_from: dict[int, Worker] = {}
         self._store = store
         self._board = board
-        self._ordering = ordering
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that talk to other machines."""
+        return [*self.gradients_to.values(), *self.weights_to.values(), *self.weights_from.values()]
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
         """Return this machine's share of a step that is about to be dispatched.
@@ -58,35 +70,47 @@ class StepExchange:
         # An empty batch has a share too, so that the engine can refuse it by its own message.
         return given or step_share(max(num_micro_batches, 1), rounds, 0, 1)
 
-    def begin(self, step: int, share: StepShare) -> None:
-        """Let a dispatched step's gradients go out as they land."""
+    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]) -> None:
+        """Add parts of a gradient to their sum in fp32, in the order of their numbers, and give their buffers back."""
+        assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        for part, source in zip(parts, sources, strict=True):
+            assert source is not None, f"part {part} of bundle {bundle.index} landed in no buffer"
+            buffer: HostBuffer = source.content
+            landed = buffer.memory.view(self._store.gradient_dtype)
+            self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
+            if part == 0:
+                bundle.gradient.copy_(landed)  # what the buffer held before is the previous step's
+            else:
+                bundle.gradient.add_(landed)
+            self.landings.give(buffer, busy=[])
 
     def agree(self, pass_: Pass, own: StepSums) -> StepSums:
         """Return the sums of a step over all machines, from this machine's own."""
         return own
 
-    def decided(self, step: int, applies: bool) -> None:
-        """Let all threads know whether a step's update applies, before any weights are written."""
+    def send_gradient(
+        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer], task: Task
+    ) -> None:
+        """Send parts of a gradient to the bundle's owner, and give their buffers back."""
 
-    def before_change(self, bundle: Bundle, step: int) -> None:
-        """Keep what the exchange needs of a bundle's device weights before step `step`'s update changes them."""
+    def send_weights(
+        self, peer: int, bundle: Bundle, version: int, decision: "Decision | None", task: Task
+    ) -> None:
+        """Send a version of a bundle's device weights, if the update that makes it applies."""
 
-    def updated(self, bundle: Bundle, step: int) -> None:
-        """Declare version `step + 1` of a bundle's device weights complete."""
-        self._ordering.updated(bundle.index, step)
+    def receive_weights(
+        self,
+        bundle: Bundle,
+        version: int,
+        decision: "Decision | None",
+        copy_version: Callable[[Bundle, int], None],
+        task: Task,
+    ) -> None:
+        """Receive a version of a bundle's device weights, or copy the version before if the update does not apply."""
 
-    def drain(self, step: int, wait: WaitForHandOver) -> None:
-        """Wait until this machine has all weights after `step` steps, and has sent its own."""
-
-    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
-        """Wait until no thread of the exchange asks for what is older than a pass that has ended."""
-
-    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
-        """Bring the device weights of a version that each owner has written anew to all, between steps."""
-
-    def take_bytes(self) -> tuple[int, int]:
-        """Return the bytes that this machine has sent to others since the last call, and those that compression saved."""
-        return 0, 0
+    def take_bytes(self) -> int:
+        """Return the bytes that this machine has sent to others since the last call."""
+        return 0
 
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one."""

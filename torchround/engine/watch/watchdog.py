@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Board, HandOverKey
+from torchround.engine.board import Board, Flag, HandOverKey
 from torchround.engine.device import Device, DeviceWatcher, Event, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
@@ -129,6 +129,11 @@ class Watchdog:
         # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
         return self._board.wait(key, self._look, self._timeout_s / LOOKS)
+
+    def wait_for(self, flag: Flag, words: object) -> None:
+        """Wait for a flag in the caller's thread, as `Board.wait_for` does."""
+        self._last_moves = -1
+        self._board.wait_for(flag, words, self._look, self._timeout_s / LOOKS)
 
     def synchronize(self, event: Event) -> None:
         """Wait for an event in the caller's thread. Raises what a failed device raises, `Stopped` after a hang."""

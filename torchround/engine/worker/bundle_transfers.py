@@ -1,23 +1,24 @@
 """Chunked transfers of weights and gradients between device slots and the host store.
 
 Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe
-paper, section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a
+paper, section 4.2). The bundle is the unit of every access: it is complete, uploaded or consumed as a
 whole.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.exchange.landings import Landings
-from torchround.engine.ordering import Ordering
+from torchround.engine.passes import StageJob
 from torchround.engine.store.bundles import Bundle, MappedRange
 from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Access, Tasks
 from torchround.engine.worker.file_reader import FileReader, pieces_of
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
@@ -26,7 +27,7 @@ from torchround.pipeline.memory import ROUNDING_ELEMENTS
 class WeightUpload:
     """The upload of one stage's weights into a slot.
 
-    `slot_number` is the number of the stage slot that needs them. `version_of` gives the version that a layer reads
+    `accesses` are those to trained bundles, by layer and bundle. `version_of` gives the version that a layer reads
     of a bundle; `versions` keeps it by layer and trained bundle. `waited_s` is the host time spent waiting for the
     optimizer to complete them. Weights in files come from `reader`, or straight from their map if there
     is none.
@@ -36,11 +37,11 @@ class WeightUpload:
         self,
         device: Device,
         store: HostStore,
-        ordering: Ordering,
+        tasks: Tasks,
         slot: DeviceSlot,
         layout: StageLayout,
         version_of: Callable[[Bundle, int], int],
-        slot_number: int,
+        accesses: Mapping[tuple[int, int], Access],
         reader: FileReader | None,
     ) -> None:
         self.slot = slot
@@ -48,13 +49,13 @@ class WeightUpload:
         self.waited_s = 0.0
         self._device = device
         self._store = store
-        self._ordering = ordering
+        self._tasks = tasks
         self.versions = {
             (used.layer, used.bundle): version_of(store.bundles[used.bundle], used.layer)
             for used in layout.weights
             if store.bundles[used.bundle].trainable
         }
-        self._slot_number = slot_number
+        self._accesses = accesses
         self._next_range = 0
         self._done_elements = 0  # of the next range
         # Read before the weights: those that are written later come again.
@@ -113,8 +114,8 @@ class WeightUpload:
 
     def _is_complete(self, slot_range: SlotRange) -> bool:
         """Tell whether the optimizer has completed the weights of a range. Frozen ones always are."""
-        version = self.versions.get((slot_range.layer, slot_range.bundle))
-        return version is None or self._ordering.may_upload(slot_range.bundle, version)
+        access = self._accesses.get((slot_range.layer, slot_range.bundle))
+        return access is None or access.is_ready
 
     def _request(self, reader: FileReader) -> None:
         """Let the reader begin with all weights of the stage that are in files."""
@@ -144,11 +145,11 @@ class WeightUpload:
             return self._enqueue_piece(self._reader, slot_range, self._pieces[self._next_range])
         bundle = self._store.bundles[slot_range.bundle]
         version = self.versions.get((slot_range.layer, slot_range.bundle), 0)
-        # Rule 2 once per bundle: when its first chunk may go, so may the others.
-        # Frozen weights have one version.
-        if bundle.trainable and self._done_elements == 0:
+        access = self._accesses.get((slot_range.layer, slot_range.bundle))
+        # Once per bundle: when its first chunk may go, so may the others. Frozen weights are never written.
+        if access is not None and self._done_elements == 0:
             start_s = time.perf_counter()
-            self._ordering.before_upload(bundle.index, version)
+            self._tasks.begin(access)
             self.waited_s += time.perf_counter() - start_s
         start, stop = self._done_elements, min(self._done_elements + numel, slot_range.numel)
         # Several sources if the weights are mapped from files, one tensor each.
@@ -158,26 +159,17 @@ class WeightUpload:
         self._done_elements = stop
         if stop == slot_range.numel:
             self._next_range, self._done_elements = self._next_range + 1, 0
-            # Posted per bundle, not per stage: the optimizer may overwrite this
-            # version as soon as it has gone up.
-            if bundle.trainable:
-                use = upload_use(self._slot_number, slot_range.layer)
-                event = self._device.record(Stream.WEIGHT_UPLOAD, "an uploaded version")
-                self._ordering.uploaded(bundle.index, version, use, event)
+            # Per bundle, not per stage: the optimizer may overwrite this version as soon as it has gone up.
+            if access is not None:
+                self._tasks.end(access, self._device.record(Stream.WEIGHT_UPLOAD, "an uploaded version"))
         return stop - start
-
-
-def upload_use(slot_number: int, layer: int) -> int:
-    """Number the upload of a bundle by a stage slot on behalf of `layer`. Unique in a run, up to 2^20 layers."""
-    return slot_number * 2**20 + layer
 
 
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
     The deepest layers go first, as the optimizer takes them; a layer's gradients go after `layers_final`.
-    `slot_number` is the number of the stage slot that made them, in `step`. `part_numbers` gives, by layer and bundle,
-    which part of the step's gradient they are. `rounding` is device memory for rounded elements, None if
+    `job` is the stage job that made them; its `parts` are the accesses to their places on the host. `rounding` is device memory for rounded elements, None if
     slots have the store's gradient dtype.
     """
 
@@ -185,19 +177,17 @@ class GradientDownload:
         self,
         device: Device,
         store: HostStore,
-        ordering: Ordering,
+        tasks: Tasks,
         landings: Landings,
         rounding: Tensor | None,
         slot: DeviceSlot,
         layout: StageLayout,
-        step: int,
-        part_numbers: dict[tuple[int, int], int],
-        slot_number: int,
+        job: StageJob,
     ) -> None:
-        self.slot_number = slot_number
+        self.job = job
         self._device = device
         self._store = store
-        self._ordering = ordering
+        self._tasks = tasks
         self._landings = landings
         self._rounding = rounding
         self._slot = slot
@@ -205,8 +195,6 @@ class GradientDownload:
         self._ranges = layout.gradients[::-1]
         self._first_layer = layout.layers.start
         self._first_final = layout.layers.stop
-        self.step = step
-        self._part_numbers = part_numbers
         self._next_range = 0
         self._done_elements = 0  # of the next range
         self._landing: tuple[Tensor, HostBuffer | None] | None = None
@@ -244,9 +232,10 @@ class GradientDownload:
 
     def _may_download(self) -> bool:
         slot_range = self._ranges[self._next_range]
-        return slot_range.layer >= self._first_final and self._ordering.may_write_gradient(
-            slot_range.bundle, self.step, self._previous_part(slot_range)
-        )
+        return slot_range.layer >= self._first_final and self._access(slot_range).is_ready
+
+    def _access(self, slot_range: SlotRange) -> Access:
+        return self.job.parts[slot_range.layer, slot_range.bundle]
 
     def _enqueue(self, numel: int) -> int:
         slot_range = self._ranges[self._next_range]
@@ -259,16 +248,16 @@ class GradientDownload:
         self._copy(target[start:stop], self._slot.memory[slot_range.start + start : slot_range.start + stop])
         self._done_elements = stop
         if stop == slot_range.numel:
-            event = self._device.record(Stream.GRADIENT_DOWNLOAD, "a landed gradient")
-            part_number = self._part_numbers[slot_range.layer, slot_range.bundle]
-            self._ordering.gradient_landed(slot_range.bundle, self.step, part_number, event, buffer)
+            access = self._access(slot_range)
+            access.buffer.content = buffer
+            self._tasks.end(access, self._device.record(Stream.GRADIENT_DOWNLOAD, "a landed gradient"))
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
         return stop - start
 
     def _open_landing(self, slot_range: SlotRange) -> tuple[Tensor, HostBuffer | None]:
         """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
         bundle = self._store.bundles[slot_range.bundle]
-        self._ordering.before_gradient_write(slot_range.bundle, self.step, self._previous_part(slot_range))
+        self._tasks.begin(self._access(slot_range))
         if not bundle.adds_up:
             assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
             return bundle.gradient, None
@@ -277,14 +266,6 @@ class GradientDownload:
         for event in buffer.busy:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, event, "a free landing buffer")
         return buffer.memory.view(self._store.gradient_dtype), buffer
-
-    def _previous_part(self, slot_range: SlotRange) -> int:
-        """Return the number of the part that this machine's previous round made; negative in the first round."""
-        # The rounds of all machines alternate.
-        parts_between = (
-            len(self._store.bundles[slot_range.bundle].layers) * self._store.ownership.num_machines
-        )
-        return self._part_numbers[slot_range.layer, slot_range.bundle] - parts_between
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:

@@ -22,13 +22,13 @@ from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.kept_layers import KeptLayers
-from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Tasks
 from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
@@ -53,7 +53,7 @@ class WorkerSetup:
 
     store: HostStore
     board: Board
-    ordering: Ordering
+    tasks: Tasks
     pool: HostPool
     landings: Landings
     model: LayeredModel
@@ -83,7 +83,7 @@ class DeviceWorker:
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
         self._kept = KeptTransfers(device, setup.board, setup.pool, setup.kept)
-        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.ordering)
+        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
@@ -189,12 +189,13 @@ class DeviceWorker:
         """Run a direction job, while the weights of the next stage come up as far as they are complete."""
         self._job = job
         # Look-aheads need them, maybe on other devices. Gradients of the next step land only after this job's update.
-        if self._download is not None and self._download.step <= job.step:
+        if self._download is not None and self._download.job.pass_.step <= job.step:
             self._flush()
         self._device.begin_step(job.step, *DIRECTION_STREAMS)
         for position, bundle in enumerate(job.bundles):
             self._micro_batch = position
-            self._idle_since = self._orthogonaliser.run(bundle, job.step)
+            access, buffer = job.accesses[position], job.buffers[position]
+            self._idle_since = self._orthogonaliser.run(bundle, access, buffer)
             self._begin_next_upload()
             if self._upload is not None:
                 self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
@@ -250,7 +251,7 @@ class DeviceWorker:
             return None
 
         def layer_final(layer: int) -> None:
-            earlier = self._download is not None and self._download.slot_number != job.task.slot
+            earlier = self._download is not None and self._download.job is not job
             # An earlier download that waits for the optimizer comes first. This thread must not wait here:
             # its device would run out of work.
             if not (earlier and self._download and not self._download.complete):
@@ -269,21 +270,19 @@ class DeviceWorker:
 
         Its chunks go down in the next job's windows, or in `_flush` if none comes.
         """
-        if self._download is None or self._download.slot_number != job.task.slot:
+        if self._download is None or self._download.job is not job:
             # The previous stage's download must be complete before this stage's takes its place.
             self._flush()
             self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
             self._download = GradientDownload(
                 self._device,
                 self._store,
-                self._setup.ordering,
+                self._setup.tasks,
                 self._setup.landings,
                 self._slots.rounding,
                 gradients,
                 layout,
-                job.pass_.step,
-                job.part_numbers,
-                job.task.slot,
+                job,
             )
         return self._download
 
@@ -313,11 +312,11 @@ class DeviceWorker:
         return WeightUpload(
             self._device,
             self._store,
-            self._setup.ordering,
+            self._setup.tasks,
             slot,
             layout,
             partial(job.pass_.version_read, kind=job.task.stage.kind),
-            job.task.slot,
+            job.uploads,
             self.reader,
         )
 

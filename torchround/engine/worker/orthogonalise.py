@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
-from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Access, Buffer, Tasks
 from torchround.engine.worker.slots import SlotRing
 from torchround.pipeline.update_costs import row_bands
 
@@ -124,11 +124,11 @@ def scratch_bytes(shape: Sequence[int]) -> int:
 class Orthogonaliser:
     """The slots of one device for matrices on their way through it. Only the device's thread calls this."""
 
-    def __init__(self, index: int, device: Device, store: HostStore, ordering: Ordering) -> None:
+    def __init__(self, index: int, device: Device, store: HostStore, tasks: Tasks) -> None:
         self._index = index
         self._device = device
         self._bundles = directed_bundles(store)
-        self._ordering = ordering
+        self._tasks = tasks
         self._ring = SlotRing(device, torch.bfloat16)
 
     def allocate(self) -> None:
@@ -141,13 +141,13 @@ class Orthogonaliser:
         """Drop the slots' memory."""
         self._ring.clear()
 
-    def run(self, bundle: Bundle, step: int) -> Mark:
+    def run(self, bundle: Bundle, access: Access, buffer: Buffer) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
-        self._ordering.before_look_ahead_upload(bundle.index, step)
+        self._tasks.begin(access)
         marks = [mark for piece in _pieces_of(bundle) for mark in self._enqueue(piece)]
         event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
-        landed = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
-        self._ordering.direction_landed(bundle.index, step, landed)
+        buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
+        self._tasks.end(access, event)
         return marks[-1]
 
     def _enqueue(self, piece: MatrixPiece) -> tuple[Mark, Mark]:

@@ -1,25 +1,16 @@
-"""The choice of an engine's optimizer worker, what it demands of the store, and its threads."""
-
-import os
-from collections.abc import Callable
+"""What an engine's optimizer demands of the store, and the hyperparameters of its steps."""
 
 import torch
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board
-from torchround.engine.bounded_updates import BoundedOptimizerWorker
-from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.host_updates import HYPERPARAMETERS, HostOptimizerWorker
-from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.engine.ordering import Ordering
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
-from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.update_report import LEARNING_RATE
+from torchround.engine.update import trained_weights
 from torchround.layer import LayeredModel
 from torchround.optim import HostOptimizer, HostOptimizerError
+from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.optimizer import make_optimizer
 
 
@@ -60,6 +51,15 @@ def allocate_gradients(
     store.allocate_gradients(settings.rounds, settings.accumulates or needs_sum)
 
 
+def bind_host_optimizer(store: HostStore, optimizer: OptimizerTable | HostOptimizer) -> None:
+    """Make a `HostOptimizer` for the weights of the store. Raises `EngineUsageError`."""
+    if isinstance(optimizer, HostOptimizer):
+        try:
+            optimizer.bind(trained_weights(store))
+        except HostOptimizerError as error:
+            raise EngineUsageError(str(error)) from error
+
+
 def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
     """Raise `EngineUsageError` if the optimizer cannot update as the store's policy asks."""
     if store.policy is BOUNDED and not optimizer.updates_by_layer:
@@ -73,64 +73,18 @@ def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
         )
 
 
-def make_optimizer_worker(
-    store: HostStore,
-    board: Board,
-    ordering: Ordering,
-    pool: HostPool,
-    on_failure: Callable[[PipelineError], None],
-    optimizer: OptimizerTable | HostOptimizer,
-    settings: EngineSettings,
-    num_devices: int,
-    exchange: StepExchange,
-) -> OptimizerWorker:
-    """Return the optimizer worker of the store's policy, for an engine with these settings."""
-    is_foreign = isinstance(optimizer, HostOptimizer)
-    usual = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
-    worker = (HostOptimizerWorker if is_foreign else usual)(
-        store,
-        board,
-        ordering,
-        pool,
-        settings.max_norm,
-        settings.clip,
-        on_failure,
-        num_threads=update_threads(num_devices),
-        compiles=settings.compile_update and not is_foreign,
-        accumulates=settings.accumulates,
-        exchange=exchange,
-    )
-    if isinstance(worker, HostOptimizerWorker) and isinstance(optimizer, HostOptimizer):
-        try:
-            worker.optimize_with(optimizer)
-        except HostOptimizerError as error:
-            raise EngineUsageError(str(error)) from error
-    return worker
-
-
-def post_hyperparameters(
-    board: Board, optimizer: OptimizerTable | HostOptimizer, step: int, lr: float | None
-) -> None:
-    """Hand the step's learning rate, or all hyperparameters as they are now, to the optimizer worker.
+def hyperparameters_of(
+    optimizer: OptimizerTable | HostOptimizer, lr: float | None
+) -> tuple[float, Hyperparameters | None]:
+    """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now.
 
     Raises `EngineUsageError` for AdamW without a learning rate, and if the optimizer's groups have changed.
     """
     if isinstance(optimizer, HostOptimizer):
         try:
-            board.post(HYPERPARAMETERS(step), optimizer.hyperparameters(lr))
+            return 0.0, optimizer.hyperparameters(lr)
         except HostOptimizerError as error:
             raise EngineUsageError(str(error)) from error
-    elif lr is None:
+    if lr is None:
         raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
-    board.post(LEARNING_RATE(step), 0.0 if lr is None else lr)
-
-
-def update_threads(num_devices: int) -> int:
-    """Return the number of threads for the optimizer's operations.
-
-    Leaves a core for each device's thread, but keeps at least half of the cores, and never takes more threads
-    than PyTorch has (`engine.cpu_threads`). Kernel launches that wait for a core cost a device far more than
-    the update loses by one core, because memory bandwidth bounds the update.
-    """
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))
+    return lr, None

@@ -1,0 +1,313 @@
+"""Tasks in program order, and the one rule by which they wait for each other.
+
+A step is a list of tasks, which the controller emits in program order. A task names the memory that it reads and writes.
+Each access begins after every earlier access that it conflicts with: one that writes what it reads, reads what it
+writes, or writes what it writes. Nothing else orders two threads, except values that are made once (`board.py`).
+
+Each worker runs its tasks in the order in which it gets them, and waits point backwards in the program. So nothing can
+deadlock, and results depend on the program and never on timing.
+
+An access ends when its task says so, or with the task. A stage job ends the read of a layer's weights once their upload
+is enqueued, so that an update need not wait for the whole stage. Its end then comes with the event of the device.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torchround.engine.board import Board, Flag
+from torchround.engine.device import Event
+from torchround.engine.errors import FaultLocation, Stopped
+
+# Reads of a buffer that nothing writes, such as those of evaluations, are forgotten in groups of so many.
+READS_AT_ONCE = 32
+
+# The kinds of memory that is written again.
+WEIGHTS = "device weights"
+STATE = "optimizer state"
+GRADIENT = "gradient"
+PART = "part of a gradient"
+DIRECTION = "direction"
+RECORDS = "records of the store"
+DECISION = "decision on an update"
+
+
+class Buffer:
+    """Memory that is written again. `content` is what its writer leaves with it: the pool buffer that it took."""
+
+    __slots__ = ("content", "kind", "name", "readers", "writer")
+
+    def __init__(self, kind: str, name: str = "") -> None:
+        self.kind = kind
+        self.name = f"{kind} of {name}" if name else kind
+        self.content: Any = None
+        self.writer: Access | None = None
+        self.readers: list[Access] = []
+
+
+class Access(Flag):
+    """One task's use of a buffer, or of several that it takes together. It happens when the use has ended.
+
+    `after` are the earlier accesses that it conflicts with, until it has waited for them. `event` is the point of a
+    device's stream at which the use has ended; None if the host has done it.
+    """
+
+    __slots__ = ("after", "buffer", "event", "task", "writes")
+
+    def __init__(self, task: "Task", buffer: Buffer, writes: bool, after: tuple["Access", ...]) -> None:
+        super().__init__()
+        self.task = task
+        self.buffer = buffer  # the first one
+        self.writes = writes
+        self.after = after
+        self.event: Event | None = None
+
+    def __str__(self) -> str:
+        """Describe the access for a report."""
+        return f"{self.task} to {'write' if self.writes else 'read'} the {self.buffer.name}"
+
+    @property
+    def kind(self) -> str:
+        """The kind of the memory, and what is done with it, as observers of the board know the access."""
+        return f"{self.buffer.kind}, {'written' if self.writes else 'read'}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `Tasks.begin` need not wait for another thread."""
+        return all(earlier.happened for earlier in self.after)
+
+
+class Task(Flag):
+    """One piece of work of a worker. It happens when it has run and all its accesses have ended.
+
+    `is_essential` tells, after the engine has stopped, whether the task must run all the same, because an update
+    that has begun cannot stop half-way.
+    """
+
+    __slots__ = ("accesses", "is_essential", "location", "name", "run", "step", "worker")
+
+    def __init__(
+        self,
+        name: str,
+        step: int,
+        location: FaultLocation,
+        run: Callable[["Task"], object] | None = None,
+        is_essential: Callable[[int], bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.step = step
+        self.location = location
+        self.run = run
+        self.is_essential = is_essential
+        self.accesses: list[Access] = []
+        self.worker: Worker | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the task, as observers of the board know it."""
+        return self.name
+
+    @property
+    def must_run(self) -> bool:
+        """Whether the task must run although the engine has stopped."""
+        return self.is_essential is not None and self.is_essential(self.step)
+
+    def __str__(self) -> str:
+        """Describe the task for a report."""
+        return f"{self.name} of step {self.step} ({self.location})"
+
+
+class Tasks:
+    """The tasks of an engine. Only the controller declares them; every worker waits for and ends its own accesses."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def declare(
+        self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
+    ) -> Task:
+        """Give a task its accesses, in the order of the arguments. Calls follow the program's order."""
+        for buffer in reads:
+            self._read(task, buffer)
+        for buffers in writes:
+            self._write(task, (buffers,) if isinstance(buffers, Buffer) else tuple(buffers))
+        return task
+
+    def _read(self, task: Task, buffer: Buffer) -> None:
+        if len(buffer.readers) >= READS_AT_ONCE:
+            self._forget_ended(buffer)
+        access = Access(task, buffer, False, () if buffer.writer is None else (buffer.writer,))
+        buffer.readers.append(access)
+        task.accesses.append(access)
+
+    def _write(self, task: Task, buffers: tuple[Buffer, ...]) -> None:
+        after: list[Access] = []
+        for buffer in buffers:
+            # Readers have waited for the writer before them, so a wait for them is one for it too.
+            after += buffer.readers or ([] if buffer.writer is None else [buffer.writer])
+        # A task may read what it writes: its own accesses do not wait for each other.
+        others = tuple(dict.fromkeys(earlier for earlier in after if earlier.task is not task))
+        access = Access(task, buffers[0], True, others)
+        for buffer in buffers:
+            buffer.writer, buffer.readers = access, []
+        task.accesses.append(access)
+
+    def _forget_ended(self, buffer: Buffer) -> None:
+        """Put one access in place of the reads that have ended, as evaluations leave them without end."""
+        left: list[Access] = []
+        joined = Access(buffer.readers[0].task, buffer, False, ())
+        for reader in buffer.readers:
+            passed = False
+            with suppress(RuntimeError):  # of a device that failed: its worker reports that
+                passed = reader.happened and (reader.event is None or reader.event.query())
+            if not passed:
+                left.append(reader)
+                continue
+            self.board.observer.waited(reader)
+            if reader.event is not None:
+                reader.event.synchronize()
+        self.board.happen(joined)
+        buffer.readers = [joined, *left]
+
+    def begin(self, access: Access) -> None:
+        """Wait until the access may begin. Raises `Stopped` if the engine stops before."""
+        for earlier in access.after:
+            self.wait_for(earlier)
+        access.after = ()
+
+    def wait_for(self, earlier: Access) -> None:
+        """Wait until an access has ended, and its device has passed that point."""
+        self.board.wait_for(earlier, earlier)
+        if earlier.event is not None:
+            self.board.synchronize(earlier.event, earlier)
+
+    def end(self, access: Access, event: Event | None = None) -> None:
+        """Let later accesses that conflict with this one begin, once a device has passed `event`."""
+        access.event = event
+        access.after = ()  # otherwise each access would keep all before it
+        self.board.happen(access)
+
+    def finish(self, task: Task) -> None:
+        """End what a task has not ended itself, and the task."""
+        for access in task.accesses:
+            if not access.happened:
+                self.end(access)
+        task.accesses, task.run = [], None  # buffers remember the accesses, and these the task
+        self.board.happen(task)
+
+
+class Worker:
+    """A thread that runs its tasks one after the other. `moves` grows with each task that it begins.
+
+    `enter` and `leave` run in the thread at its start and at its end. `on_fault` takes a task's error, `on_overcome` that
+    of a device whose access an essential task had waited for. `saves` says that its reads outlast a stop for a while.
+    `waited_for_saves_s` is how long essential tasks waited for such a worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: str,
+        tasks: Tasks,
+        on_fault: Callable[[Task | None, BaseException], None],
+        on_overcome: Callable[[Task, BaseException], None] | None = None,
+        enter: Callable[[], object] = lambda: None,
+        leave: Callable[[], object] = lambda: None,
+        saves: bool = False,
+    ) -> None:
+        self.actor = actor  # in the location of a fault
+        self.saves = saves
+        self.moves = 0
+        self.last: Task | None = None
+        self.waited_for_saves_s = 0.0
+        self._tasks = tasks
+        self._on_fault = on_fault
+        self._on_overcome = on_overcome
+        self._enter = enter
+        self._leave = leave
+        self._queue: deque[Task] = deque()
+        self._more = Flag()
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.has_ended = False
+
+    def put(self, tasks: Sequence[Task]) -> None:
+        """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
+        if not tasks:
+            return
+        for task in tasks:
+            task.worker = self
+        self.last = tasks[-1]
+        with self._lock:
+            self._queue.extend(tasks)
+            more, self._more = self._more, Flag()
+        self._tasks.board.happen(more)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all tasks that it got have ended."""
+        return self.last is None or self.last.happened
+
+    def _main(self) -> None:
+        task: Task | None = None
+        try:
+            self._enter()
+            while True:
+                task = None
+                task = self._next()
+                self._run(task)
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
+            self._on_fault(task, error)
+        finally:
+            self.has_ended = True
+            self._leave()
+
+    def _next(self) -> Task:
+        """Wait for the next task. Raises `Stopped` after a stop, unless the task is essential."""
+        while True:
+            with self._lock:
+                more, task = self._more, self._queue.popleft() if self._queue else None
+            if task is not None:
+                if not task.must_run:
+                    self._tasks.board.raise_if_stopped()
+                return task
+            self._tasks.board.wait_for(more, "its next task")
+
+    def _run(self, task: Task) -> None:
+        self.moves += 1
+        for access in task.accesses:
+            if task.is_essential is not None:
+                self._begin_surely(task, access)
+            else:
+                self._tasks.begin(access)
+        assert task.run is not None, f"{task} runs twice"
+        task.run(task)
+        self._tasks.finish(task)
+
+    def _begin_surely(self, task: Task, access: Access) -> None:
+        """Wait for an access of a task that must run if its update has begun, whatever happens to the others meanwhile."""
+        for earlier in access.after:
+            start_s = time.perf_counter()
+            saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
+            try:
+                self._tasks.wait_for(earlier)
+            except Stopped:
+                if not task.must_run:
+                    raise
+                # Results of what devices still read are dropped, because the engine has stopped. A save is not: it
+                # gives up soon, but until then it reads.
+                while saver and not (earlier.happened or saver.has_ended):
+                    time.sleep(0.005)
+            except BaseException as error:
+                if self._on_overcome is None or not task.must_run:
+                    raise
+                self._on_overcome(task, error)  # a device that failed reads no more
+            if saver:
+                self.waited_for_saves_s += time.perf_counter() - start_s
+        access.after = ()
