@@ -249,8 +249,6 @@ def planned_table() -> str:
         rows.append(
             [f"`{update}` within {DEVICE_GIB} GiB per card", *(percent(plan.bubble) for plan in plans)]
         )
-        above = [percent(plan.step_s / plan.lower_bound_s - 1) for plan in plans]
-        rows.append(["step above the lower bound", *above])
     for update in ("sync", "async"):
         plans = [planned(file, update, None) for file in MODELS.values()]
         cells = [f"{percent(plan.bubble)} ({plan.device_bytes / GIB:.0f} GiB)" for plan in plans]

@@ -18,7 +18,6 @@ from torchround.pipeline.memory import (
     device_memory,
     host_state,
     rounding,
-    rounds_in_flight,
     stage_gradient_bytes,
     stage_weight_bytes,
     weight_space,
@@ -94,16 +93,6 @@ def test_a_stage_keeps_all_its_activations_or_one_layer_and_the_outputs():
     assert stage.compute_bytes == 40 + 40 + 30 + 90
     layer = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="layer"))
     assert layer.compute_bytes == (30 + 90) + (8 + 8 + 8 + 1)
-
-
-@pytest.mark.parametrize(
-    ("devices", "stages", "rounds", "update", "expected"),
-    [(2, 3, 4, "sync", 2), (8, 3, 4, "sync", 4), (8, 3, 4, "async", 8), (8, 13, 4, "async", 3), (8, 16, 4, "async", 2)],
-)
-def test_rounds_in_flight_are_all_that_devices_can_begin_while_one_is_unfinished(
-    devices, stages, rounds, update, expected
-):
-    assert rounds_in_flight(devices, stages, rounds, update) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -103,6 +105,11 @@ class LayerCost:
             raise CostsError(f"layer {self.name} keeps all of {names} or nothing, given {list(self.kept)}")
 
     @property
+    def compute_bytes(self) -> int:
+        """Return the memory of a device that one call of the layer takes."""
+        return self.activation_bytes + self.workspace_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """Return the bytes that the layer keeps on the host for one micro-batch."""
         return sum(part.nbytes for part in self.keepable if part.name in self.kept)
@@ -166,6 +173,22 @@ class Costs:
     def job_s(self) -> float:
         """Return the seconds of all devices together that updates take of a step."""
         return sum(layer.job_s for layer in self.layers)
+
+    def values(self, name: str) -> list[Any]:
+        """List a field or property of all layers. It is looked up once, because a search asks thousands of times."""
+        if name not in self._known:
+            self._known[name] = [getattr(layer, name) for layer in self.layers]
+        return self._known[name]
+
+    def running(self, name: str) -> list[Any]:
+        """List running sums of a field over the layers, from 0 on: any stage's sum is the difference of two of them."""
+        if (key := f"sum of {name}") not in self._known:
+            self._known[key] = [0, *accumulate(self.values(name))]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[str, list[Any]]:
+        return {}
 
     def completed_with(self) -> list[int]:
         """Return, for each layer, the first layer that shares its weights: the last one whose gradient they need."""

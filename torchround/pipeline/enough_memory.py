@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.run_question import RunQuestion
-from torchround.pipeline.search.partition_batch import Candidate
-from torchround.pipeline.search.planning_problem import PlanningProblem
-from torchround.pipeline.search.systematic_search import coarse_partitions
+from torchround.pipeline.search.annealing import coarse_partitions
+from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ def device_memory(
     stale_layers: int = 0,
 ) -> DeviceMemory:
     """Count what each of `num_devices` devices allocates to run `partition`; `stale_layers` is their number in `bounded`."""
-    stages = partition.stages()
+    # A forward stage takes no more than the stages with gradients that hold its layers.
+    stages = partition.stages()[len(partition.forward) :]
     gradients = max(stage_gradient_bytes(stage, costs) for stage in stages)
     rounded = min(int(limits.rounding_share * gradients), limits.rounding_bytes)
     weights_bytes = weight_space(partition, num_devices, lambda stage: stage_weight_bytes(stage, costs))
@@ -136,9 +137,9 @@ def device_memory(
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(
             *(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
-            *(layer.job_scratch_bytes for layer in costs.layers),
+            max(costs.values("job_scratch_bytes")),
         ),
-        job_bytes=max(layer.job_slot_bytes for layer in costs.layers),
+        job_bytes=max(costs.values("job_slot_bytes")),
         kept_bytes=kept_space(partition, costs),
         constant_bytes=limits.constant_bytes,
     )
@@ -146,14 +147,14 @@ def device_memory(
 
 def kept_space(partition: Partition, costs: Costs) -> int:
     """Compute the buffers of a device for kept activations on their way, of one micro-batch each."""
-    kept = [
-        [layer.kept_bytes for layer in costs.layers[stage.start : stage.stop]]
-        for stage in partition.stages()
-        if stage.kind is StageKind.BACKWARD
-    ]
+    kept, sums = costs.values("kept_bytes"), costs.running("kept_bytes")
+    if not sums[-1]:
+        return 0
     # A layer's go down as soon as it is done; a stage's come up together, before its recomputation.
-    largest_layer = max((max(of_stage) for of_stage in kept), default=0)
-    return KEPT_BUFFERS * (largest_layer + max((sum(of_stage) for of_stage in kept), default=0))
+    backward = [stage for stage in partition.stages() if stage.kind is StageKind.BACKWARD]
+    largest_layer = max(kept[: partition.num_layers - partition.fused], default=0)
+    largest_stage = max((sums[stage.stop] - sums[stage.start] for stage in backward), default=0)
+    return KEPT_BUFFERS * (largest_layer + largest_stage)
 
 
 def staging_space(partition: Partition, costs: Costs, stale_layers: int = 0) -> int:
@@ -161,17 +162,19 @@ def staging_space(partition: Partition, costs: Costs, stale_layers: int = 0) -> 
 
     Layers inside a backward stage that start anew (`bounded`) have buffers for the inputs of two micro-batches.
     """
-    stages = partition.stages()
-    cuts = {stage.start for stage in stages} - {0}
-    if not cuts:
-        return LOSS_BUFFERS * costs.layers[-1].boundary_bytes
+    stages, outputs = partition.stages(), costs.values("boundary_bytes")
+    if len(stages) == 1:
+        return int(LOSS_BUFFERS * outputs[-1])
+    largest = max(outputs[stage.start - 1] for stage in stages if stage.start)
+    if not stale_layers:
+        return int(STAGING_BUFFERS * largest)
     restarts = [
         range(stage.start + 1, min(stage.stop, stale_layers + 1))
         for stage in stages
         if stage.kind is StageKind.BACKWARD
     ]
-    largest = max(costs.layers[cut - 1].boundary_bytes for cut in cuts.union(*restarts))
-    return (STAGING_BUFFERS + RESTART_BUFFERS * max(map(len, restarts))) * largest
+    largest = max(largest, *(outputs[cut - 1] for cuts in restarts for cut in cuts), 0)
+    return int((STAGING_BUFFERS + RESTART_BUFFERS * max(map(len, restarts))) * largest)
 
 
 def weight_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:
@@ -206,41 +209,31 @@ def _most_of_two(sizes: Sequence[int], last: Sequence[int], num_devices: int) ->
 
 def stage_weight_bytes(stage: Stage, costs: Costs) -> int:
     """Count the bytes of one upload of the stage's parameters."""
-    return sum(layer.weight_bytes for layer in costs.layers[stage.start : stage.stop])
+    sums: list[int] = costs.running("weight_bytes")
+    return sums[stage.stop] - sums[stage.start]
 
 
 def stage_gradient_bytes(stage: Stage, costs: Costs) -> int:
     """Count the stage's gradients as the device accumulates them; a forward stage has none."""
     if stage.kind is StageKind.FORWARD:
         return 0
-    return sum(layer.gradient_bytes for layer in costs.layers[stage.start : stage.stop])
+    sums: list[int] = costs.running("gradient_bytes")
+    return sums[stage.stop] - sums[stage.start]
 
 
 def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
     """Compute the peak of activations and workspace while one micro-batch of the stage runs."""
-    layers = costs.layers[stage.start : stage.stop]
-    one_layer = max(layer.activation_bytes + layer.workspace_bytes for layer in layers)
+    start, stop = stage.start, stage.stop
+    one_layer: int = max(costs.values("compute_bytes")[start:stop])
     if stage.kind is StageKind.FORWARD:
         return one_layer
     if recompute == "layer":
         # The layers' inputs stay; each layer's activations exist only during its own backward.
-        return one_layer + sum(layer.boundary_bytes for layer in layers)
-    return sum(layer.activation_bytes for layer in layers) + max(layer.workspace_bytes for layer in layers)
-
-
-def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
-    """Bound the number of rounds whose activations are on the host at once: N devices of any speeds, S stages.
-
-    While a round's last stage is unfinished, the other devices can be N - 1 stages into the next round, S - N
-    fewer into the one after that, and so on. If S <= N, a device may run ahead with the first stages of all
-    rounds. `async` steps follow each other without a flush, so the next step's rounds count too.
-    """
-    rounds_under_way = rounds if update == "sync" else 2 * rounds
-    if num_devices == 1:
-        return 1
-    if num_stages <= num_devices:
-        return rounds_under_way
-    return min(1 + -(-(num_devices - 1) // (num_stages - num_devices)), rounds_under_way)
+        sums: list[int] = costs.running("boundary_bytes")
+        return one_layer + sums[stop] - sums[start]
+    sums = costs.running("activation_bytes")
+    largest: int = max(costs.values("workspace_bytes")[start:stop])
+    return sums[stop] - sums[start] + largest
 
 
 def size_text(num_bytes: int) -> str:

@@ -9,6 +9,7 @@ after the last slot. The engine runs these very tasks and the simulator times th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 # For each layer the names of the parts whose results it keeps (`torchround/keeping.py`); empty if none keeps anything.
 KeptNames = tuple[tuple[str, ...], ...]
@@ -70,6 +71,10 @@ class Partition:
 
     def stages(self) -> tuple[Stage, ...]:
         """List all stages in dispatch order: forward, fused, backward."""
+        return self._stages
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
         stages, start = [], 0
         for count in self.forward:
             stages.append(Stage(StageKind.FORWARD, start, start + count))

@@ -40,8 +40,6 @@ class Plan:
     - `step_s`: seconds per step in the steady state.
     - `bubble`: idle share of the devices, `1 - busy / (N x step_s)`; busy counts all that the plan executes,
       recomputation included.
-    - `lower_bound_s`: a time that no plan within the same limits beats; equal to `step_s` if the search has
-      tried or excluded everything else.
     - `device_bytes`: what each device allocates.
     - `host_activation_bytes`: what waits on the host between stages.
     - `stale_layers`: in `bounded`, the first layers, whose weights the forward reads one version older.
@@ -56,7 +54,6 @@ class Plan:
     update: str
     step_s: float
     bubble: float
-    lower_bound_s: float
     device_bytes: int = 0
     host_activation_bytes: int = 0
     stages: tuple[PlannedStage, ...] = ()
@@ -116,11 +113,8 @@ class Plan:
 
     def summary(self, timed: bool = True) -> str:
         """Format the predicted figures in one line."""
-        above = self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
         bubble = f"bubble (idle share of the devices) {100 * self.bubble:.2f} %"
-        speed = (
-            f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
-        )
+        speed = f"step {self.step_s:.4g} s, {bubble}"
         if not timed:
             speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
         # Of a virtual device only the buffers are counted while it runs (`device_peak_gib`).

@@ -18,9 +18,8 @@ from torchround.pipeline.memory import (
 from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.run_question import RunQuestion
-from torchround.pipeline.search.partition_batch import Candidate
-from torchround.pipeline.search.planning_problem import PlanningProblem
-from torchround.pipeline.search.systematic_search import coarse_partitions
+from torchround.pipeline.search.annealing import coarse_partitions
+from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22

@@ -20,14 +20,20 @@ from torchround.pipeline.memory import (
 )
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, PlannedStage, kept_before
-from torchround.pipeline.search.kept_choice import KeptChoice
-from torchround.pipeline.search.least_host import AS_FAST
-from torchround.pipeline.search.lower_bound import lower_bound_s
-from torchround.pipeline.search.partition_batch import Candidate
-from torchround.pipeline.search.planning_problem import PlanningProblem
-from torchround.pipeline.search.random_search import find_plan, is_small
-from torchround.pipeline.search.stale_layers import fewest_stale_layers, find_stale_plan
-from torchround.pipeline.search.systematic_search import coarse_partitions
+from torchround.pipeline.search.annealing import (
+    AS_FAST,
+    MOST_EXHAUSTIVE,
+    coarse_partitions,
+    find_plan,
+    num_partitions,
+)
+from torchround.pipeline.search.choices import (
+    fewest_stale_layers,
+    find_stale_plan,
+    keep_activations,
+    keep_on,
+)
+from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 DEVICE_KEYS = {
     "weights_bytes": ("engine.device_memory_gib", "model.flavor"),
@@ -77,24 +83,16 @@ def make_plan(
     """
     problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers, keep)
     choices = _rounds_choices(problem, rounds)
-    found: tuple[Candidate, float | None] | None
     if problem.stale_layers is None:
-        open_problem = problem
-        problem, found = find_stale_plan(problem, as_fast) or (open_problem, None)
+        stale = find_stale_plan(problem, as_fast)
+        problem, found = stale or (problem, None)
     else:
         found = find_plan(problem, choices, as_fast)
     if found is None:
         raise why_infeasible(problem, choices)
-    candidate, fastest_s = found
     if keep is not None and keep.is_open:
-        kept = KeptChoice(problem, as_fast).improve(candidate, choices)
-        if kept is not None:
-            (problem, candidate), fastest_s = kept, None
-    # A proven step time needs no bound: nothing within the limits is faster.
-    bound_s = fastest_s
-    if bound_s is None:
-        bound_s = lower_bound_s(problem, choices, problem.exact_s(candidate))
-    return _plan(problem, candidate, bound_s)
+        problem, found = keep_activations(problem, found, choices, as_fast)
+    return _plan(problem, found)
 
 
 def evaluate_plan(
@@ -119,8 +117,8 @@ def evaluate_plan(
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
     if keep is not None and keep.is_open:
-        problem = KeptChoice(problem, AS_FAST).on(candidate)
-    return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
+        problem, candidate = keep_on(problem, candidate)
+    return _plan(problem, candidate)
 
 
 def _problem(
@@ -171,14 +169,14 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
             raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
         return (rounds,)
-    if is_small(num_layers, num_micro_batches):
+    if num_partitions(num_layers) * num_micro_batches <= MOST_EXHAUSTIVE:
         return tuple(range(1, num_micro_batches + 1))
     useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
     return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
 
 
-def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Plan:
-    costs, limits, partition = problem.costs, problem.limits, candidate.partition
+def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
+    costs, limits, partition = problem.costs_of(candidate.kept), problem.limits, candidate.partition
     devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
     launches_s = micro_batches * costs.launch_s
     step_s = max(problem.exact_s(candidate), launches_s)
@@ -205,9 +203,8 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         stale_layers=problem.stale_layers or 0,
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
-        lower_bound_s=max(bound_s, launches_s),
-        device_bytes=problem.device_bytes(partition, rounds),
-        host_activation_bytes=problem.host.boundary_bytes(partition, rounds),
+        device_bytes=problem.device_bytes(partition, rounds, candidate.kept),
+        host_activation_bytes=problem.boundary_bytes(candidate),
         stages=stages,
         kept=kept_before(partition, costs.kept),
     )

@@ -13,7 +13,7 @@ from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, plan_transfers
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.pool_count import boundary_pool_bytes
-from torchround.pipeline.search.stale_layers import AS_SHORT
+from torchround.pipeline.search.choices import AS_SHORT
 from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
 from torchround.pipeline.simulation.step_time import LayerSums
 

@@ -89,25 +89,26 @@ class LayerSums:
         cuts = [split]
         for count in backward:
             cuts.append(cuts[-1] - count)
-        sums, hop_s = self.forward_s, self.hop_s
-        link_s = [0.0] * (len(forward) + 1 + len(backward))
-        if self.link_waits is not None:
-            link_s = self.link_waits.of(Partition(tuple(forward), fused, tuple(backward)), rounds)
-        total = [
-            sums[stop] - sums[start] + link_s[stage] for stage, (start, stop) in enumerate(pairwise(starts))
-        ]
-        entry = [seconds + hop_s for seconds in total]
-        fused_s = self._range_s(sums, split, num_layers) + self._after_s(sums, split, num_layers)
-        total.append(fused_s)
-        entry.append(fused_s + hop_s)
+        sums, again, back, hop_s = self.forward_s, self.recompute_s, self.backward_s, self.hop_s
+        ranges = [(start, stop) for stop, start in pairwise(cuts)]
+        total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
+        total.append(sums[-1] - sums[split] + back[-1] - back[split])
         # A backward stage recomputes while its gradient is still on
         # its way, so only the rest is on the path of the gradient.
-        before = []
-        for stop, start in pairwise(cuts):
-            before.append(self._range_s(self.recompute_s, start, stop) + link_s[len(total)])
-            after_s = self._after_s(self.recompute_s, start, stop)
-            total.append(before[-1] + after_s)
-            entry.append(after_s + hop_s)
+        before = [again[stop] - again[start] for start, stop in ranges]
+        after = [back[stop] - back[start] for start, stop in ranges]
+        if self.recompute == "layer":
+            total[-1] += sums[num_layers - 1] - sums[split]
+            after = [
+                seconds + again[stop - 1] - again[start]
+                for seconds, (start, stop) in zip(after, ranges, strict=True)
+            ]
+        if self.link_waits is not None:
+            link_s = self.link_waits.of(Partition(tuple(forward), fused, tuple(backward)), rounds)
+            total = [seconds + wait_s for seconds, wait_s in zip(total, link_s, strict=False)]
+            before = [seconds + wait_s for seconds, wait_s in zip(before, link_s[len(total) :], strict=True)]
+        entry = [seconds + hop_s for seconds in total] + [seconds + hop_s for seconds in after]
+        total += [first_s + rest_s for first_s, rest_s in zip(before, after, strict=True)]
         updated = [0.0] * len(total)
         if self.updates_take_time:
             updated = [self.updated_s[stop] for stop in (*starts[1:], num_layers, *cuts[:-1])]
@@ -129,17 +130,6 @@ class LayerSums:
         once = split if self.recompute == "stage" else num_layers - 1
         saved_s = self.forward_s[split] - self.recompute_s[split]
         return self.forward_s[-1] + self.backward_s[-1] + (self.forward_s[once] - saved_s)
-
-    @staticmethod
-    def _range_s(sums_s: Sequence[float], start: int, stop: int) -> float:
-        return sums_s[stop] - sums_s[start]
-
-    def _after_s(self, again_s: Sequence[float], start: int, stop: int) -> float:
-        """Compute the seconds of a stage after its forward; `again_s` are running sums of a second forward."""
-        seconds = self.backward_s[stop] - self.backward_s[start]
-        if self.recompute == "layer":
-            seconds += again_s[stop - 1] - again_s[start]
-        return seconds
 
 
 def stage_times(
@@ -321,7 +311,8 @@ def steady_state_seconds(next_state: NextState, dimension: int, mark: int) -> fl
     """
     state = [0.0] * dimension
     seen: list[list[float]] = []
-    for _ in range(MAX_WARM_UP_STEPS):
+    # The matrix of a larger state takes longer, so more steps are worth a try first.
+    for _ in range(MAX_WARM_UP_STEPS * max(1, dimension // 10)):
         state = next_state(state)
         for back, earlier in enumerate(reversed(seen), start=1):
             if _same_shape(earlier, state, mark):
