@@ -325,7 +325,7 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random) -> Can
             chosen[target] += 1
     # Stages that start small fill the devices sooner, and stages that end small drain them sooner. So of equal layers
     # only such plans are tried, which are far fewer.
-    if problem.has_equal_layers:
+    if problem.sorts_stages:
         forward.sort()
         backward.sort(reverse=True)
     return Candidate(Partition(tuple(forward), fused, tuple(backward)), candidate.rounds, kept)

@@ -61,16 +61,17 @@ def find_stale_plan(problem: PlanningProblem, as_fast: float) -> tuple[PlanningP
 def _with_fewer(
     problem: PlanningProblem, most: int, as_fast: float
 ) -> tuple[PlanningProblem, Candidate] | None:
-    """Find the plan of the most stale layers that fits, if memory has no room for `most`; its steps may have a bubble.
+    """Find the fastest plan of fewer stale layers, if memory has no room for `most`; its steps may have a bubble.
 
     The inputs of stale layers take host memory. What layers keep takes it too, and stale layers keep nothing.
     """
-    for share in (1.0, *FEWER):
-        fixed = problem.with_stale_layers(round(share * most))
-        found = find_plan(fixed, (1,), as_fast)
-        if found is not None:
-            return fixed, found
-    return None
+    tried = [
+        problem.with_stale_layers(number)
+        for number in sorted({round(share * most) for share in (1.0, *FEWER)})
+    ]
+    found = [(fixed, find_plan(fixed, (1,), as_fast)) for fixed in tried]
+    fitting = [(fixed, candidate) for fixed, candidate in found if candidate is not None]
+    return min(fitting, key=lambda pair: pair[0].exact_s(pair[1]), default=None)
 
 
 def fewest_stale_layers(

@@ -56,10 +56,11 @@ class PlanningProblem:
         self.costs, self.limits, self.update, self.link, self.items = costs, limits, update, link, items
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
         self.num_layers, self.stale_layers = costs.num_layers, stale_layers
-        # A few layers may differ: embedding and head do.
+        # A few layers may differ: embedding and head do. Fewer micro-batches than devices never fill all of these.
         by_time = sorted(layer.forward_s + layer.backward_s for layer in costs.layers)
-        tenth = len(by_time) // 10 + 2
-        self.has_equal_layers = by_time[-tenth] <= MOST_UNEQUAL * by_time[min(tenth, len(by_time)) - 1]
+        tenth = min(len(by_time) // 10 + 2, len(by_time))
+        alike = by_time[-tenth] <= MOST_UNEQUAL * by_time[tenth - 1]
+        self.sorts_stages = alike and num_micro_batches >= num_devices
         batch = limits.batch or boundaries_of(costs, num_micro_batches)
         self.pool = PoolCount(batch, num_devices, update, stale_layers or 0)
         self.amounts = sorted({round(len(items) * part / KEPT_STEPS) for part in range(KEPT_STEPS + 1)})
