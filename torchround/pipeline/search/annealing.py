@@ -38,7 +38,7 @@ MOST_GAIN = 1.25
 # of stages beyond two turns of the devices.
 FUSED_FACTORS, FORWARD_FACTORS, GROWTH = (0, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.3), (0.85, 1.0, 1.15), 1.15
 # Plans of which the host memory is counted to choose the least.
-MOST_COUNTED = 40
+MOST_COUNTED = 20
 
 
 class Search:
@@ -77,6 +77,7 @@ class Search:
         """Search plans of these numbers of rounds: all if there are few."""
         problem = self.problem
         if num_partitions(problem.num_layers) * len(rounds_choices) <= MOST_EXHAUSTIVE:
+            problem.idle_weight = 0.0
             for rounds, partition in product(rounds_choices, all_partitions(problem.num_layers)):
                 self.rank(Candidate(partition, rounds))
             return
@@ -136,16 +137,20 @@ class Search:
         fast = sorted(fast, key=self._host_estimate)[:MOST_COUNTED]
         best = min([fastest, *fast], key=problem.host_bytes)
         while True:
-            smaller = [
+            # Counting takes longer than timing, so only the most promising are counted.
+            joined = sorted(_smaller(problem, best), key=self._host_estimate)[:MOST_COUNTED]
+            least = problem.host_bytes(best)
+            smaller = (
                 candidate
-                for candidate in _smaller(problem, best)
-                if problem.host_bytes(candidate) < problem.host_bytes(best)
+                for candidate in joined
+                if self._host_estimate(candidate) < self._host_estimate(best)
                 and is_fast(candidate)
                 and problem.fits_limits(candidate)
-            ]
-            if not smaller:
+                and problem.host_bytes(candidate) < least
+            )
+            if (found := next(smaller, None)) is None:
                 return best
-            best = min(smaller, key=problem.host_bytes)
+            best = found
 
     def _host_estimate(self, candidate: Candidate) -> int:
         """Estimate what a micro-batch keeps on the host."""

@@ -56,6 +56,7 @@ class PlanningProblem:
         self.costs, self.limits, self.update, self.link, self.items = costs, limits, update, link, items
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
         self.num_layers, self.stale_layers = costs.num_layers, stale_layers
+        self.idle_weight = 0.0 if self.overlap == "sync" else IDLE_WEIGHT
         # A few layers may differ: embedding and head do. Fewer micro-batches than devices never fill all of these.
         by_time = sorted(layer.forward_s + layer.backward_s for layer in costs.layers)
         tenth = min(len(by_time) // 10 + 2, len(by_time))
@@ -146,9 +147,9 @@ class PlanningProblem:
     def rank_s(self, candidate: Candidate) -> float:
         """Compute what the search minimises: the step time, and in modes without a flush part of a device's idle time."""
         step_s = self.exact_s(candidate)
-        if self.overlap == "sync":
+        if not self.idle_weight:
             return step_s
-        return step_s + IDLE_WEIGHT * (step_s - self.busy_s(candidate) / self.num_devices)
+        return step_s + self.idle_weight * (step_s - self.busy_s(candidate) / self.num_devices)
 
     def bubble(self, candidate: Candidate, step_s: float) -> float:
         """Return the idle share of the devices if the plan's step takes so long."""
