@@ -290,8 +290,9 @@ def test_the_plan_is_about_as_fast_as_the_fastest_and_needs_no_more_of_the_host(
     assert plan.host_activation_bytes <= fastest.host_activation_bytes
     problem = PlanningProblem(costs, devices, micro_batches, update, limits)
     ranks = [problem.rank_s(Candidate(found.partition, found.rounds)) for found in (fastest, plan)]
-    slack = 1e-9 + (0 if update == "sync" else 0.5 * AS_FAST)  # small models are ranked without idle time
-    assert ranks[1] <= ranks[0] * (1 + AS_FAST + slack) + 1e-12
+    # Of a small model every plan is tried, and ranked by its step alone.
+    is_as_fast = ranks[1] <= ranks[0] * (1 + AS_FAST + 1e-9) + 1e-12
+    assert is_as_fast or plan.step_s <= fastest.step_s * (1 + AS_FAST + 1e-9)
 
 
 def test_equal_layers_are_joined_until_a_step_would_take_too_long():
