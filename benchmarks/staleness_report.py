@@ -8,7 +8,7 @@ from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.planner import make_plan
 
-COSTS = Path(__file__).parents[1] / "docs" / "costs" / "rtx4090_llama3_8b.json"
+COSTS = Path(__file__).parents[1] / "docs" / "costs" / "rtx4090_llama3_1_8b.json"
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
 
 

@@ -23,8 +23,8 @@ from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
-from torchround.pipeline.simulation.simulator import at_speeds, steady_state
+from torchround.simulate.dispatch import dispatch_tasks
+from torchround.simulate.events import steady_state
 
 BLOCK_FORWARD_S, BLOCK_BACKWARD_S = 0.004, 0.008
 HEAD_BLOCKS = 2.3
@@ -203,17 +203,11 @@ def _update_seconds(results: Sequence[StepResult], num_layers: int) -> tuple[flo
 def simulated_step_s(costs: Costs, plan: Plan, speeds: Sequence[float] = ()) -> float:
     """Simulate the plan's schedule, updates included, on devices of these speeds; return seconds per step."""
 
+    speed = dict(enumerate(speeds))
+
     def tasks(steps: int) -> list[Any]:
-        made = dispatch_tasks(
-            plan.partition,
-            costs,
-            plan.num_devices,
-            plan.num_micro_batches,
-            plan.rounds,
-            update=plan.update,
-            stale_layers=plan.stale_layers,
-            steps=steps,
-        )
-        return at_speeds(made, speeds) if speeds else made
+        run = plan.partition, costs, plan.num_devices, plan.num_micro_batches, plan.rounds
+        made = dispatch_tasks(*run, update=plan.update, stale_layers=plan.stale_layers, steps=steps)
+        return [replace(task, duration_s=task.duration_s / speed.get(task.device, 1.0)) for task in made]
 
     return steady_state(tasks, plan.num_devices)[1]

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = ROOT / ".ci" / "lines.json"
 SLACK = 100
 PRODUCT = ("torchround", "torchround/models", "train.py")  # a search does not follow the link to the models
-PROGRAMS = ("scripts", "benchmarks")
+PROGRAMS = ("scripts", "benchmarks", "simulate")
 TOP_LEVEL = frozenset(
-    "torchround models configs tests scripts benchmarks docs train.py pyproject.toml constraints.txt README.md LICENSE"
+    "torchround models simulate configs tests scripts benchmarks docs train.py pyproject.toml constraints.txt README.md LICENSE"
     " Dockerfile Dockerfile.cpu".split()
 )
 
@@ -260,6 +260,7 @@ def wrong_links() -> Iterator[str]:
         "configs",
         "scripts",
         "benchmarks",
+        "simulate",
         "tests",
         "docs",
         ".ci",

@@ -46,7 +46,7 @@ def muon_table() -> str:
 
 def published_muon(model: int, update: str) -> tuple[float, float]:
     """Return the steps of a model's published layer times, with the paper's batch: without and with the work of Muon."""
-    costs, jobs = published_costs(list(MODELS.values())[model]), muon_costs(model).layers
+    costs, jobs = published_costs(CONFIGS[model]), muon_costs(model).layers
     # Published times of some models lack the embedding, which has no matrix of Muon.
     jobs = jobs[len(jobs) - costs.num_layers :]
     layers = tuple(

@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("torchround", "torchround/models")  # a search does not follow the link to the models
+FOLDERS = ("torchround", "torchround/models", "torchround/simulate")  # a search does not follow the links
 CALLS_VARIABLE = "TORCHROUND_CALLS"
 FLIPPED = {
     ast.Lt: ">=",

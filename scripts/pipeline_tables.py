@@ -14,41 +14,40 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
 
 from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
 from torchround.pipeline import machine_report
-from torchround.pipeline.baselines import (
-    SCHEDULES,
-    ScheduleReport,
-    SimulationSetup,
-    measure_schedule,
-    simulate_schedule,
-)
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.planner import UPDATES, make_plan
+from torchround.pipeline.planner import UPDATES, InfeasiblePlanError, make_plan
 from torchround.pipeline.run_question import RunQuestion
+from torchround.simulate.bound import SimulationSetup
+from torchround.simulate.report import ScheduleReport
+from torchround.simulate.schedules import RULES, simulate_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
 MODELS = {
-    "Qwen3-1.7B": "qwen3_1.7b",
-    "Llama-3.1-8B": "llama3_8b",
+    "Qwen3-1.7B": "qwen3_1_7b",
+    "Llama-3.1-8B": "llama3_1_8b",
     "GPT-OSS-20B": "gpt_oss_20b",
     "Qwen3-32B": "qwen3_32b",
     "Qwen3-235B LoRA": "qwen3_235b_lora",
 }
-CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")
+CONFIGS = tuple(MODELS.values())
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
 # The paper's batches per model, in sequences of 2048 tokens, in micro-batches of four.
 BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
@@ -58,8 +57,9 @@ MEASURED = {
     ("sync", 8): (56489, 18888, 12549, 4164, 1592),
     ("async", 1): (8881, 3142, 3022, 740, 480),
 }
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
-BOUND = [name for name in SCHEDULES if not name.startswith("roundpipe")]
+BOUND = tuple(RULES)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
 # From RoundPipe's artifact, per model: the layers of each virtual stage of the bound schedules, whose last stage has the
@@ -145,18 +145,14 @@ def published_table() -> str:
 
 def published(name: str, model: int) -> ScheduleReport:
     """Simulate one schedule with the partition that it was published with."""
-    costs = published_costs(list(MODELS.values())[model])
+    costs = published_costs(CONFIGS[model])
     if name in ROUNDPIPE:
         forward, backward = DISPATCHED[model]
         partition = Partition.from_lists(forward, 1, backward)
-        return measure_schedule(
-            SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
-        )
+        return simulate_schedule(name, SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
     stages = list((LOOPED if name in ("interleaved_1f1b", "looped_bfs") else FLAT)[model])
     stages[-1] += 1
-    return measure_schedule(
-        SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
-    )
+    return simulate_schedule(name, SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
 
 
 def bound_table() -> str:
@@ -217,27 +213,38 @@ def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32
     return markdown(["", "chunks kept: formula", "simulated", "bubble: formula", "simulated"], rows)
 
 
+def offload_table(devices: int = 8, chunks: int = 16, micro_batches: int = 32) -> str:
+    """Show what is left of the activations by the chunks that go to the host (PipeOffload's figures 3 and 9), in %.
+
+    A chunk's share of the peak is that of its lifespan: chunk c of v lives v - c times as long as the last one.
+    """
+    budgets = (0, 2, 4, 8, 12, 16)
+    lifespans = [100 * sum(range(chunks - budget + 1)) / sum(range(chunks + 1)) for budget in budgets]
+    rows = [["sum of lifespans", *(f"{share:.0f}" for share in lifespans)]]
+    for ratio in (0.25, 1.0):
+        fields = {"chunks": chunks, "micro_batches": micro_batches, "offload_ratio": ratio}
+        reports = [equal_chunks("po_f", devices, offload_chunks=budget, **fields) for budget in budgets]
+        peaks = [max(report.peak_activation_bytes) for report in reports]
+        rows.append([f"simulated, k = {ratio:g}", *(f"{100 * peak / peaks[0]:.0f}" for peak in peaks)])
+    return markdown(["chunks offloaded of 16", *(f"{budget}" for budget in budgets)], rows)
+
+
 def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
     """Show the drift of PACI by its accumulation factor, and of asynchronous 1F1B, with equal stages."""
+    cases = [(f"`paci`, a = {a}", "paci", -(-(devices - 1) // a), {"accumulate": a}) for a in (1, 2, 4, 8)]
+    cases += [("`async_1f1b`", "async_1f1b", devices - 1, {}), ("`1f1b` (flush)", "1f1b", 0, {})]
     rows = []
-    for accumulate in (1, 2, 4, 8):
-        result = equal_chunks("paci", devices, 1, micro_batches, accumulate=accumulate)
-        bound = -(-(devices - 1) // accumulate)
-        rows.append(
-            [f"`paci`, a = {accumulate}", f"{bound}", f"{result.drift}", f"{100 * result.bubble:.1f}"]
-        )
-    result = equal_chunks("async_1f1b", devices, 1, micro_batches)
-    rows.append(["`async_1f1b`", f"{devices - 1}", f"{result.drift}", f"{100 * result.bubble:.1f}"])
-    flush = equal_chunks("1f1b", devices, 1, micro_batches)
-    rows.append(["`1f1b` (flush)", "0", f"{flush.drift}", f"{100 * flush.bubble:.1f}"])
+    for shown, name, bound, fields in cases:
+        result = equal_chunks(name, devices, 1, micro_batches, **fields)
+        rows.append([shown, f"{bound}", f"{result.drift}", f"{100 * result.bubble:.1f}"])
     return markdown(["8 equal stages, 8 micro-batches", "drift: bound", "measured", "bubble, %"], rows)
 
 
-def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: int) -> ScheduleReport:
+def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: Any) -> ScheduleReport:
     """Simulate chunks of one layer: forward 1 s, backward 2 s, one byte kept, nothing recomputed."""
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
-    return measure_schedule(SCHEDULES[name](setup))
+    return simulate_schedule(name, setup)
 
 
 def planned_table() -> str:
@@ -275,7 +282,7 @@ def bounded_table() -> str:
 
 def published_modes(model: int) -> dict[str, Plan]:
     """Plan a model's published layer times in each mode, within a card's memory."""
-    return {update: planned(list(MODELS.values())[model], update, DEVICE_GIB) for update in UPDATES}
+    return {update: planned(CONFIGS[model], update, DEVICE_GIB) for update in UPDATES}
 
 
 def counted_modes(model: int) -> dict[str, Plan]:
@@ -337,19 +344,39 @@ def percent(share: float) -> str:
 def throughput_table() -> str:
     """Compare predicted and measured tokens/s with the paper's batches, in one round and within a card's memory."""
     rows = []
-    for (update, devices), measured in MEASURED.items():
+    for update, devices in product(("async", "sync"), (8, 4, 2, 1)):
         predicted = [tokens_per_s(model, update, devices) for model in range(len(MODELS))]
         cards = f"{devices} x RTX 4090"
         rows.append([f"{cards}, `{update}`, predicted", *(f"{rate:.0f}" for rate in predicted)])
-        shares = zip(measured, predicted, strict=True)
-        cells = [f"{rate} ({rate / ours:.2f})" for rate, ours in shares]
-        rows.append([f"{cards}, RoundPipe `{update}`, measured", *cells])
+        if measured := MEASURED.get((update, devices)):
+            shares = zip(measured, predicted, strict=True)
+            cells = [f"{rate} ({rate / ours:.2f})" for rate, ours in shares]
+            rows.append([f"{cards}, RoundPipe `{update}`, measured", *cells])
     return markdown(["tokens/s", *MODELS], rows)
+
+
+def lengths_table() -> str:
+    """Show tokens/s of eight cards over the sequence length (RoundPipe's figure 14), with the tokens of the paper's batches."""
+    models = range(len(MODELS))
+    rows = [[f"{tokens}", *(rate_at(model, tokens) for model in models)] for tokens in LENGTHS]
+    return markdown(["tokens/s by length", *MODELS], rows)
+
+
+def rate_at(model: int, tokens: int) -> str:
+    """Predict the tokens/s of a config with sequences of so many tokens; a dash if no plan fits."""
+    question = counted(model, "rtx4090")
+    sequences = question.global_batch_size * question.seq_len // tokens
+    sizes = {"global_batch_size": sequences, "micro_batch_size": max(1, SEQUENCES * TOKENS // tokens)}
+    try:
+        plan = plan_for(replace(question, seq_len=tokens, update="async", **sizes))
+        return f"{sequences * tokens / plan.step_s:.0f}"
+    except InfeasiblePlanError:
+        return "-"
 
 
 def tokens_per_s(model: int, update: str, devices: int) -> float:
     """Predict the tokens/s of a model's plan with the paper's batch."""
-    costs, batch = published_costs(list(MODELS.values())[model]), BATCHES[model]
+    costs, batch = published_costs(CONFIGS[model]), BATCHES[model]
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
     return batch * TOKENS / make_plan(costs, devices, batch // SEQUENCES, update, 1, limits).step_s
 
@@ -388,10 +415,12 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "bound": bound_table,
         "roundpipe": roundpipe_table,
         "pipeoffload": pipeoffload_table,
+        "offload": offload_table,
         "paci": paci_table,
         "planned": planned_table,
         "bounded": bounded_table,
         "throughput": throughput_table,
+        "lengths": lengths_table,
         "longest": longest_table,
         "machines": machines_table,
     }

@@ -53,7 +53,7 @@ THOROUGH_PLACES = (
     *("tests/models/test_against_transformers.py", "tests/models/test_costs.py"),
     *("tests/models/test_kept_activations.py", "tests/models/test_through_the_engine.py"),
     *("tests/observe/test_page_in_browser.py", "tests/pipeline/search/test_kept_choice.py"),
-    *("tests/pipeline/simulation/test_step_time.py", "tests/pipeline/test_baselines.py", "tests/pipeline/test_plan.py"),
+    *("tests/pipeline/simulation/test_step_time.py", "tests/pipeline/test_plan.py"),
     *("tests/test_imports.py", "tests/test_typical_mistakes.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "shared_runs", "processes"])

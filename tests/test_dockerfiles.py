@@ -5,15 +5,11 @@ No image can be built in a test. `.ci/run` also lints both files with hadolint.
 
 import fnmatch
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.support.toml import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 FILES = ("Dockerfile", "Dockerfile.cpu")
@@ -21,13 +17,12 @@ FILES = ("Dockerfile", "Dockerfile.cpu")
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_image_installs_pinned_packages_and_extras_that_exist(name):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / name).read_text().replace("\\\n", " ")
     first, second = [line.split() for line in text.splitlines() if line.startswith("RUN pip install")]
     assert first[-3:] == ["-c", "constraints.txt", "torch"], "PyTorch's version is the pinned one"
     assert "--no-cache-dir" in first and second[3:7] == ["--no-cache-dir", "-c", "constraints.txt", "-e"]
     extras = re.fullmatch(r"\.\[([a-z,]+)\]", second[7].strip("'\""))
-    assert extras and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    assert extras and set(extras[1].split(",")) <= {*EXTRAS}
 
 
 def test_nothing_that_git_ignores_gets_into_an_image():

@@ -3,21 +3,16 @@
 import re
 import shlex
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import ROOT, run_program
+from tests.support.toml import EXTRAS, PROJECT, tomllib
 from torchround.config import Config, load_config
 from torchround.config.key_types import KeyType
 from torchround.config.validate import all_keys
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -100,11 +95,10 @@ def test_a_command_runs(line, clone):
 
 
 def assert_installs(arguments):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert arguments[:-1] == ["install", "-q", "-c", "constraints.txt", "-e"]
     extras = re.fullmatch(r"\.(?:\[([a-z,]+)\])?", arguments[-1])
     assert extras and (ROOT / "constraints.txt").is_file()
-    assert set((extras[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
+    assert set((extras[1] or "").split(",")) - {""} <= {*EXTRAS}
 
 
 def run_python(program, arguments, folder):
@@ -158,12 +152,10 @@ def test_every_key_and_table_that_is_named_exists():
 
 
 def test_every_dependency_is_pinned():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
     def names(requirements):
         return [re.split(r"[^\w-]", line)[0].lower() for line in requirements]
 
-    named = names(project["dependencies"])
-    extras = [package for extra in project["optional-dependencies"].values() for package in names(extra)]
+    named = names(PROJECT["dependencies"])
+    extras = [package for extra in EXTRAS.values() for package in names(extra)]
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {*named, *extras} <= pinned

@@ -57,11 +57,12 @@ def test_nothing_happens_at_import(tmp_path):
     run_python(IMPORT_EVERYTHING.replace("IMPORTS", imports), tmp_path)
 
 
-def test_an_installation_holds_every_package_of_the_models_and_none_called_models():
-    """setuptools finds them through the link `torchround/models`."""
+def test_an_installation_holds_every_package_of_models_and_simulate_and_none_of_these_names():
+    """setuptools finds them through the links `torchround/models` and `torchround/simulate`."""
     assert 'include = ["torchround*"]' in (ROOT / "pyproject.toml").read_text()
     found = setuptools.find_packages(str(ROOT), include=["torchround*"])
-    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "models").rglob("__init__.py")]
+    tops = (ROOT / "models", ROOT / "simulate")
+    folders = [path.parent.relative_to(ROOT) for top in tops for path in top.rglob("__init__.py")]
     assert len(folders) > 5
     assert {f"torchround.{'.'.join(folder.parts)}" for folder in folders} <= {*found}
     assert {name.split(".")[0] for name in found} == {"torchround"}

@@ -1,12 +1,10 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
-import json
 import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.support.faults import Bomb, PlantedError, before
 from tests.support.small_run import (
@@ -75,8 +73,7 @@ def test_interrupted_and_resumed_on_other_devices_it_equals_an_uninterrupted_run
     assert small_runs("stopped", *settings, *changes) == 0
     small_runs.assert_same("stopped", "whole")
     if KEEP_SOME in changes:
-        plan = json.loads((small_runs.path("stopped") / "plan.json").read_text())
-        assert plan["kept"] == [[], *[["attention", "down"]] * 3, []]
+        assert small_runs.plan("stopped")["kept"] == [[], *[["attention", "down"]] * 3, []]
 
 
 def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs):
@@ -93,7 +90,7 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs)
     ("settings", "call"),
     [
         pytest.param([TIED], 1, marks=nightly),
-        ([TIED], 13),
+        pytest.param([TIED], 13, marks=nightly),
         pytest.param([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 16, marks=nightly),
         ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 31),
         pytest.param([*BOUNDED, "--checkpoint.interval_steps=1"], 9, marks=nightly),
@@ -176,19 +173,18 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs):
 
 def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(small_runs, capsys):
     assert small_runs("first", ASYNC) == 0
-    first, state = small_runs.state("first"), small_runs.saved_state("first")
-    assert {name.split("/")[0] for name in first} == {"weights", "exp_avg", "exp_avg_sq", "master_1_old"}
+    state = small_runs.saved_state("first")
+    assert {name.split("/")[0] for name in small_runs.state("first")} == {
+        "weights",
+        "exp_avg",
+        "exp_avg_sq",
+        "master_1_old",
+    }
     assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0
     assert state["tokens"] == small_runs.steps("first")[-1]["tokens"] > 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
     stage = ["--checkpoint.load=weights", "--checkpoint.load_path=outputs/first/checkpoints/step-5"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
-    # Of a step without a learning rate only the moments change, and they are those of one step.
-    assert small_runs("begun", *stage, "--training.steps=1", "--optimizer.lr=1e-30") == 0
-    begun = small_runs.state("begun", 1)
-    weights = {name for name in first if name.startswith("weights/")}
-    assert weights == {name for name in begun if name.startswith("weights/")}
-    assert all(torch.equal(begun[name], first[name]) for name in weights)
     stop_after(2, small_runs, "second", *stage)
     assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]

@@ -3,12 +3,16 @@
 import contextlib
 import io
 import logging
+import os
+import socket
 
 import pytest
 
-from tests.support.faults import over, planted
-from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, small_runs
+from tests.support.faults import PlantedError, over, planted
+from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
+from torchround.config import RunTable
 from torchround.engine import lifecycle
+from torchround.run.run_folder import RunFolder
 
 __all__ = ["over", "planted", "small_runs"]
 
@@ -30,6 +34,23 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert "step 2 could not be written" in warning.getMessage()
     assert "training continues" in warning.getMessage()
     assert small_runs.saved("run") == [4, 5]
+
+
+def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retried(small_runs, monkeypatch, caplog):
+    obstacle = file_for_checkpoints(small_runs)
+    saves_ended = awaiting_saves(monkeypatch)
+
+    def fail():
+        saves_ended(1)
+        obstacle.unlink()
+        raise PlantedError
+
+    before_step(monkeypatch, 3, fail)
+    with pytest.raises(PlantedError):
+        small_runs("run", "--checkpoint.interval_steps=2")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "step 2 could not be written" in warning and "training continues" not in warning
+    assert len(small_runs.saved("run")) == 1
 
 
 @pytest.mark.parametrize("interval", [0, STEPS])
@@ -88,22 +109,41 @@ def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(small_
     assert not small_runs.path("run").exists()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("stop", marks=pytest.mark.nightly), "skip"])
-def test_a_file_of_data_that_vanishes_ends_the_run_after_a_save_and_a_resume_gives_the_same_bits(
-    small_runs, monkeypatch, capsys, mode
+def test_a_folder_in_use_is_refused(small_runs, capsys):
+    with RunFolder(RunTable(name="run", folder="outputs")):
+        assert small_runs("run") == 2
+    assert f"in use by process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
+
+
+NO_FILE, NO_JSON = (
+    "DataFileError: text.jsonl: cannot be read: No such file or directory",
+    "DataError: text.jsonl, line 5",
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "mode"), [pytest.param(NO_FILE, "stop", marks=pytest.mark.nightly), (NO_FILE, "skip"), (NO_JSON, "stop")]
+)
+def test_data_that_fail_end_the_run_after_a_save_and_repaired_they_give_the_same_bits(
+    small_runs, monkeypatch, capsys, said, mode
 ):
     # With shuffled sequences, all of this small file would be read before the first step.
     overrides = [f"--data.on_bad_record={mode}", "--data.shuffle_sequences=0"]
+    overrides += ["--data.shuffle=false", "--data.num_workers=2"] * (said == NO_JSON)
     assert small_runs("whole", *overrides) == 0
-    text, away = small_runs.folder / "text.jsonl", small_runs.folder / "away"
+    text = small_runs.folder / "text.jsonl"
+    content = text.read_text()
+    lines = content.splitlines(keepends=True)
     with monkeypatch.context() as patch:
-        before_step(patch, 3, lambda: text.rename(away))
+        if said == NO_FILE:
+            before_step(patch, 3, text.unlink)
+        else:
+            text.write_text("".join([*lines[:4], lines[4].replace('"text"', "'text'"), *lines[5:]]))
         assert small_runs("run", *overrides) == 1
     [last] = small_runs.saved("run")
-    assert 0 < last < STEPS
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("DataFileError: text.jsonl: cannot be read: No such file or directory")
-    away.rename(text)
+    assert 0 < last < STEPS and list(small_runs.losses("run")) == list(range(1, last + 1))
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+    text.write_text(content)
     assert small_runs("run", *overrides) == 0
     small_runs.assert_same("run", "whole")
 
@@ -113,8 +153,7 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_a
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_last_bit(path)
     assert small_runs("run", *every_second) == 0
     assert f"step-{STEPS}: {path.name} has checksum" in caplog.text
     assert "resuming after step 4 " in capsys.readouterr().out

@@ -24,9 +24,14 @@ model = { family = "transformers", hf_path = "release" }
 tokenizer = { name = "bytes" }
 data = { sources = [{ path = "text.jsonl" }] }
 training = { steps = 3, seq_len = 16, global_batch_size = 3, dtype = "float32" }
-engine = { devices = "cpu", num_devices = 2, cpu_threads = 1, plan = { forward = [2], fused = 2, backward = [2], rounds = 1 } }
 optimizer = { lr = 1e-2 }
 checkpoint = { interval_steps = 2 }
+[engine]
+devices = "cpu"
+num_devices = 2
+cpu_threads = 1
+device_memory_gib = 0.001 # so that a plan asks for short sequences alone
+plan = { forward = [2], fused = 2, backward = [2], rounds = 1 }
 """
 KINDS = ["qwen2", "gemma2", "qwen3_moe"]
 BFLOAT16, MUON, COMPACT = "--training.dtype=bfloat16", "--optimizer.name=muon", "--optimizer.state=compact"
@@ -177,7 +182,7 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
 def test_a_dry_run_and_a_plan_count_the_model_and_make_nothing(folder, capsys):
     assert run("small", "--dry-run") == 0
     assert "a checkpoint takes" in capsys.readouterr().out
-    assert plan_run.main(["--config", "small.toml", "--device", "rtx4090", "--num-devices", "2"]) == 0
+    assert plan_run.main(["--config", "small.toml", "--device=rtx4090", "--device-memory-gib=0.001"]) == 0
     assert "each device needs" in capsys.readouterr().out
     assert not (folder / "outputs").exists()
 

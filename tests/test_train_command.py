@@ -28,6 +28,7 @@ def has_logged(runs, name, step):
     return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
+@pytest.mark.nightly  # by default `tests/faults/test_signals.py` does this without a fresh Python
 def test_a_run_that_is_terminated_and_resumed_equals_an_uninterrupted_one(small_runs, capsys):
     process = small_runs.start("run", *ENDLESS)
     wait_until(has_logged(small_runs, "run", 2), process)

@@ -17,15 +17,6 @@ from torchround.commands import plan_run as plan_script
 __all__ = ["folder", "working_folder"]
 
 
-def test_a_run_starts_from_the_weights_in_the_folder(folder):
-    assert train.main(["--config", "small.toml"]) == 0
-    found = saved(folder, "small", step=1)
-    released = load_file(folder / "release" / "model.safetensors")
-    assert torch.equal(found["weights/embedding.weight"], released["model.embed_tokens.weight"])
-    block = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(found["weights/block.1.mlp.down.weight"], released[block])
-
-
 def changed(**changes):
     return lambda folder: change_config(folder, **changes)
 

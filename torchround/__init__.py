@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULE
     from torchround.layer import LayeredModel as LayeredModel
     from torchround.layer import LayerWork as LayerWork
     from torchround.layer import MicroBatch as MicroBatch
+    from torchround.layer import Products as Products
     from torchround.library.pipeline import Pipeline as Pipeline
     from torchround.models import FAMILIES as FAMILIES
     from torchround.pipeline.partition import Partition as Partition
@@ -37,6 +38,7 @@ _MODULES = {
     "Partition": "torchround.pipeline.partition",
     "Pipeline": "torchround.library.pipeline",
     "Plan": "torchround.pipeline.plan",
+    "Products": "torchround.layer",
     "make_plan": "torchround.pipeline.planner",
 }
 

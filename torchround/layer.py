@@ -97,56 +97,76 @@ class KeptWork:
     """A part of a layer whose results can be kept for its recomputation, one of `KEEPABLE`.
 
     - `nbytes`: what is kept for one micro-batch, each tensor rounded up to `ALIGNMENT_BYTES`.
-    - `flops`: matrix products that the recomputation then skips, counted as in `LayerWork.forward_flops`.
+    - `flops`: matrix products that the recomputation then skips, counted as in `Products`.
     - `activation_bytes`: the part of `LayerWork.activation_bytes` that is the same memory as the kept tensors. A
       recomputation from them does not need it a second time.
+    - `kind`: the kind of these products, as in `Products`.
     """
 
     name: str
     nbytes: int
     flops: float
     activation_bytes: int = 0
+    kind: str = "dense"
 
     @staticmethod
-    def of(name: str, sizes: Iterable[int], flops: float, activation_bytes: int = 0) -> "KeptWork":
+    def of(
+        name: str, sizes: Iterable[int], flops: float, activation_bytes: int = 0, kind: str = "dense"
+    ) -> "KeptWork":
         """Count a part that keeps tensors of these sizes, in bytes."""
         nbytes = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-        return KeptWork(name, nbytes, flops, activation_bytes)
+        return KeptWork(name, nbytes, flops, activation_bytes, kind)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products of one kind in the forward of a layer. A multiply-add is 2 FLOPs.
+
+    - `flops`: products of the forward, once per token that is computed.
+    - `frozen_flops`: the part of `flops` spent on products with frozen weights.
+    - `kind`: `"dense"`, attention included, `"grouped"` for stacks of experts, or `"head"`. Each has a rate of its own
+      (`pipeline/rates.py`).
+    """
+
+    flops: float
+    frozen_flops: float = 0.0
+    kind: str = "dense"
 
 
 @dataclass(frozen=True)
 class LayerWork:
     """The cost of one layer, or of a part of one, for one micro-batch, counted from shapes.
 
-    - `forward_flops`: matrix products only (a multiply-add is 2), once per token that is computed.
+    - `products`: the matrix products.
     - `activation_bytes`: memory kept between the layer's forward and its backward.
     - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
     - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
-    - `frozen_flops`: the part of `forward_flops` spent on products with frozen weights.
     - `keepable`: the parts whose results can be kept, in the order in which they run.
     """
 
-    forward_flops: float = 0.0
+    products: tuple[Products, ...] = ()
     activation_bytes: int = 0
     boundary_bytes: int = 0
     workspace_bytes: int = 0
-    frozen_flops: float = 0.0
     keepable: tuple[KeptWork, ...] = ()
 
     def __add__(self, other: "LayerWork") -> "LayerWork":
         """Combine parts of one layer that run one after the other.
 
-        FLOPs and kept memory add up, keepable parts are joined. Scratch is free again when the next part runs, and only
+        Kept memory adds up, products and keepable parts are joined. Scratch is free again when the next part runs, and only
         one part's output leaves the layer, so of these two the larger counts.
         """
         return LayerWork(
-            self.forward_flops + other.forward_flops,
+            self.products + other.products,
             self.activation_bytes + other.activation_bytes,
             max(self.boundary_bytes, other.boundary_bytes),
             max(self.workspace_bytes, other.workspace_bytes),
-            self.frozen_flops + other.frozen_flops,
             self.keepable + other.keepable,
         )
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(part.flops for part in self.products)
 
     @property
     def backward_flops(self) -> float:
@@ -154,7 +174,7 @@ class LayerWork:
 
         A product's two gradients cost a forward each; a frozen weight needs no gradient of its own.
         """
-        return 2 * self.forward_flops - self.frozen_flops
+        return sum(2 * part.flops - part.frozen_flops for part in self.products)
 
 
 class Layer(Protocol):

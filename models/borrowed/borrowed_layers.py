@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.accelerators import PLANNED_KIND
-from torchround.layer import LayerWork, MicroBatch
+from torchround.layer import LayerWork, MicroBatch, Products
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.construction import post_order
 from torchround.models.borrowed.counted_work import count_layer, count_logits
@@ -188,12 +188,11 @@ class BorrowedHead(BorrowedLayer):
                 sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
             )
         loss = LayerWork(
-            forward_flops=flops,
+            products=(Products(flops, 0.0 if trained else flops, "head"),),
             # The gradient that the loss computes in its forward and keeps for its input.
             activation_bytes=num_tokens * states * element_bytes,
             boundary_bytes=4,
             workspace_bytes=scratch,
-            frozen_flops=0.0 if trained else flops,
         )
         counted = count_layer(tail, batch, tokens, element_bytes, width)
         return replace(counted, boundary_bytes=0) + loss

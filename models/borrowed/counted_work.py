@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import LayerWork, MicroBatch
+from torchround.layer import LayerWork, MicroBatch, Products
 from torchround.models.borrowed.shell import shared_tensors
 from torchround.models.borrowed.without_memory import Meter, call_with, fake_parameters, no_memory
 
@@ -69,13 +69,15 @@ def _count(
         torch.autograd.backward(result, gradient)
     backward_flops = meter.flops - forward_flops
     scratch = max(0, meter.peak_bytes - before - kept.nbytes)
+    # A product's two gradients cost a forward each; what is missing belongs to frozen weights.
+    frozen_flops = min(forward_flops, max(0.0, 2 * forward_flops - backward_flops))
+    # Most products of a layer with stacks of matrices are those of its experts.
+    kind = "grouped" if any(parameter.ndim == 3 for parameter in parameters.values()) else "dense"
     return LayerWork(
-        forward_flops=forward_flops,
+        products=(Products(forward_flops, frozen_flops, kind),),
         activation_bytes=kept.nbytes,
         boundary_bytes=output_bytes,
         workspace_bytes=scratch + arguments,
-        # A product's two gradients cost a forward each; what is missing belongs to frozen weights.
-        frozen_flops=min(forward_flops, max(0.0, 2 * forward_flops - backward_flops)),
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
 from torchround.keeping import keep
-from torchround.layer import KeptWork, LayerWork, MicroBatch
+from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.keys_and_values import past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         kernel = self._kernel_of_plan(tokens, element_bytes, device)
         masked = kernel is AttentionKernel.MASK
         mixing = LayerWork(
-            flops,
+            (Products(flops),),
             num_tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
             workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, kernel),
             keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),

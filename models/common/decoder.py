@@ -24,6 +24,7 @@ from torchround.layer import (
     LayeredModel,
     LayerWork,
     MicroBatch,
+    Products,
     renamed,
 )
 from torchround.models.common.attention import Attention
@@ -247,12 +248,11 @@ class Head(nn.Module):
         trained = self.weight.requires_grad
         flops = 2.0 * num_tokens * vocab * width
         projection = LayerWork(
-            forward_flops=flops,
+            products=(Products(flops, 0.0 if trained else flops, "head"),),
             # The gradient that the loss computes in its forward and keeps for its input.
             activation_bytes=num_tokens * width * element_bytes,
             boundary_bytes=4,
             workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device),
-            frozen_flops=0.0 if trained else flops,
         )
         return self.norm.work(num_tokens, element_bytes) + projection
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchround.accelerators import PLANNED_KIND, is_accelerator
 from torchround.keeping import joined, keep, passing
-from torchround.layer import KeptWork, LayerWork
+from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 from torchround.models.kernels.grouped import RowGroups, stack_product
@@ -140,8 +140,8 @@ class ExpertStack(Adaptable, ABC):
             # The backward does not need the outputs of the projection down.
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
-        frozen_flops = num_rows * frozen_row_flops
-        return LayerWork(num_rows * row_flops, kept_bytes, 0, scratch_bytes, frozen_flops, parts)
+        products = Products(num_rows * row_flops, num_rows * frozen_row_flops, "grouped")
+        return LayerWork((products,), kept_bytes, 0, scratch_bytes, parts)
 
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
@@ -157,7 +157,8 @@ class ExpertStack(Adaptable, ABC):
                 row_flops += 2.0 * self.lora.rank * (matrix.shape[1] + matrix.shape[2])
         sizes = [num_rows * width * element_bytes for width in (*ranks, *widths)]
         saved = sum(ranks) + (sum(widths) if saves_results else 0)
-        return KeptWork.of(part, sizes, num_rows * row_flops, num_rows * saved * element_bytes)
+        saved_bytes = num_rows * saved * element_bytes
+        return KeptWork.of(part, sizes, num_rows * row_flops, saved_bytes, "grouped")
 
 
 class GatedExperts(ExpertStack):

@@ -26,6 +26,7 @@ from torchround.layer import (
     LayeredModel,
     LayerWork,
     MicroBatch,
+    Products,
     names_in,
     renamed,
 )
@@ -150,12 +151,13 @@ def linear_work(linear: nn.Linear, num_tokens: int, element_bytes: int) -> Layer
     with dropout its input and the mask (one byte an element).
     """
     flops = 2.0 * num_tokens * linear.weight.numel()
-    work = LayerWork(flops, frozen_flops=0.0 if linear.weight.requires_grad else flops)
+    work = LayerWork((Products(flops, 0.0 if linear.weight.requires_grad else flops),))
     if not isinstance(linear, LoraLinear):
         return work
     dropped_bytes = linear.in_features * (element_bytes + 1) if linear.lora.dropout else 0
     adapter_flops = 2.0 * num_tokens * (linear.lora_a.numel() + linear.lora_b.numel())
-    return work + LayerWork(adapter_flops, num_tokens * (linear.lora.rank * element_bytes + dropped_bytes))
+    kept_bytes = num_tokens * (linear.lora.rank * element_bytes + dropped_bytes)
+    return work + LayerWork((Products(adapter_flops),), kept_bytes)
 
 
 def kept_linears(

@@ -1,34 +1,22 @@
 """A fault on an accelerator is a `PipelineError` in the caller, leaves no thread, and gives the memory back."""
 
 import gc
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.device_toy import device_engine
 from tests.support.faults import PlantedError, copied, engine_threads
-from tests.support.toy import (
-    BLOCKS,
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.processes import run_program
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.pipeline.memory import GIB
 
-ROOT = Path(__file__).parents[2]
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 MIB = 2**20
@@ -83,7 +71,7 @@ def faulty_model(fault, call):
             return super().forward(fault(hidden) if now else hidden, micro_batch)
 
     embedding, *_, head = toy_model().layers
-    return LayeredModel(toy_model().names, (embedding, *(Faulty() for _ in range(BLOCKS)), head))
+    return LayeredModel(toy_model().names, (embedding, *(Faulty() for _ in range(toy.BLOCKS)), head))
 
 
 def assert_fails(kind, cause, workers, model):
@@ -194,5 +182,4 @@ os._exit(3)
 
 def test_an_error_inside_a_kernel_is_a_pipeline_error(kind):
     """Run in a process of its own, because a device fails for the rest of a process after such an error."""
-    done = subprocess.run([sys.executable, "-c", POISON, kind], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "raised" in done.stdout, done.stderr[-3000:]
+    assert "raised" in run_program("-c", POISON, kind).stdout

@@ -1,13 +1,12 @@
 """A block's forward and backward on an accelerator need no more memory than the block counts for such a device."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.small_decoders import decoder
 from torchround.layer import MicroBatch
-from torchround.models import FAMILIES
 from torchround.models.common.feed_forward import MoEShape
 
 WIDTH, TOKENS = 128, 256
@@ -17,20 +16,9 @@ MARGIN = 1.02
 
 
 def model_of(family, ffn_size):
-    shape: dict[str, Any] = dict(SHAPE)
-    if family == "experts":
-        shape["moe"] = MoEShape(
-            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
-        )
-        family = "qwen3"
-    elif family == "gpt_oss":
-        shape["moe"] = MoEShape(
-            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
-        )
-    else:
-        shape["ffn_size"] = ffn_size
-    made = FAMILIES[family]
-    return made.build(made.config_from_flavor("debug", **shape))
+    has_experts = family in ("experts", "gpt_oss")
+    size = {"moe": MoEShape(4, 2, ffn_size)} if has_experts else {"ffn_size": ffn_size}
+    return decoder("qwen3" if family == "experts" else family, "debug", **SHAPE, **size)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.plain_flash import plain_backward_kernel, plain_forward_kernel
+
 DEVICE = "simulated:0"
 FLOAT32_SUMS = 1e-4  # relative to the largest element: sums of at most 64 products in float32, taken generously
 
@@ -24,15 +26,6 @@ def assert_rounded(found, wanted, roundings=1):
     allowed = (roundings * torch.finfo(found.dtype).eps + FLOAT32_SUMS) * wanted.abs().max()
     assert found.shape == wanted.shape
     assert (found.cpu().double() - wanted).abs().max() <= allowed
-
-
-def plain_attention(query, key, value, allowed, bias=0.0):
-    """Attention of `[B, H, T, C]` by its formula; `allowed [T, T]`. Returns the log-sum-exp too."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
-    scores = query @ key.mT / query.shape[-1] ** 0.5 + bias
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
 def leaves(*shapes, dtype):
@@ -59,20 +52,15 @@ def test_attention_by_offsets_keeps_documents_apart(simulator, window):
         *(*arguments, state, torch.empty(0, device=DEVICE)),
         **sides,
     )
-    wanted, sums = [], []
-    for start, stop in itertools.pairwise(ends):
-        rows = [t[start:stop].transpose(0, 1)[None] for t in plain]
-        allowed = torch.ones(stop - start, stop - start).tril().bool()
-        if window is not None:
-            allowed = allowed.triu(1 - window)
-        mixed, log_sum = plain_attention(*rows, allowed)
-        wanted.append(mixed[0].transpose(0, 1))
-        sums.append(log_sum[0])
-    torch.cat(wanted).backward(grad.double())
-    assert_rounded(output, torch.cat(wanted).detach())
-    assert_rounded(log_sums, torch.cat(sums, dim=1).detach())
-    for found, leaf in zip(gradients, plain, strict=True):
-        assert_rounded(found, leaf.grad, roundings=4)
+    heads = [t.detach() for t in plain]
+    wanted, sums, _ = plain_forward_kernel(*heads, torch.tensor(ends[1:]), 12, window)
+    wanted_gradients = plain_backward_kernel(
+        grad.double(), *heads, wanted, sums, torch.tensor(ends[1:]), 12, window, None
+    )
+    assert_rounded(output, wanted)
+    assert_rounded(log_sums, sums)
+    for found, expected in zip(gradients, wanted_gradients, strict=True):
+        assert_rounded(found, expected, roundings=4)
 
 
 def test_grouped_products_and_their_gradients_are_those_of_a_loop(simulator):

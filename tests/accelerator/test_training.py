@@ -11,10 +11,9 @@ import torch
 from tests.support.device_toy import device_engine, workers_of
 from tests.support.engine_rows import BUGS, ROWS, assert_same
 from tests.support.reference import Reference
+from tests.support.small_decoders import decoder
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.layer import MicroBatch, longest_document, with_dropout_seeds
-from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 LR = 1e-2
@@ -83,16 +82,13 @@ def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, fam
 
     With adapters, frozen products take other branches than trained ones, and masks of dropout must not depend on the cut.
     """
-    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
     batches = [
         with_dropout_seeds([packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)], 0, step)
         for step in range(2)
     ]
     for workers, partition in ((1, Partition((), 4, ())), (3, Partition((1, 2), 1, (2, 1)))):
-        model = FAMILIES[family].build(config)
-        if adapted:
-            shape = LoraShape(8, 16.0, 0.25, ("q_proj", "v_proj", "down_proj"))
-            add_adapters(model, FAMILIES[family].hf_names(config), shape)
+        targets = ("q_proj", "v_proj", "down_proj") if adapted else ()
+        model = decoder(family, flavor, targets, vocab_size=50, num_layers=2, tied_embeddings=tied)
         store = toy_store(model, DTYPES[dtype], pinned=True)
         loop = Reference.of(model, store, device=kind)
         assert loop.weights and all("lora" in name for name in loop.weights) is adapted
@@ -113,8 +109,7 @@ def test_many_short_documents_give_the_bits_of_a_plain_loop(kind, family):
         ]
         for step in range(2)
     ]
-    config = FAMILIES[family].config_from_flavor("debug", vocab_size=50, num_layers=2)
-    model = FAMILIES[family].build(config)
+    model = decoder(family, "debug", vocab_size=50, num_layers=2)
     store = toy_store(model, torch.bfloat16, pinned=True)
     loop = Reference.of(model, store, device=kind)
     with device_engine(kind, model, store, Partition((1, 2), 1, (2, 1)), 2) as engine:

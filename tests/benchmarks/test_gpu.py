@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.support.toml import EXTRAS, PROJECT
 
 ROOT = Path(__file__).parents[2]
 HIDE = """
@@ -32,9 +29,7 @@ SMALL = [
 @pytest.fixture
 def bare(tmp_path):
     """Return an environment that hides the packages which docs/gpu_results.md does not name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = itertools.chain(*project["optional-dependencies"].values())
-    known = {re.split(r"[^\w-]", line)[0] for line in (*project["dependencies"], *extras)}
+    known = {re.split(r"[^\w-]", line)[0] for line in itertools.chain(PROJECT["dependencies"], *EXTRAS.values())}
     page = (ROOT / "docs" / "gpu_results.md").read_text()
     named = page.split("must be installed:")[1].split(".\n")[0]
     kept = {name for name in known if f"`{name}`" in named}

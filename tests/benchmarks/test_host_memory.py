@@ -1,7 +1,6 @@
 """Host memory: a step adds none to the store, which takes what is planned; and the peak while weights are read."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,16 +18,8 @@ from torchround.run.numbers import run_question
 
 HARDWARE = Hardware("cpu", 1, device_bytes=2**30)
 # Sizes that need no padding, except in vectors.
-CONFIG = replace(
-    FAMILY.config_from_flavor("debug"),
-    num_layers=2,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=64,
-    ffn_size=512,
-    vocab_size=512,
-)
+SIZES = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "ffn_size": 512}
+CONFIG = FAMILY.config_from_flavor("debug", **SIZES, vocab_size=512)
 
 
 def tensors():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.joint_teams import together
+from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import (
     Checkpointer,
     Conversion,
@@ -123,9 +124,7 @@ def test_a_wrong_byte_of_a_converted_tensor_is_damage_and_the_checkpoint_before_
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(3, halves(whole_values()), {})
     newest = checkpointer.save(4, halves({name: -tensor for name, tensor in whole_values().items()}), {})
-    content = bytearray((newest / "tensors-00000.safetensors").read_bytes())
-    content[-5] ^= 1
-    (newest / "tensors-00000.safetensors").write_bytes(content)
+    flip_last_bit(newest / "tensors-00000.safetensors")
     with pytest.raises(DamagedCheckpointError, match="has checksum"):
         load_checkpoint(newest, room_for(whole_values()), converter=HalvesConverter())
     target = room_for(whole_values())

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.hostile_cases import forge_file, forge_manifest
+from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import (
     Checkpointer,
     DamagedCheckpointError,
@@ -52,11 +53,7 @@ def cut(name):
 
 
 def flipped(name):
-    def flip(path):
-        content = (path / name).read_bytes()
-        (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-    return flip
+    return lambda path: flip_last_bit(path / name)
 
 
 def linked(name):

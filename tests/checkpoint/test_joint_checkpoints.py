@@ -11,6 +11,7 @@ import torch
 
 from tests.support.disks import files_limited_to
 from tests.support.joint_teams import together
+from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -92,25 +93,31 @@ def test_what_three_machines_save_together_any_number_loads_bit_for_bit(tmp_path
     assert load_checkpoint(path, alone).state == {**STATE, "rank": 0, "step": 3} and equal(alone, whole_state(3))
     for num_machines in (2, 4):
         assert {(loaded.step, loaded.path) for loaded in load(tmp_path, True, num_machines)} == {(3, path)}
-    # What one machine saved, several load.
+    # What one machine saved, several load, also if a kill left it while it was replaced.
     Checkpointer(tmp_path / "run").save(5, whole_state(5), STATE)
+    (tmp_path / "run" / "step-5").rename(tmp_path / "run" / "step-5.replaced")
     assert all(loaded.step == 5 and loaded.state == STATE for loaded in load(tmp_path, True, 2))
 
 
-def test_a_machine_reads_only_the_files_that_hold_its_tensors(tmp_path):
-    save(tmp_path, True, 3, 3)
-    opened, is_loading = [], [True]
+def reads_its_files(folder):
+    """Be a process of its own: a hook of its file system stays until its end."""
+    folder, opened = Path(folder), []
+    save(folder, True, 3, 3)
 
     def note(event, details):
-        if event == "open" and is_loading and str(details[0]).startswith(f"{tmp_path}/run/step-3/tensors"):
+        if event == "open" and str(details[0]).startswith(f"{folder}/run/step-3/tensors"):
             opened.append(Path(details[0]).name)  # threads that count at once may lose one
 
-    sys.addaudithook(note)  # which can never be removed
-    load(tmp_path, True, 3)
-    is_loading.clear()
+    sys.addaudithook(note)
+    load(folder, True, 3)
     # One machine reads a header for all. Then each reads its own file, and that of the frozen tensor.
     assert [opened.count(f"tensors-{rank}00000.safetensors") for rank in (1, 2)] == [2, 2]
     assert opened.count("tensors-00000.safetensors") == 1 + 3
+
+
+def test_a_machine_reads_only_the_files_that_hold_its_tensors(processes, tmp_path):
+    child = processes.run("tests.checkpoint.test_joint_checkpoints:reads_its_files", str(tmp_path), folder=tmp_path)
+    assert child.returncode == 0, child.text()
 
 
 def test_on_disks_of_their_own_each_machine_has_its_files_and_what_is_elsewhere_travels(tmp_path):
@@ -150,9 +157,7 @@ def test_a_file_that_no_machine_has_is_named_with_the_machines_asked_and_an_olde
 def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, shared, caplog):
     save(tmp_path, shared, 2, 1, 2)
     damaged = folder_of(tmp_path, 1, shared) / "step-2" / "tensors-100000.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_last_bit(damaged)
     assert loaded_steps(tmp_path, shared, 2) == {1}
     assert "machine 1: tensors-100000.safetensors has checksum" in caplog.text
 

@@ -45,7 +45,7 @@ def test_importing_the_package_imports_neither_torch_nor_anything_else_of_it():
 def warm_up():
     """Import all commands, so that no child has to."""
     for module, _ in commands.COMMANDS.values():
-        import_module(f"torchround.commands.{module}")
+        import_module(f".{module}", commands.__name__)
 
 
 def starts(entry, *arguments):

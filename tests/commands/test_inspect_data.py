@@ -18,17 +18,12 @@ def prepare(folder):
     (folder / "b.jsonl").write_text(f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n")
     (folder / "x.toml").write_text(
         f"""
-        [model]
-        family = "llama3"
-        flavor = "debug"
-        [tokenizer]
-        name = "bytes"
+        model = {{ family = "llama3", flavor = "debug" }}
+        tokenizer = {{ name = "bytes" }}
+        training = {{ seq_len = 16, global_batch_size = 2 }}
         [data]
         sources = [{{ path = "{folder}/a.txt" }}, {{ path = "{folder}/b.jsonl", weight = 2.0 }}]
         shuffle = false
-        [training]
-        seq_len = 16
-        global_batch_size = 2
         """
     )
 

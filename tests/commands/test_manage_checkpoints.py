@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.manifest import read_manifest
 from torchround.commands import manage_checkpoints
@@ -34,12 +35,6 @@ def run(tmp_path):
 
 def left(run):
     return {path.name for path in (run / "checkpoints").iterdir()}
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_list_shows_what_is_there_and_what_is_damaged(run, capsys):
@@ -75,7 +70,7 @@ def test_list_shows_the_optimizer_and_the_format_of_its_state(tmp_path, config, 
 def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
     assert main(["verify", str(run)]) == 0
     assert "6 of 6 are sound" in capsys.readouterr().out
-    flip(run / "checkpoints" / "step-5" / TENSORS)
+    flip_last_bit(run / "checkpoints" / "step-5" / TENSORS)
     assert main(["verify", str(run)]) == 1
     output = capsys.readouterr()
     assert "5 of 6 are sound" in output.out
@@ -117,7 +112,7 @@ def test_prune_says_before_what_it_would_delete(run, capsys):
 
 def test_prune_keeps_the_newest_sound_checkpoint_if_all_others_that_it_keeps_are_damaged(run):
     for step in (5, 6):
-        flip(run / "checkpoints" / f"step-{step}" / TENSORS)
+        flip_last_bit(run / "checkpoints" / f"step-{step}" / TENSORS)
     assert main(["prune", str(run), "--keep-every-n-steps", "0"]) == 0
     assert left(run) == {"step-4", "step-5", "step-6", "notes"}
 

@@ -1,8 +1,8 @@
 """`torchround plan`, as a program once and otherwise as a function: what fits, what would help, several machines."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,20 +12,13 @@ from torchround.commands import plan_run
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def plan(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def call(*arguments):
-        code = plan_run.main(list(arguments))
-        return Done(code, *capsys.readouterr())
+        code, printed = plan_run.main(list(arguments)), capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
 
     return call
 
@@ -46,6 +39,9 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gb_with_compact_state_alone(plan
 
 
 def test_keys_of_the_config_and_cards_by_number_are_taken(plan):
+    named = plan_run.parser().parse_args(["--config", "debug.toml", "--device", "rtx4090"])
+    config = plan_run.parse_command_line(["--config", "debug.toml"]).config
+    assert plan_run.hardware(named, config).spec == plan_run.find_device("rtx4090")
     numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
     done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
     assert done.returncode == 0, done.stderr
@@ -65,6 +61,8 @@ DEBUG = ("--config", "debug.toml", "--device", "rtx4090")
         ((*DEBUG, "--lora-rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
         ((*DEBUG, "--dry-run"), ["--dry-run", "train.py"]),
+        ((*DEBUG, "--costs", "shipped"), ["rtx4090_debug.json", "rtx4090_qwen3_32b.json"]),
+        ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
         ((*DEBUG, "--engine.update=bounded", "--training.clip=layer", "--machines.planned=2"), ["engine.update", "2"]),
     ],
@@ -106,19 +104,11 @@ def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would
 __all__ = ["small_runs"]
 
 TWO_CARDS = ["--config", "debug.toml", "--device", "rtx4090", "--num-devices", "2"]
-SMALL_HOST = ["--host-memory-gib", "0.0296"]
 
 
-@pytest.fixture
-def printed(capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    return capsys
-
-
-def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(printed):
+def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(plan):
     machines = ["--machines.planned", "4", "--machines.gbit_per_s", "0.9"]
-    assert plan_run.main([*TWO_CARDS, *machines]) == 0
-    out = printed.readouterr().out
+    out = plan(*TWO_CARDS, *machines).stdout
     assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out and "no limit was given" in out
     assert re.search(r"link: (\S+) MiB of gradients out, \1 MiB of weights back", out)
     assert re.search(r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out)
@@ -129,9 +119,9 @@ def test_a_plan_for_four_machines_shows_the_exchange_and_the_speed_of_1_to_16(pr
     assert table["1"][-1] == "(1.00)" and table["8"] == ["without", "work"]
 
 
-def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(printed):
-    assert plan_run.main([*TWO_CARDS, *SMALL_HOST]) == 1
-    assert "  on 2 such machines: fits\n" in printed.readouterr().out
+def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(plan):
+    done = plan(*TWO_CARDS, "--host-memory-gib", "0.0296")
+    assert done.returncode == 1 and "  on 2 such machines: fits\n" in done.stdout
 
 
 def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(small_runs, capsys):

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from torchround import config
-from torchround.config import AdamWTable, ConfigError, load_config, parse_command_line, to_toml
+from torchround.config import AdamWTable, ConfigError, load_config, to_toml
 from torchround.config.config import Config
 from torchround.config.key_types import KeyType, Table
 from torchround.config.reference import documentation, page
@@ -222,11 +222,6 @@ def test_each_usual_value_leads_to_one_that_a_key_lists():
     for usual, value in USUAL_VALUES.items():
         meant = [listed for listed in choices if value in listed]
         assert meant and all(usual not in listed for listed in meant), usual
-
-
-def test_a_usual_flag_without_its_table_leads_to_the_key():
-    with pytest.raises(ConfigError, match=r"unknown flag --max_steps; .*; nearest: --training\.steps$"):
-        parse_command_line(["--config", "debug.toml", "--max_steps", "3"])
 
 
 # Each table and key is documented, and tables cannot be changed.

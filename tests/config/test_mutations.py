@@ -3,7 +3,6 @@
 Any value that TOML can hold is written so that it reads back.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,15 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.toml import tomllib
 from torchround.config import Config, ConfigError, load_config
 from torchround.config.key_types import UNSET
 from torchround.config.toml_writer import toml_value
 from torchround.config.validate import DEFAULT_STEPS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 VALID = {
     "run": {"name": "x", "seed": 1},

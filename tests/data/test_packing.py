@@ -1,6 +1,5 @@
 """Packing against what each document by itself would be, and the cut of a batch against plain slicing and counting."""
 
-import random
 from itertools import islice, pairwise
 
 import numpy as np
@@ -137,17 +136,6 @@ def test_no_document_would_have_fitted_better_when_it_was_placed(lengths, room):
         else:
             rows[best].append(index)
     assert best_fit(lengths, room) == rows
-
-
-def test_at_least_97_percent_of_a_realistic_mix_is_tokens():
-    """Lengths as in public instruction sets: log-normal, median 250, one in 40 above 2048; longer ones are cut."""
-    seq_len, generator = 1024, random.Random(0)
-    lengths = [max(8, int(generator.lognormvariate(5.52, 1.07))) for _ in range(seq_len * 2)]
-    pieces = [TokenPiece(np.full(length, 1), True, None) for length in lengths]
-    rows = rows_of(BestFitPacker(IterableWrapper(pieces), seq_len, PAD, "cut"))
-    tokens = sum(int((row.tokens != PAD).sum()) for row in rows)
-    assert tokens == sum(min(length, seq_len) for length in lengths)
-    assert tokens / (len(rows) * seq_len) >= 0.97
 
 
 def test_an_error_comes_after_the_full_rows_before_it_and_ends_the_data():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.batch_contents import documents, loader_of, reading_limits
+from tests.support.batch_contents import documents, loader_of, reading_limits, texts_of
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.streams import open_source
@@ -20,12 +20,7 @@ def opened(path, **keys):
 
 def read_all(source):
     """Return the content of the readable records, and the messages of the others."""
-    read, wrong = [], []
-    for document in source.first_documents(10**6):
-        try:
-            read.append(source.read(document, 0)[0])
-        except DataError as error:
-            wrong.append(str(error))
+    read = texts_of(source, wrong=(wrong := []))
     assert len(read) + len(wrong) == source.count()
     return read, wrong
 

@@ -8,8 +8,8 @@ from itertools import chain, islice
 import pytest
 import torch
 
-from tests.support.agreeing_threads import run_agreeing
 from tests.support.batch_contents import content, loader_of, write_lines
+from tests.support.joint_teams import run_agreeing
 from torchround.data import DataError, cut, joined_positions, num_tokens
 from torchround.data.step_batches import StepBatches
 from torchround.layer import IGNORED_LABEL, with_dropout_seeds

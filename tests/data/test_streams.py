@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.batch_contents import texts_of
 from tests.support.record_files import (
     as_lines,
     write_dataset,
@@ -27,16 +28,6 @@ pytestmark = pytest.mark.usefixtures("small_blocks")  # so small that 40 records
 WRITERS = [write_gzip, write_zstd, write_parquet, write_dataset, write_saved_dataset]
 EACH_WRITER = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 RECORDS = [{"text": f"record {number}", "number": number} for number in range(40)]
-
-
-def texts_of(source, key=None):
-    found, cursor = [], source.first_cursor()
-    while (here := source.locate(cursor, key)) is not None:
-        text, rest = source.read(here[0], 0)
-        assert rest is None
-        found.append(text)
-        cursor = here[1]
-    return found
 
 
 @EACH_WRITER
@@ -102,18 +93,6 @@ def test_one_of_several_subsets_of_a_dataset_is_read_by_its_name(tmp_path):
         open_source(SourceTable(path=str(tmp_path), format="dataset"))
 
 
-def read_and_wrong(source):
-    """Return the texts of the readable documents, and the messages of the others."""
-    cursor, read, wrong = source.first_cursor(), [], []
-    while (found := source.locate(cursor, None)) is not None:
-        try:
-            read.append(source.read(found[0], 0)[0])
-        except DataError as error:
-            wrong.append(str(error).partition(", ")[2])
-        cursor = found[1]
-    return read, wrong
-
-
 def test_each_row_that_is_not_utf8_is_named_and_costs_no_other_row(tmp_path):
     """The rows hold bytes that are written as strings unchecked; 2500 rows come in three parts."""
     texts = [b"row %d" % number for number in range(2500)]
@@ -121,9 +100,9 @@ def test_each_row_that_is_not_utf8_is_named_and_costs_no_other_row(tmp_path):
     raw = pyarrow.array(texts, pyarrow.binary()).buffers()
     table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), len(texts), raw)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2000)
-    read, wrong = read_and_wrong(open_source(SourceTable(path=str(tmp_path / "x.parquet"))))
+    read = texts_of(open_source(SourceTable(path=str(tmp_path / "x.parquet"))), wrong=(wrong := []))
     assert [text.encode() for text in read] == [text for text in texts if text.startswith(b"row")]
-    assert [message.partition(" (")[0] for message in wrong] == [
+    assert [message.partition(" (")[0].partition(", ")[2] for message in wrong] == [
         *("row 31: not valid UTF-8", "row 1501: not valid UTF-8")
     ]
 
@@ -135,11 +114,11 @@ def test_a_row_of_a_saved_dataset_that_cannot_be_read_is_named_and_costs_no_othe
     texts = [f"row {number}" for number in range(2500)]
     table = pyarrow.table({"text": texts, "day": pyarrow.array(days, pyarrow.date32())})
     datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
-    read, wrong = read_and_wrong(open_source(SourceTable(path=str(tmp_path / "saved"), format="dataset")))
+    source = open_source(SourceTable(path=str(tmp_path / "saved"), format="dataset"))
+    read = texts_of(source, wrong=(wrong := []))
     assert read == [text for number, text in enumerate(texts) if number not in bad]
-    assert [message.partition(": Overflow")[0] for message in wrong] == [
-        f"row {number + 1}: cannot be read" for number in bad
-    ]
+    found = [message.partition(": Overflow")[0].partition(", ")[2] for message in wrong]
+    assert found == [f"row {number + 1}: cannot be read" for number in bad]
 
 
 def test_a_large_row_group_is_read_part_by_part(tmp_path):

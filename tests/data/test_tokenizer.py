@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from tests.support import vocabularies
 from tests.support.batch_contents import reading_limits
-from tests.support.vocabularies import FAMILIES, random_text, real_text, write
+from tests.support.vocabularies import FAMILIES, random_text, real_text, train, write
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.opening import open_sources
-from torchround.data.text.special_tokens import encode_text
+from torchround.data.text.special_tokens import encode_text, splits_at
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 from torchround.data.text.tokenizer import nfc
 
@@ -71,13 +70,13 @@ QWEN_IDS |= {"<tool_call>": 151657, "<|fim_pad|>": 151662, "</think>": 151668}
 )
 def test_a_tiktoken_file_gives_the_tokens_of_the_reference(tmp_path, family, known, file, ids, framing):
     """The special tokens have the ids of the released model."""
-    reference = vocabularies.train(family, 1000)
+    reference = train(family, 1000)
     ranks = ranks_of(reference, known.num_ranks)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     lines = (base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(ranks))
     (tmp_path / file).write_bytes(b"\n".join(lines))
     ours, generator = build_tokenizer(TokenizerTable(), tmp_path), random.Random(0)
-    texts = vocabularies.real_text() + [vocabularies.random_text(generator) for _ in range(500)]
+    texts = real_text() + [random_text(generator) for _ in range(500)]
     texts = [text for text in texts if not any(token in text for token in ("<think>", "</tool_call>"))]
     expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
     assert [ours.encode(text) for text in texts] == expected
@@ -196,6 +195,14 @@ def test_a_text_read_in_pieces_has_the_tokens_of_the_whole(pairs, tmp_path, name
         for shift in (0, 2, 5):
             text = "x" * shift + " " + part * (2500 // len(part))
             assert ids_in_pieces(ours, text, tmp_path, special) == encode_text(ours, text, special).tolist(), case
+
+
+def test_no_seam_is_where_digits_that_are_counted_from_further_back_would_be_parted_otherwise(tmp_path):
+    """Llama 3 takes three digits at once: 7 7 2 and 4 7 7 here. Counted from another place, 2 and 4 are one token."""
+    write(tmp_path, "llama3", train("llama3", 300, ("24",)))
+    ours, text = build_tokenizer(TokenizerTable(path=str(tmp_path))), "7" * 131 + "24" + "7" * 200
+    assert ours.encode(text[:130]) + ours.encode(text[130:]) != ours.encode(text)
+    assert not splits_at(ours, text, 130)
 
 
 @pytest.mark.parametrize("name", [n if n in ("gpt2", "qwen3") else pytest.param(n, marks=NIGHTLY) for n in FAMILIES])

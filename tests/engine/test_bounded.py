@@ -6,18 +6,10 @@ import threading
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import kind_of, this_thread
 from tests.support.reference import Reference
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.ordering import WEIGHTS
@@ -136,7 +128,7 @@ def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refuse
             if kind_of(token) is WEIGHTS and token.number == 2 and this_thread() == "torchround optimizer":
                 updated.set()
 
-    class FailingBlock(ToyBlock):
+    class FailingBlock(toy.ToyBlock):
         def forward(self, hidden, micro_batch):
             result = super().forward(hidden, micro_batch)
             if result.requires_grad:

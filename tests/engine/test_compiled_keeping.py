@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.support.small_decoders import decoder
 from tests.support.toy import toy_batches
 from torchround import keeping
 from torchround.engine.board import Board
@@ -15,8 +16,6 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.compiled_shape import KeptForward
 from torchround.engine.worker.structure import as_tuple
 from torchround.layer import KEEPABLE, with_dropout_seeds
-from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 
 pytestmark = pytest.mark.compiles
 
@@ -36,13 +35,9 @@ class Case:
 
     def __init__(self, case, backend="aot_eager"):
         family, flavor, changes, adapters, dtype = CASES[case]
-        config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, **changes)
-        model = FAMILIES[family].build(config)
-        if adapters:
-            shape = LoraShape(rank=4, alpha=8, dropout=0.25, targets=adapters)
-            add_adapters(model, FAMILIES[family].hf_names(config), shape)
-        self.dtype, self.width = dtype, config.hidden_size
+        model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
         self.block = model.layers[1]
+        self.dtype, self.width = dtype, self.block.hidden_size
         parameters = dict(self.block.named_parameters())
         memory = torch.empty(sum(p.numel() for p in parameters.values()), dtype=dtype)
         memory.normal_(std=0.05, generator=torch.Generator().manual_seed(0))

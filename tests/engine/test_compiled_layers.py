@@ -15,19 +15,13 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.kernel_counts import CountingMode
+from tests.support import toy
+from tests.support.faults import engine_threads
 from tests.support.rounding import FP32, assert_states_close
+from tests.support.small_decoders import decoder
 from tests.support.torch_loop import host_engine, moment_free
 from tests.support.torch_loop import train as train_by
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, ToyBlock, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.accelerators import as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
@@ -35,7 +29,6 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.optim import HostOptimizer
 from torchround.pipeline.partition import Partition
 
@@ -63,9 +56,9 @@ def warned(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, **settings):
+def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, model=None, **settings):
     """Losses, final state and the model's loss on the first batch."""
-    model = toy_model(tied=True)
+    model = model or toy_model(tied=True)
     store = toy_store(model)
     with toy_engine(model, store, PARTITIONS[partition], devices, compiler=compiler, **settings) as engine:
         losses = train(engine, batches)
@@ -76,10 +69,6 @@ def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, *
 def assert_close(found, expected, terms=TOY_TERMS):
     assert found[0] == pytest.approx(expected[0], rel=terms * FP32)
     assert_states_close(found[1], expected[1], terms)
-
-
-def engine_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
 def graphs():
@@ -105,10 +94,6 @@ def test_each_kind_is_compiled_once_for_each_size_and_nothing_after_the_second_s
     ]
     kinds, sizes, heads_of_evaluations = 3, 2, 2
     assert counts == [kinds * sizes + heads_of_evaluations] * 2
-
-
-def test_compiled_layers_agree_with_uncompiled_ones(traced):
-    assert_close(traced[1], trained(None))
 
 
 def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
@@ -144,7 +129,7 @@ def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
 class AsksForLength(torch.nn.Module):
     """A layer that computes something else if it is told how long a document may be."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
 
@@ -209,7 +194,7 @@ def test_devices_that_compile_each_for_itself_do_not_disturb_each_other():
     found, expected = run(compiler, 3), run(None, 1)
     assert len({thread for kind in compiler.kinds for thread, _ in kind.shapes}) == 3
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    toy.assert_same_state(found[1], expected[1])
 
 
 def test_no_layer_is_compiled_during_the_step_of_a_torch_optimizer():
@@ -246,7 +231,7 @@ def test_inductors_code_gives_the_same_bits_on_any_devices_and_agrees_with_uncom
     ]
     for losses, state in found[1:]:
         assert losses == found[0][0]
-        assert_same_state(state, found[0][1])
+        toy.assert_same_state(state, found[0][1])
     assert_close(found[0], trained(None, batches=batches))
     assert [len(kind.shapes) for kind in compiler.kinds] == [1, 1, 2]
 
@@ -277,11 +262,7 @@ def packed(micro_batches):
 def family_run(case, compiles):
     """Losses, final state, and the compiler if there was one."""
     family, flavor, changes, adapters = CASES[case]
-    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, **changes)
-    model = FAMILIES[family].build(config)
-    if adapters:
-        shape = LoraShape(rank=4, alpha=8, dropout=0.25, targets=adapters)
-        add_adapters(model, FAMILIES[family].hf_names(config), shape)
+    model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
     store = toy_store(model)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))
@@ -310,21 +291,19 @@ def test_without_a_compiler_layers_run_as_they_are_with_one_warning(monkeypatch,
     monkeypatch.setenv("CXX", "no-such-compiler")
     found, expected = trained(LayerCompiler(toy_model(tied=True), is_required=is_required)), trained(None)
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    toy.assert_same_state(found[1], expected[1])
     [message] = warned()
     assert f"engine.compile = {setting}" in message and "'no-such-compiler'" in message
 
 
-def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(monkeypatch, warned):
-    forward = ToyBlock.forward
-
-    def looks_at_values(self, hidden, micro_batch):
+def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(warned):
+    def looks_at_values(hidden, micro_batch):
         assert hidden.isfinite().all().item(), "the hidden state is not finite"
-        return forward(self, hidden, micro_batch)
+        return hidden
 
-    monkeypatch.setattr(ToyBlock, "forward", looks_at_values)
-    compiler = LayerCompiler(toy_model(tied=True), "aot_eager")
-    assert_close(trained(compiler), trained(None))
+    model = planted_model(looks_at_values)
+    compiler = LayerCompiler(model, "aot_eager")
+    assert_close(trained(compiler, model=model), trained(None, model=model))
     [message] = warned()
     assert "engine.compile = true: block.0 .. block.4 cannot be compiled (UserError" in message
     assert [len(kind.shapes) for kind in compiler.kinds] == [2, 0, 4]
@@ -340,7 +319,7 @@ def planted(monkeypatch):
     left = [0]
 
     @torch.library.custom_op("tests::allocate", mutates_args=())
-    def allocate(hidden: torch.Tensor) -> torch.Tensor:
+    def allocate(hidden):
         left[0] -= 1
         if left[0] == 0:
             raise OutOfRoomError("8 GiB were asked for")

@@ -6,16 +6,8 @@ import time
 import pytest
 import torch
 
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support import toy
+from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_workers import update_threads
@@ -23,9 +15,7 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.optim.kernel import CompiledUpdate
 from torchround.run import engine_parts
 
-pytestmark = pytest.mark.compiles
-
-PARTITION = PARTITIONS["forward coarser"]
+PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
 
@@ -51,6 +41,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("policy", "stale_layers"), [(SYNC, 0), (BOUNDED, 3)], ids=["sync", "bounded"])
 def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale_layers):
     """That the bits are the same is in `test_rows.py`."""
@@ -62,7 +53,13 @@ def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale
     assert sorted(calls[checks:]) == sorted(one_step * 4)
 
 
-def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatch):
+@pytest.fixture
+def get_kernels(monkeypatch):
+    """Return what puts another function in the place of the compiler."""
+    return lambda function: monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", function)
+
+
+def test_the_first_step_runs_on_the_devices_while_the_update_compiles(get_kernels):
     """The loss is there before the kernels are; and a compiler that takes long is no hang."""
     loss_is_known = threading.Event()
 
@@ -73,7 +70,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
             time.sleep(0.01)
         return {}
 
-    monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", slow_kernels)
+    get_kernels(slow_kernels)
     model = toy_model()
     store = toy_store(model)
     with toy_engine(model, store, PARTITION, 2, compile_update=True, hang_timeout_s=0.5) as engine:
@@ -85,13 +82,13 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
     assert_same_state(store.named_views(), trained_state(False))
 
 
-def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
+def test_a_fault_while_the_update_compiles_ends_every_thread(get_kernels):
     def endless_kernels(wanted, meanwhile, threads):
         while True:
             meanwhile()
             time.sleep(0.01)
 
-    monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", endless_kernels)
+    get_kernels(endless_kernels)
     model = planted_model(lambda *_: 1 / 0)
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
         train(toy_engine(model, toy_store(model), PARTITION, 2, compile_update=True), BATCHES)

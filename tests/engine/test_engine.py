@@ -9,18 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import this_thread
 from tests.support.rounding import FP32
-from tests.support.toy import (
-    OPTIMIZER,
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -38,14 +30,6 @@ def engine():
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
         yield engine
-
-
-def test_evaluate_gives_the_loss_of_the_newest_weights_and_changes_nothing(engine):
-    train(engine, BATCHES[:1])
-    before = {name: view.clone() for name, view in engine.store.named_views().items()}
-    evaluated = engine.evaluate(BATCHES[1]).loss()
-    assert_same_state(engine.store.named_views(), before)
-    assert evaluated == train(engine, BATCHES[1:2])[0]
 
 
 def test_steps_may_differ_in_number_and_size_of_micro_batches():
@@ -102,7 +86,7 @@ def test_micro_batches_that_disagree_about_their_batch_are_refused(engine):
 def test_a_partition_of_another_model_is_refused():
     model = toy_model()
     with pytest.raises(EngineUsageError, match="covers 3 layers, the model has 7"):
-        Engine(model, toy_store(model), [CpuDevice(0)], Partition((), 3, ()), optimizer=OPTIMIZER)
+        Engine(model, toy_store(model), [CpuDevice(0)], Partition((), 3, ()), optimizer=toy.OPTIMIZER)
 
 
 def test_close_finishes_what_was_dispatched_and_ends_every_thread():

@@ -1,22 +1,13 @@
 """What a fault does to calls, updates and devices beside it. `tests/faults/test_engine_faults.py` has faults at all places."""
 
 import threading
-import time
 
 import pytest
 import torch
 
-from tests.support.faults import Bomb, PlantedError, armed, copied, engine_threads, this_thread
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support import toy
+from tests.support.faults import Bomb, PlantedError, armed, copied, engine_threads, this_thread, wait_until
+from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import UPLOADED
@@ -24,7 +15,7 @@ from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
-BATCHES = toy_batches(3, micro_batches=4)
+BATCHES = toy.toy_batches(3, micro_batches=4)
 
 
 def state_after(steps):
@@ -126,12 +117,6 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(norm
     assert bomb.norms == norm
     assert store.step == 0 and store.is_consistent and engine_threads() == []
     assert_same_state(store.named_views(), state_after(0))
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
 
 
 # A device that fails while a thread waits for it, as CUDA does after a fault in a kernel.

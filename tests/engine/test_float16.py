@@ -6,21 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.reference import Reference
-from tests.support.rounding import FP16
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import stability as loss_scale
 
-PARTITION = PARTITIONS["forward coarser"]
+PARTITION = toy.PARTITIONS["forward coarser"]
 LR = 1e-2
 STEPS = 14
 BATCHES = toy_batches(STEPS, micro_batches=3)
@@ -82,30 +74,3 @@ def test_training_that_is_resumed_is_bitwise_a_plain_loop_with_the_same_scales(p
     assert any(later > earlier for earlier, later in pairwise(loop.scales))
     assert_same_state(resumed.named_views(), loop.state())
     assert resumed.applied_updates == loop.updates
-
-
-def test_the_reported_norm_is_that_of_the_unscaled_gradient():
-    norms = {}
-    for dtype in (torch.float32, torch.float16):
-        store = toy_store(toy_model(), dtype)
-        with toy_engine(toy_model(), store, PARTITION, 2) as engine:
-            norms[dtype] = run(engine, BATCHES[:1])[1][0].grad_norm
-    assert norms[torch.float16] == pytest.approx(
-        norms[torch.float32], rel=10 * FP16
-    )  # ten roundings to float16 from the weights to a gradient
-
-
-def test_a_validation_loss_is_not_scaled():
-    store = float16_store()
-    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
-        evaluated = engine.evaluate(BATCHES[0]).loss()
-        assert evaluated == engine.forward_backward(BATCHES[0]).loss()
-        engine.step(LR)
-
-
-def test_other_formats_are_not_scaled():
-    for dtype in (torch.float32, torch.bfloat16):
-        store = toy_store(toy_model(), dtype)
-        with toy_engine(toy_model(), store, PARTITION, 2) as engine:
-            assert [update.loss_scale for update in run(engine, BATCHES[:3])[1]] == [1.0] * 3
-        assert store.loss_scale_state() == {}

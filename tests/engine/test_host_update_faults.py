@@ -1,7 +1,5 @@
 """An optimizer of PyTorch through the engine: skipped steps, faults and refusals."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -12,15 +10,9 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.optim import NO_STATE, HostOptimizer, SlowerOptimizerWarning
+from torchround.optim import NO_STATE, HostOptimizer
 
-
-@pytest.fixture(autouse=True)
-def known_to_be_slower():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowerOptimizerWarning)
-        yield
-
+pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 
 # Faults and skipped steps.
 

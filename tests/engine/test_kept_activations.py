@@ -5,20 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.toy import (
-    BLOCKS,
-    KEPT,
-    PARTITIONS,
-    WIDTH,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support import toy
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.partition import Partition
@@ -110,7 +98,7 @@ def test_keeping_everything_takes_device_memory_of_one_stage_whatever_the_model_
 
 
 class DeclaresLess(ToyBlock):
-    keepable = {"gate_up": 1, "down": WIDTH}  # noqa: RUF012
+    keepable = {"gate_up": 1, "down": toy.WIDTH}  # noqa: RUF012
 
 
 class KeepsNothing(ToyBlock):
@@ -127,10 +115,10 @@ class KeepsNothing(ToyBlock):
 )
 def test_a_layer_that_does_not_record_what_it_declared_is_recomputed_with_one_warning(caplog, block, says):
     model = toy_model()
-    model = replace(model, layers=(model.layers[0], *(block() for _ in range(BLOCKS)), model.layers[-1]))
+    model = replace(model, layers=(model.layers[0], *(block() for _ in range(toy.BLOCKS)), model.layers[-1]))
     expected, found = trained(model), trained(model, kept=KEPT["mixed"])
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    toy.assert_same_state(found[1], expected[1])
     # Layer 3 records too much too; layer 4 keeps only the part that is declared as it is.
     [warning] = caplog.records
     assert f"layer block.0 {says}" in warning.message

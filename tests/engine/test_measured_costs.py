@@ -5,16 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.toy import (
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support import toy
+from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.update_report import BundleUpdate
@@ -47,7 +39,7 @@ class At:
         return self.seconds - earlier.seconds
 
 
-@pytest.mark.parametrize("kept", [(), KEPT["all"]], ids=["nothing", "all"])
+@pytest.mark.parametrize("kept", [(), toy.KEPT["all"]], ids=["nothing", "all"])
 def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
     """`down` of block 2 takes 30 ms by the device's clock, its other part nothing. Replayed parts are no samples."""
     under_way, clock = [], [0.0]
@@ -109,8 +101,9 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
     assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
 
 
-def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does_not_count():
-    """A mean would give each layer 34 s in place of 2 s or 4 s."""
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does_not_count(keeps):
+    """A mean would give each layer 34 s in place of 2 s or 4 s. The recomputation of a layer that keeps is no sample."""
     partition = one_layer_a_stage(7)
     samples_s = {
         TaskKind.FORWARD: (1.0, 2.0, 99.0),
@@ -122,14 +115,15 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
         StageKind.FUSED: [TaskKind.FUSED],
         StageKind.BACKWARD: [TaskKind.RECOMPUTE, TaskKind.BACKWARD],
     }
-    samples_s[TaskKind.RECOMPUTE] = samples_s[TaskKind.FORWARD]
+    samples_s[TaskKind.RECOMPUTE] = (0.0,) * 3 if keeps else samples_s[TaskKind.FORWARD]
     reports = []
     for slot, stage in enumerate(partition.stages()):
         for sample in range(3):
             spans = tuple(DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
             task = StageTask(slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1))
             reports.append(StageReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
-    costs = costs_from_reports(COUNTED, reports)
+    counted = Costs(tuple(replace(layer, keepable=(KeptCost("down", 8, 0.25),)) for layer in COUNTED.layers))
+    costs = costs_from_reports(counted.keeping((("down",) * keeps,) * 6 + ((),)), reports)
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
     assert [layer.backward_s for layer in costs.layers] == [4.0] * 6 + [2.0]
 

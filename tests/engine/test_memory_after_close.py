@@ -105,7 +105,10 @@ def test_compiled_layers_keep_no_buffer(buffers):
     assert any(kind.shapes for kind in compiler.kinds) and not buffers.alive()
 
 
-@pytest.mark.parametrize("place", ["layer", "after parts are recorded", "after a replay", "backward", "copy", "update"])
+BY_NIGHT = [pytest.param(place, marks=pytest.mark.nightly) for place in ("layer", "copy")]
+
+
+@pytest.mark.parametrize("place", ["after parts are recorded", "after a replay", "backward", "update", *BY_NIGHT])
 def test_a_fault_gives_every_buffer_back(buffers, place):
     planted, bomb = [], Bomb(None, ValueError)
 

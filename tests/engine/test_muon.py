@@ -10,8 +10,8 @@ from torchround.engine.ordering import LOOK_AHEAD
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.timeline import TaskKind
+from torchround.simulate.dispatch import dispatch_tasks
 
 LR = 1e-2
 STEPS = 4

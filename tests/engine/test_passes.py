@@ -3,9 +3,10 @@
 import pytest
 
 from tests.support.faults import Bomb
-from tests.support.toy import KEPT, PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.pipeline.pool_count import HostBatch, PoolCount
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 STEPS = 4
@@ -113,6 +114,24 @@ def test_a_run_can_be_reserved_before_its_first_step(policy, validates, kept):
             assert all(result.loss() > 0 for result in results)
         engine.drain()
         assert engine.pool.num_allocations == before and nothing_is_taken_in_need(engine)
+
+
+@pytest.mark.parametrize(("policy", "validates", "counts"), [(SYNC, False, 3), (SYNC, True, 2), (ASYNC, False, 1)])
+def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
+    """In `sync` only stages of frozen layers at the start may begin before the pass before them is finished."""
+    partition, reserved = PARTITIONS["backward coarser"], set()
+    for frozen in (0, 1, 3):
+        model = toy_model()
+        for layer in model.layers[:frozen]:
+            layer.requires_grad_(False)
+        outputs = (2 * 128 * WIDTH * 4,) * (partition.num_layers - 1) + (4,)
+        batch = HostBatch((0,) * 4, (outputs,), (4 * 2 * 128 * 8,), frozen, validates)
+        with toy_engine(model, toy_store(model, policy=policy), partition, 4) as engine:
+            before = engine.pool.reserved_bytes
+            engine.reserve([(2, 128)] * 4, validates)
+            reserved.add(engine.pool.reserved_bytes - before)
+        assert engine.pool.reserved_bytes - before == PoolCount(batch, 4, policy.name).nbytes(partition, 1)
+    assert len(reserved) == counts, "the frozen layers change nothing"
 
 
 def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from tests.support.faults import Bomb, armed
+from tests.support.faults import Bomb, armed, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
+from torchround.engine.errors import PipelineError, Stopped
 from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
@@ -48,13 +48,6 @@ def files(folder):
 def saving(checkpointer):
     """Return the function that a run gives to `Engine.save`."""
     return lambda source: checkpointer.save(source.step, source.tensors, source.state, source)
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,11 +207,3 @@ def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
     save.may_publish()
     fail(engine, bomb)
     assert not published and not save.ended
-
-
-def test_a_save_between_forward_backward_and_step_is_refused():
-    with build() as engine:
-        engine.forward_backward(toy_batches(1, micro_batches=4)[0])
-        with pytest.raises(EngineUsageError, match="save"):
-            engine.save(lambda source: None)
-        engine.step(1e-2)

@@ -14,7 +14,7 @@ from torchround.pipeline.partition import Partition
 PARTITION = Partition((2, 2), 2, (3, 1))
 
 
-def bytes_between(model, store, batch) -> list[int]:
+def bytes_between(model, store, batch):
     """Return the bytes of each layer's output, each tensor counted once."""
     sizes = []
     for hidden in Reference.of(model, store).outputs(batch):
@@ -32,7 +32,7 @@ def test_no_pass_after_the_first_of_a_shape_takes_memory_in_its_middle(tells):
         model = any_model(boundary_bytes=lambda index, shape: sizes[shape[0]][index])
     with toy_engine(model, store, PARTITION, 2) as engine:
 
-        def taken_after(rows: int, steps: int) -> int:
+        def taken_after(rows, steps):
             """Return the bytes that the pool had to take while passes ran."""
             for step in range(steps):
                 engine.forward_backward(any_batches(3, step, rows))

@@ -21,6 +21,7 @@ from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind, label
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
+EMBEDDING = 3072  # bytes of the last gradients of a step
 TRACED = 1  # counted from 0: the second step
 
 
@@ -36,24 +37,26 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None):
-    """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
+def train_traced(
+    num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None, steps=(TRACED + 1,)
+):
+    """Train as a run does, one step dispatched ahead, with `steps` traced. Returns the first one's timeline and the store.
 
-    With `validates`, an evaluation runs before each step. The traced step's update waits for a save, which waits until
-    `held`, a watcher, has seen what it waits for.
+    With `validates`, an evaluation runs before each step. `held` is a watcher. The traced step's update waits for a save,
+    which waits until `held` has seen what it waits for.
     """
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
-    traces = KeptTraces(TraceTable(steps=(TRACED + 1,)), folder, devices, total_steps=len(BATCHES))
+    traces = KeptTraces(TraceTable(steps=steps), folder, devices, total_steps=len(BATCHES))
     under_way = []
     settings = EngineSettings(kept=kept)
     with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
         traces.start()
+        for device in devices if held else ():
+            device.watchers.append(held)
         for step, micro_batches in enumerate(BATCHES):
             if held and step == TRACED:
-                for device in devices:
-                    device.watchers.append(held)
                 engine.save(lambda source: held.seen.wait(20.0)).may_publish()
             if validates:
                 engine.evaluate(micro_batches)
@@ -67,8 +70,8 @@ def train_traced(num_devices, folder, policy=SYNC, validates=False, kept=(), opt
         under_way[0].collect()
         traces.add(under_way[0])
         traces.finish()
-    [timeline] = traces.written
-    return timeline, store
+    assert len(traces.written) == len(steps)
+    return traces.written[0], store
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +213,26 @@ def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tm
     assert next_s < updated_s
 
 
+class TracedStepComputes(DeviceWatcher):
+    """Holds the last gradients of the step before the traced one, which computes meanwhile."""
+
+    def __init__(self):
+        self.seen = threading.Event()
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        if stream is Stream.GRADIENT_DOWNLOAD and device.step_of[stream] == TRACED - 1 and copied_bytes == EMBEDDING:
+            assert self.seen.wait(20.0)
+
+    def ends(self, device, stream, copied_bytes):
+        if stream is Stream.COMPUTE and device.step_of[stream] == TRACED:
+            self.seen.set()
+
+
+def test_a_trace_shows_copies_of_the_step_before_that_overlap_it(tmp_path):
+    timeline, _ = train_traced(2, tmp_path, ASYNC, held=TracedStepComputes())
+    assert TaskKind.GRADIENTS in {task.kind for task in timeline.tasks if task.step == TRACED - 1}
+
+
 def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(plain):
     timeline, _ = plain[ASYNC]
     first, last = min(start for _, start, _ in own(timeline)), max(end for _, _, end in own(timeline))
@@ -221,18 +244,7 @@ def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(plain):
 
 @pytest.mark.parametrize("steps", [(2, 3), (1, 2, 3, 4)], ids=str)
 def test_each_traced_step_has_its_file_with_all_of_its_updates_and_tracing_changes_no_bit(tmp_path, plain, steps):
-    model, batches = toy_model(), BATCHES
-    devices, store = [CpuDevice(0), CpuDevice(1)], toy_store(model)
-    traces = StepTraces(TraceTable(steps=steps), tmp_path, devices, total_steps=len(batches))
-    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER) as engine:
-        traces.start()
-        for step, micro_batches in enumerate(batches):
-            traces.before_dispatch(step + 1)
-            result = engine.forward_backward(micro_batches)
-            engine.step(1e-2)
-            result.collect()
-            traces.add(result)
-        traces.finish()
+    _, store = train_traced(2, tmp_path, steps=steps)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}.json" for step in steps]
     for step in steps:
         events = json.loads((tmp_path / f"step-{step}.json").read_text())["traceEvents"]
@@ -240,8 +252,8 @@ def test_each_traced_step_has_its_file_with_all_of_its_updates_and_tracing_chang
         assert all(event["ts"] >= 0 and event["dur"] > 0 for event in spans)
         kinds = [event["cat"] for event in spans if event["args"]["step"] == step]
         assert kinds.count("update") == 7 and kinds.count("weights") > 0 and kinds.count("gradients") > 0
-    untraced = toy_store(model)
-    with Engine(model, untraced, [CpuDevice(0)], PARTITION, optimizer=OPTIMIZER) as engine:
-        train(engine, batches)
+    untraced = toy_store(toy_model())
+    with Engine(toy_model(), untraced, [CpuDevice(0)], PARTITION, optimizer=OPTIMIZER) as engine:
+        train(engine, BATCHES)
     assert_same_state(store.named_views(), untraced.named_views())
     assert_same_state(plain[SYNC][1].named_views(), untraced.named_views())

@@ -6,7 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.support.faults import before
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
+from torchround.engine.board import Board
+from torchround.engine.ordering import READ_BY_SAVE
 from torchround.engine.store.bundles import BOUNDED, SYNC
 
 
@@ -36,7 +39,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
         assert engine.evaluate(held_out).loss() == between
 
 
-def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_true_ones():
+def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_true_ones(monkeypatch):
     store, begin, saved = toy_store(toy_model(), policy=BOUNDED), threading.Event(), {}
 
     def write(source):
@@ -49,8 +52,10 @@ def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_tru
         train(engine, toy_batches(2, micro_batches=2))
         expected = {name: view.clone() for name, view in store.named_views().items()}
         pending = engine.save(write)
-        threading.Timer(0.2, begin.set).start()  # long after the weights would be replaced if nothing waited
+        # The save reads once the evaluation waits for it, or has replaced the weights without waiting.
+        before(monkeypatch, Board, "wait", lambda _: begin.set(), lambda board, key, *_: key.kind is READ_BY_SAVE)
         with engine.true_device_weights():
+            begin.set()
             pending.result()
     assert_same_state(saved, expected)
 

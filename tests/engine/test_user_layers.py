@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.any_layers import any_batches, any_model
+from tests.support.engine_rows import Row, assert_same
 from tests.support.reference import Reference
-from tests.support.shared_steps import Case, assert_equal_to_one_machine
 from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, toy_store
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError, PipelineError
@@ -18,14 +18,15 @@ PARTITION = Partition((2, 2), 2, (3, 1))
 TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))}
 
 
-def test_several_machines_train_them_to_the_bits_of_one() -> None:
+def test_several_machines_train_them_to_the_bits_of_one():
     """Steps of one and of three micro-batches: a machine may have no part, and sizes are measured on each."""
     batches = [any_batches(count, count) for count in (4, 1, 3)]
-    assert_equal_to_one_machine(Case(batches, any_model, PARTITION), 2)
+    row = Row(2, 2, batches=batches, held_out=any_batches(1), build=any_model, partition=PARTITION)
+    assert_same(row.run_all(), row.alone().run())
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int) -> None:
+def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices):
     """Weights that stay on a device from pass to pass go up again."""
     model, batches = any_model(trained=False), any_batches(2)
     store = toy_store(model)
@@ -42,7 +43,7 @@ def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices: int
             assert engine.evaluate(batches).loss_sums() == expected
 
 
-def test_what_layers_cannot_keep_is_refused_by_name() -> None:
+def test_what_layers_cannot_keep_is_refused_by_name():
     model = any_model()
     kept = ((), ("down",), (), (), (), ())
     engine = toy_engine(model, toy_store(model), PARTITION, 2, kept=kept)
@@ -50,7 +51,7 @@ def test_what_layers_cannot_keep_is_refused_by_name() -> None:
         engine.forward_backward(any_batches(2)).loss()
 
 
-def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name() -> None:
+def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name():
     model = any_model()
     options = {"compiler": LayerCompiler(model, "eager")}
     with pytest.raises(EngineUsageError, match=r"layer layer\.0 \(AnyLayer\) holds buffers.*never_compiled"):
@@ -64,7 +65,7 @@ def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name() -> None
         engine.evaluate(any_batches(2))
 
 
-def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
+def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot():
     model, batches = any_model(), any_batches(2)
     store = toy_store(model)
     compiler = LayerCompiler(model, "eager", is_required=False)
@@ -73,7 +74,7 @@ def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot() -> None:
     assert losses == [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
 
 
-def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog) -> None:
+def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog):
     # What compiles takes seconds to import, and has no part in this.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 

@@ -23,10 +23,10 @@ from tests.support.hostile_cases import (
     forge_header,
     forge_manifest,
     judge,
-    prepare,
     renamed_to,
     twice,
 )
+from tests.support.small_run import SmallRuns
 from torchround.untrusted.data_position import PositionLimits, check_data_position
 
 TENSORS = "tensors-00000.safetensors"
@@ -50,7 +50,7 @@ GROUP = {
 def saved(processes, tmp_path_factory):
     """Return the folder that a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
-    prepare(folder)
+    SmallRuns(folder)
     run = processes.run("tests.support.scenarios:trains", ["--run.name=run", NO_WINDOW], folder=folder)
     assert run.wait() == 0, run.text()
     return folder / "outputs" / "run"
@@ -285,7 +285,7 @@ def run_of(saved):
     """Return the preparation of a folder in which there is a copy of a saved run."""
 
     def prepared(folder):
-        prepare(folder)
+        SmallRuns(folder)
         shutil.copytree(saved, folder / "outputs" / "run")
 
     return prepared

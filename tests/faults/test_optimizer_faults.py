@@ -6,26 +6,18 @@ import math
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import Bomb, before, copied
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.reference import Reference
-from tests.support.toy import (
-    PARTITIONS,
-    ToyHead,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import ToyHead, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer, update_pass
 
 LR = 1e-2
 BATCHES = toy_batches(4, micro_batches=3)
-PARTITION = PARTITIONS["one layer a stage"]
+PARTITION = toy.PARTITIONS["one layer a stage"]
 # By default each optimizer with one policy: async with compact state, sync with exact.
 MODES = [
     pytest.param(name, policy, marks=() if ("compact" in name) == (policy is ASYNC) else pytest.mark.nightly)

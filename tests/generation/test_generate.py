@@ -61,6 +61,8 @@ def test_a_text_ends_behind_its_stop_token_or_at_the_most_tokens():
         assert engine.generate([[1, 2, 3]], max_tokens=9, stop_tokens=[stop])[0] == free[: free.index(stop) + 1]
         assert engine.generate([[1, 2, 3]], max_tokens=0) == [[]]
         assert engine.generate([], max_tokens=5) == []
+        with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+            engine.generate([[1], []], max_tokens=1)
 
 
 def test_too_little_memory_for_keys_and_values_is_said_once(caplog, expected):
@@ -114,11 +116,6 @@ def test_the_largest_run_of_an_even_cut_is_as_small_as_can_be(sizes, count, larg
     assert sum(lengths) == len(sizes)
     starts = [sum(lengths[:index]) for index in range(count)]
     assert max(sum(sizes[start : start + n]) for start, n in zip(starts, lengths, strict=True)) == largest
-
-
-def test_an_empty_prompt_is_refused():
-    with text_engine("llama3") as engine, pytest.raises(ValueError, match="prompt 1 has no tokens"):
-        engine.generate([[1], []], max_tokens=1)
 
 
 def test_weights_that_fit_go_up_once():

@@ -95,13 +95,10 @@ def test_gates_and_ups_of_experts_are_mapped_from_the_file_in_the_order_of_memor
         assert torch.equal(memory, toy.theirs.get_parameter(name).flatten()), name
 
 
-def test_files_without_the_prefix_of_the_body_are_read(toys, tmp_path):
+def test_files_without_the_prefix_of_the_body_and_with_the_modules_own_names_are_read(toys, tmp_path):
     toy = toys("qwen2 tied")
     folder = rewritten(toy, tmp_path, lambda name: name.removeprefix("model."))
     assert_is_the_model(toy, filled(toy, read(toy, folder)))
-
-
-def test_files_with_the_modules_own_names_are_read(toys, tmp_path):
     toy = toys("mixtral")
     tensors = {name: parameter.detach().clone() for name, parameter in toy.theirs.named_parameters()}
     save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})

@@ -13,6 +13,7 @@ import train
 from tests.support import conversations
 from tests.support.batch_contents import TEMPLATE, write_lines
 from tests.support.conversations import TOOL, answer, plain_text, question, small_tokenizer
+from tests.support.small_run import working_in
 from torchround.commands import export_hf
 from torchround.commands.generation_files import byte_tokenizer_files, generation_content
 from torchround.config import TokenizerTable
@@ -33,14 +34,11 @@ engine = { devices = "cpu", cpu_threads = 1, measure_steps = 0 }
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Make the working folder of all tests, with the export of a run from scratch in it."""
-    folder, threads = tmp_path_factory.mktemp("work"), torch.get_num_threads()
-    write_lines(folder / "text.jsonl", [{"text": f"line {index} of some text"} for index in range(20)])
-    (folder / "own.toml").write_text(CONFIG)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with working_in(tmp_path_factory.mktemp("work")) as folder:
+        write_lines(folder / "text.jsonl", [{"text": f"line {index} of some text"} for index in range(20)])
+        (folder / "own.toml").write_text(CONFIG)
         assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
         yield folder
-    torch.set_num_threads(threads)
 
 
 BASE = Path("outputs/own/export/step-2")

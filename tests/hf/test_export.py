@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
+from tests.support.small_run import flip_last_bit, tensors_in
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
 from torchround.commands.checkpoint_weights import checkpoint_weights
@@ -22,10 +23,6 @@ from torchround.models import FAMILIES
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
 SINGLE = "model.safetensors"
-
-
-def all_tensors(folder):
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def save_run(folder, store, **model_table):
@@ -44,7 +41,7 @@ def imported(release, folder):
 
 
 def assert_same_tensors(ours, theirs):
-    mine, expected = all_tensors(ours), all_tensors(theirs)
+    mine, expected = tensors_in(ours), tensors_in(theirs)
     assert mine.keys() == expected.keys()
     for name, tensor in expected.items():
         assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
@@ -92,7 +89,7 @@ def test_tensors_of_mixed_types_and_longer_than_a_piece_keep_each_its_own(hf, tm
     assert_same_tensors(output, release.folder)
     (tmp_path / "half").mkdir()
     half = export(release, tmp_path / "half", "--dtype=float16")
-    assert {tensor.dtype for tensor in all_tensors(half).values()} == {torch.float16}
+    assert {tensor.dtype for tensor in tensors_in(half).values()} == {torch.float16}
 
 
 @pytest.mark.parametrize(
@@ -146,9 +143,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert "--base says where" in refusal(checkpoint, output, "--base", tmp_path / "gone")
     assert "lora.rank = 0" in refusal(checkpoint, base, output, "--adapters")
     damaged = next(checkpoint.glob("tensors-*.safetensors"))
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_last_bit(damaged)
     assert damaged.name in refusal(checkpoint, base, output)
     shutil.rmtree(checkpoint)
     refusal(checkpoint, base, output)
@@ -214,7 +209,7 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
         name = str(dtype).removeprefix("torch.")
         assert export_hf.main([str(path), f"--base={release.folder}", str(exports[-1]), f"--dtype={name}"]) == 0
     assert_same_tensors(*exports)
-    head = all_tensors(exports[0])["model.norm.weight"]
+    head = tensors_in(exports[0])["model.norm.weight"]
     assert torch.equal(head, values["head.norm.weight"].to(dtype))
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,12 +142,8 @@ def resident_bytes(path):
 
 def test_nothing_of_a_mapped_base_is_read_before_the_first_step(tmp_path, tools):
     family = FAMILIES["llama3"]
-    config = replace(
-        family.config_from_flavor("debug", vocab_size=4000, num_layers=8),
-        hidden_size=256,
-        ffn_size=1400,
-        tied_embeddings=True,
-    )
+    sizes = {"num_layers": 8, "hidden_size": 256, "ffn_size": 1400, "tied_embeddings": True}
+    config = family.config_from_flavor("debug", vocab_size=4000, **sizes)
     names, shapes = family.hf_names(config), family.build(config).stored_shapes()
     path = tmp_path / "model.safetensors"
     save_file({names[name]: torch.full(shape, 0.01, dtype=BF16) for name, shape in shapes.items()}, path)

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.support.rounding import ties_up
-from torchround.engine.store.bundles import ASYNC
+from tests.support.small_run import tensors_in
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.mxfp4 import dequantise
@@ -29,15 +28,11 @@ def read(release, folder=None):
     return PretrainedWeights(folder or release.folder, names, model.stored_shapes(), redundant)
 
 
-def initialised(release, pretrained=None, **options):
+def initialised(release, pretrained=None):
     model = release.family.build(release.config)
-    store = HostStore(model, torch.bfloat16, **options)
+    store = HostStore(model, torch.bfloat16)
     store.initialize(model, 0, (pretrained or read(release)).load)
     return store
-
-
-def all_tensors(folder):
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 @pytest.fixture
@@ -58,22 +53,13 @@ def rewritten(hf, tmp_path):
 def test_every_weight_is_the_tensor_that_its_name_stands_for(kind, releases):
     release = releases(kind)
     assert len(list(release.folder.glob("*.safetensors"))) > 1
-    stored, weights = all_tensors(release.folder), initialised(release).weights()
+    stored, weights = tensors_in(release.folder), initialised(release).weights()
     names = release.family.hf_names(release.config)
     assert weights.keys() == names.keys()
     for name, weight in weights.items():
         tensors = names[name]
         expected = stored[tensors] if isinstance(tensors, str) else torch.stack([stored[t] for t in tensors])
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.float()), name
-
-
-def test_device_weights_of_every_version_follow_the_weights(releases):
-    store = initialised(releases("llama3"), policy=ASYNC)
-    for bundle in store.bundles:
-        assert len(bundle.device_weights) == 2
-        for device_weight in bundle.device_weights:
-            expected = ties_up(bundle.copy_weights(store.step), torch.bfloat16)
-            assert torch.equal(device_weight, expected) and device_weight.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -153,7 +139,7 @@ def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind,
 def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf, tmp_path, caplog):
     release = hf.release("llama3", tmp_path, max_shard_size="20KB")
     assert (tmp_path / INDEX).is_file() and not (tmp_path / SINGLE).is_file()
-    tensors = {name: tensor.clone() for name, tensor in all_tensors(tmp_path).items()}
+    tensors = {name: tensor.clone() for name, tensor in tensors_in(tmp_path).items()}
     tensors["model.norm.weight"] += 1.0
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     theirs = type(release.theirs).from_pretrained(tmp_path).state_dict()["model.norm.weight"]

@@ -6,7 +6,7 @@ import torch
 from tests.support import plain_flash
 from tests.support.interpreted import random
 from tests.support.rounding import assert_close_in_sums
-from torchround.models import FAMILIES
+from tests.support.small_decoders import decoder
 from torchround.models.common import attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
 from torchround.pipeline.partition import Partition
@@ -24,11 +24,6 @@ def offsets_kernel(monkeypatch):
     plain_flash.install(monkeypatch)
 
 
-def small(name, flavor, tied=False):
-    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
-    return FAMILIES[name].build(config)
-
-
 def loss_and_gradients(model, batch, tools):
     for parameter in tools.stored_parameters(model).values():
         parameter.grad = None
@@ -39,7 +34,7 @@ def loss_and_gradients(model, batch, tools):
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
 def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flavor, tools, request):
-    model = small(name, flavor)
+    model = decoder(name, flavor, vocab_size=50, num_layers=2)
     tools.materialise(model)
     for parameter in tools.stored_parameters(model).values():
         with torch.no_grad():
@@ -60,7 +55,7 @@ def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flav
 @pytest.mark.parametrize("name, flavor", CASES[2:], ids=map("-".join, CASES[2:]))
 def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, fused, offsets_kernel, train_as_a_loop):
     """Recomputation, two workers and later rounds see each micro-batch's own offsets."""
-    train_as_a_loop(small(name, flavor), PARTITION, *CUTS)
+    train_as_a_loop(decoder(name, flavor, vocab_size=50, num_layers=2), PARTITION, *CUTS)
 
 
 def test_another_class_of_norm_is_not_replaced_by_the_fused_one(fused):

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.small_decoders import decoder
 from torchround.engine.store.bundles import BOUNDED, SYNC
-from torchround.models import FAMILIES, LoraShape, ModelConfigError, TransformerConfig, add_adapters
+from torchround.models import ModelConfigError, TransformerConfig
 from torchround.models.common.attention import Attention
 from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
 from torchround.models.common.experts import GatedExperts
@@ -36,10 +37,7 @@ def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
     name, adapters, dtype, policy, stale, backward, train_as_a_loop
 ):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
-    config = FAMILIES[name].config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=True)
-    model = FAMILIES[name].build(config)
-    if adapters:
-        add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(2, 4.0, 0.25, adapters))
+    model = decoder(name, "debug", adapters, vocab_size=50, num_layers=2, tied_embeddings=True)
     partition = Partition((1, 2), 1, backward)
     train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, policy=policy)
 

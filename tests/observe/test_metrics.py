@@ -35,23 +35,18 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path):
     file.log(record(1, mfu=0.5))
     file.log(record(2, validation_loss=2.5))
     file.log(record(3, loss=float("nan"), grad_norm=float("inf"), validation_loss=1000.0))
+    file.log(record(4, **ENGINE))
     file.close()
-    assert steps_in(path) == [1, 2, 3]
-    first, second, third = map(json.loads, path.read_text().splitlines())
+    assert steps_in(path) == [1, 2, 3, 4]
+    first, second, third, fourth = map(json.loads, path.read_text().splitlines())
     assert third["loss"] is third["grad_norm"] is third["validation_perplexity"] is None
     assert first["mfu"] == 0.5 and first["device_peak_gib"] is None and first["tokens"] == 4096
     validated = {"validation_loss": 2.5, "validation_perplexity": pytest.approx(12.182, abs=1e-3)}
     assert second == {**first, "step": 2, "mfu": None, **validated}
-
-
-def test_the_engines_figures_are_an_object_of_their_own(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.log(record(1, **ENGINE))
-    file.close()
-    line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert list(line)[-1] == "engine" and line["device_peak_gib"] == 2.0
-    assert line["engine"]["device_peak_gib"] == [2.0, 2.0] and line["engine"]["optimizer_exposed_s"] == 0.01
-    assert line["engine"]["uploaded_gib"] == [1.5, 1.5] and line["engine"]["host_allocations"] == 0
+    engine = fourth["engine"]
+    assert list(fourth)[-1] == "engine" and fourth["device_peak_gib"] == 2.0
+    assert engine["device_peak_gib"] == [2.0, 2.0] and engine["optimizer_exposed_s"] == 0.01
+    assert engine["uploaded_gib"] == [1.5, 1.5] and engine["host_allocations"] == 0
 
 
 def test_a_resume_drops_the_later_steps_and_repeats_none(tmp_path):

@@ -1,10 +1,13 @@
 """Muon's host arithmetic and its matrices, compared with `torch.optim.Muon`."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.borrowed import peak_of_tensors
+from tests.support.kernel_kinds import cut_out
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.worker.orthogonalise import (
     COEFFICIENTS,
@@ -17,7 +20,7 @@ from torchround.engine.worker.orthogonalise import (
     slot_bytes,
 )
 from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, make_optimizer, update_
-from torchround.optim.update_pass import look_ahead_
+from torchround.optim.update_pass import CHUNK_ELEMENTS, look_ahead_
 from torchround.pipeline import update_costs
 from torchround.pipeline.update_costs import newton_schulz_flops, row_bands
 
@@ -104,6 +107,16 @@ def test_a_scale_of_the_gradient_is_undone_before_the_momentum():
         our_step(buffers, shape, 3e-4, gradient_scale=1 / scale)
         results.append((buffers.written, buffers.parts["momentum_buffer"]))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_look_ahead_of_several_chunks_is_that_of_each_part():
+    numel, generator = CHUNK_ELEMENTS + 300, torch.Generator().manual_seed(8)
+    weight, momentum, gradient = (torch.randn(numel, generator=generator) for _ in range(3))
+    whole, cut = (buffers_of(rule_of((numel, 1)), weight, momentum, gradient) for _ in range(2))
+    look_ahead_(whole, 0.7)
+    for start, stop in itertools.pairwise((0, 256, CHUNK_ELEMENTS - 256, numel)):
+        look_ahead_(cut_out(cut, start, stop), 0.7)
+    assert torch.equal(whole.direction, cut.direction)
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.small_decoders import decoder
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import decayed_names
-from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.models import FAMILIES
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 # What a projection is called, last of all; every other parameter shifts or scales.
@@ -44,10 +45,7 @@ def decaying(bundle):
 
 
 def test_adapters_decay():
-    family = FAMILIES["llama3"]
-    config = family.config_from_flavor("debug", num_layers=1)
-    model = family.build(config)
-    add_adapters(model, family.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "down_proj")))
+    model = decoder("llama3", "debug", ("q_proj", "down_proj"), num_layers=1)
     adapters = {name for name in model.stored_shapes() if "lora_" in name}
     assert len(adapters) == 4 and adapters < decayed_names(model)
 

@@ -172,6 +172,10 @@ def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():
     assert most_alive([tasks], 2, 0) == 4
     held = HeldPass(tuple(task.stage for task in tasks), ({0: 4},), 0)
     assert most_buffers([held], 2, lambda cut, size: 1) == {1: 4}
+    # Two of them may overlap. A step in four rounds needs fewer buffers.
+    steps, validated = (PoolCount(HostBatch((0,) * 4, ((1, 1, 0),), validates=v), 2, "sync") for v in (False, True))
+    needed = most_alive([tasks, evaluation_tasks(partition, 4, 2, len(tasks))], 2, len(tasks))
+    assert steps.boundary_bytes(partition, 4) < needed == validated.boundary_bytes(partition, 4)
 
 
 def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():

@@ -70,6 +70,15 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step():
     assert unknown.plan is not None and unknown.tokens_per_s is None and unknown.transfers is None
 
 
+def test_measured_seconds_replace_counted_ones_and_are_in_proportion_for_other_shapes():
+    measured = QUESTION.with_times(Costs((LayerCost("block.2", 0.5, 0.25),)))
+    for length in (1, 3):
+        counted, costs = (question.costs_for(2048 * length, 2, 4) for question in (QUESTION, measured))
+        expected = [(layer.forward_s, layer.backward_s) for layer in counted.layers]
+        expected[2] = pytest.approx((0.5 * length, 0.25 * length))
+        assert [(layer.forward_s, layer.backward_s) for layer in costs.layers] == expected
+
+
 def test_the_longest_sequence_fits_and_one_step_more_does_not():
     tight = replace(QUESTION, device_bytes=300 * MIB)
     longest = longest_tokens(tight)

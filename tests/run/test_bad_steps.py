@@ -1,11 +1,12 @@
 """Steps that learn nothing: what is left out, what stays as it was, and when a run ends. In this process."""
 
+import itertools
 import signal
 
 import pytest
 import torch
 
-from tests.support.small_run import ASYNC, before_step, interrupt, small_runs, with_model
+from tests.support.small_run import ASYNC, around_forward, before_step, interrupt, small_runs
 
 __all__ = ["small_runs"]
 
@@ -33,19 +34,8 @@ class Steeper(torch.autograd.Function):
 
 def change_loss(monkeypatch, change, first_step=1):
     """`change(loss, step)` of every micro-batch; the first step from now on is `first_step`."""
-
-    def wrap(model):
-        kind, calls = type(model.layers[-1]), [0]
-        forward = kind.forward
-
-        def changed(self, hidden, micro_batch):
-            step = first_step + calls[0] // MICRO_BATCHES
-            calls[0] += 1
-            return change(forward(self, hidden, micro_batch), step)
-
-        monkeypatch.setattr(kind, "forward", changed)
-
-    with_model(monkeypatch, wrap)
+    calls = itertools.count(first_step * MICRO_BATCHES)
+    around_forward(monkeypatch, -1, lambda forward: change(forward(), next(calls) // MICRO_BATCHES))
 
 
 SPIKING = {

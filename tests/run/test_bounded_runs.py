@@ -1,7 +1,5 @@
 """Runs with `engine.update = "bounded"`: the same losses for each cut and after each stop, and a K that stays."""
 
-import json
-
 import torch
 from safetensors.torch import load_file
 
@@ -15,10 +13,6 @@ STALE = "--engine.stale_layers=2"
 PLANNED = "--engine.plan=none"
 
 
-def plan_of(small_runs, name):
-    return json.loads((small_runs.path(name) / "plan.json").read_text())
-
-
 def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs):
     runs = {
         "one": (STALE, "--engine.num_devices=1"),
@@ -29,7 +23,7 @@ def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs
         assert small_runs(name, *BOUNDED, *overrides) == 0
     small_runs.assert_same("three", "one")
     assert small_runs.losses("fewer") != small_runs.losses("one")
-    assert [plan_of(small_runs, name)["stale_layers"] for name in runs] == [2, 2, 1]
+    assert [small_runs.plan(name)["stale_layers"] for name in runs] == [2, 2, 1]
     drift = [line["engine"]["weight_drift"] for line in small_runs.steps("one")]
     assert max(drift) == 1 and len(drift) == STEPS
 
@@ -38,15 +32,15 @@ def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_othe
     """Also on other devices, and with a plan of its own: the checkpoint decides the stale layers."""
     assert small_runs("whole", *BOUNDED, STALE) == 0
     stop_after(3, small_runs, "run", *BOUNDED, STALE)
-    before = plan_of(small_runs, "run")
+    before = small_runs.plan("run")
     capsys.readouterr()
     assert small_runs("run", *BOUNDED, "--engine.stale_layers=1") == 2
     error = capsys.readouterr().err
     assert "engine.stale_layers: given 1" in error and error.count("\n") == 1
-    assert plan_of(small_runs, "run") == before
+    assert small_runs.plan("run") == before
     assert small_runs("run", *BOUNDED, PLANNED, "--engine.num_devices=3") == 0
     small_runs.assert_same("run", "whole")
-    assert plan_of(small_runs, "run")["stale_layers"] == 2
+    assert small_runs.plan("run")["stale_layers"] == 2
     # The first step of a run that was `sync` reads the newest weights.
     stop_after(1, small_runs, "changed", *BOUNDED[1:])
     stop_after(2, small_runs, "changed", *BOUNDED, STALE)
@@ -86,7 +80,7 @@ def test_a_plans_file_brings_its_stale_layers_and_an_export_holds_the_newest_wei
     given = f"--engine.plan={small_runs.path('first')}/plan.json"
     assert small_runs("run", *BOUNDED, given, "--checkpoint.export=weights") == 0
     small_runs.assert_same("run", "first")
-    assert plan_of(small_runs, "run")["stale_layers"] == 2
+    assert small_runs.plan("run")["stale_layers"] == 2
     [file] = (small_runs.path("run") / "export" / f"step-{STEPS}").glob("*.safetensors")
     exported = load_file(file)["model.embed_tokens.weight"]
     saved = small_runs.state("run")

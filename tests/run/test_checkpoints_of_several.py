@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.machines import run_machines
-from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_runs, stop_after
+from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_runs, stop_after, tensors_in
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model
@@ -28,8 +27,7 @@ OWN_DISKS = "put the files of all parts into this folder"
 
 def saved_again_by_three(path):
     """Put in the place of a checkpoint what three machines would have saved, each the tensors of some layers."""
-    parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
-    tensors = {name: tensor for part in parts for name, tensor in part.items()}
+    tensors = tensors_in(path)
     state, step = json.loads((path / "state.json").read_text()), int(path.name.removeprefix("step-"))
 
     def layer_of(name):
@@ -84,49 +82,33 @@ def checkpoints_of(options, group):
     return RunCheckpoints(options.config, RunFolder(options.config.run, team=MachineTeam.of(group)))
 
 
-def a_loader(positions):
-    return SimpleNamespace(load_state_dict=positions.append, state_dict=dict)
+A_LOADER = SimpleNamespace(load_state_dict=lambda state: None, state_dict=dict)
 
 
-def test_two_machines_continue_from_a_checkpoint_of_one(small_runs):
-    assert small_runs("run", ASYNC) == 0
-    overrides = [ASYNC, "--engine.delay_correction=none", "--training.steps=9", "--run.name=other"]
-    overrides += [f"--checkpoint.load_path=outputs/run/checkpoints/step-{STEPS}"]
+def test_two_machines_continue_from_a_checkpoint_of_one_or_begin_with_its_weights(small_runs):
+    assert small_runs("run", ASYNC) == small_runs("compact", "--training.dtype=bfloat16", COMPACT) == 0
+    uncorrected = (ASYNC, "--engine.delay_correction=none", "--training.steps=9")
 
-    def restore(group):
-        options, positions = options_of(*overrides), []
+    def restore(group, name, *overrides):
+        load = f"--checkpoint.load_path=outputs/{name}/checkpoints/step-{STEPS}"
+        options, positions = options_of("--run.name=other", load, *overrides), []
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
-        assert checkpoints.restore(store, a_loader(positions))
+        if not checkpoints.restore(store, SimpleNamespace(load_state_dict=positions.append, state_dict=dict)):
+            checkpoints.starting_weights(store).load(store.filling())
+            return {**store.weights()}
         assert checkpoints.position.step == store.step == STEPS
-        assert positions == [small_runs.saved_state("run")["data"]]
-        return store
+        assert positions == [small_runs.saved_state(name)["data"]]
+        return store.named_views()
 
-    expected, found = small_runs.state("run"), {}
-    for store in run_machines(2, restore):
-        assert store.owned and not found.keys() & store.named_views().keys()
-        found |= store.named_views()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
-def test_two_machines_begin_with_the_weights_of_another_run(small_runs):
-    assert small_runs("run", "--training.dtype=bfloat16", COMPACT) == 0
-    path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
-    overrides = ["--run.name=other", "--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
-
-    def begin(group):
-        options = options_of(*overrides)
-        store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
-        assert not checkpoints.restore(store, a_loader([]))
-        starting = checkpoints.starting_weights(store)
-        assert starting is not None
-        starting.load(store.filling())
-        return store
-
-    expected = fp32_weights(small_runs.state("run"))
-    for store in run_machines(2, begin):
-        weights = store.weights()
-        assert weights and all(torch.equal(weights[name], expected[f"weights/{name}"]) for name in weights)
+    weights = {name.removeprefix("weights/"): view for name, view in fp32_weights(small_runs.state("compact")).items()}
+    for name, overrides, expected in (
+        ("run", uncorrected, small_runs.state("run")),
+        ("compact", ["--checkpoint.load=weights"], weights),
+    ):
+        first, second = run_machines(2, lambda group: restore(group, name, *overrides))  # noqa: B023
+        assert first and second and not first.keys() & second.keys()
+        assert (first | second).keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in (first | second).items())
 
 
 def test_two_machines_refuse_what_one_refuses_with_one_message_and_call_no_damaged_run_complete(small_runs):
@@ -134,8 +116,8 @@ def test_two_machines_refuse_what_one_refuses_with_one_message_and_call_no_damag
 
     def complete(group):
         with pytest.raises(RunError) as caught:
-            checkpoints_of(options_of("--run.name=run", "--optimizer.lr=5e-3"), group).complete_step(a_loader([]))
-        return str(caught.value), checkpoints_of(options_of("--run.name=run"), group).complete_step(a_loader([]))
+            checkpoints_of(options_of("--run.name=run", "--optimizer.lr=5e-3"), group).complete_step(A_LOADER)
+        return str(caught.value), checkpoints_of(options_of("--run.name=run"), group).complete_step(A_LOADER)
 
     first, second = run_machines(2, complete)
     assert first == second and first[1] == STEPS
@@ -143,4 +125,4 @@ def test_two_machines_refuse_what_one_refuses_with_one_message_and_call_no_damag
     damaged = next((small_runs.path("run") / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     config = options_of("--run.name=run")
-    assert run_machines(2, lambda group: checkpoints_of(config, group).complete_step(a_loader([]))) == [None, None]
+    assert run_machines(2, lambda group: checkpoints_of(config, group).complete_step(A_LOADER)) == [None, None]

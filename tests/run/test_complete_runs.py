@@ -135,7 +135,7 @@ def test_another_file_does_not_continue_a_run_of_the_same_name(small_runs, write
     assert trains(second, "--training.steps=7", f"--run.name={name}") == 0
     assert trains(second, "--training.steps=8") == 0, "the run is now this file's"
     # Nor do files share it that name their run themselves.
-    named = '[run]\nname = "second"\n'
+    named = 'run = { name = "second" }\n'
     assert trains(write("a/two.toml", head=named), "--dry-run") == 2
     assert "lr+1e-4.toml" in capsys.readouterr().err
 

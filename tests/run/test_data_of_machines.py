@@ -6,10 +6,9 @@ from itertools import islice
 
 import pytest
 
-from tests.support.batch_contents import content
 from tests.support.machines import run_machines
 from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import DataError, build_loader, build_tokenizer, joined_positions
+from torchround.data import DataError, build_loader, build_tokenizer
 from torchround.machines.errors import LaunchError
 from torchround.machines.launch import require_same
 from torchround.run.several_machines import RunMachines
@@ -30,23 +29,6 @@ def loader_of(folder, letter="a", bad=None, **keys):
 def steps_on(group, loader, count):
     batches = RunMachines(group).step_batches(loader, 1, 1, nullcontext)
     return [step for step in islice(iter(lambda: batches.next()[0], None), count) if step is not None]
-
-
-@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.nightly), 4])
-def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path, streams):
-    def work(group):
-        loader = loader_of(tmp_path, streams=streams)
-        found = [content(step.micro_batches) for step in steps_on(group, loader, 5)]
-        position = loader.state_dict()
-        if group is not None:
-            position = joined_positions(group.channel("saves").gather(position, "the position in the data"))
-        return found, position
-
-    loader_of(tmp_path)
-    whole, position = work(None)
-    machines = run_machines(2, work)
-    assert [[*one, *other] for one, other in zip(*(found for found, _ in machines), strict=True)] == whole
-    assert [json.loads(json.dumps(found)) for _, found in machines] == [json.loads(json.dumps(position))] * 2
 
 
 def test_an_error_in_the_data_of_one_machine_names_it_on_all(tmp_path):

@@ -58,10 +58,10 @@ def test_steps_that_are_left_out_are_those_of_the_epochs_and_a_resume_takes_the_
     assert last["step"] > expected and last["lr"] == pytest.approx(FLOOR)
 
 
-@pytest.mark.parametrize(("batch", "warns", "dry"), [(28, True, ()), (1, False, ("--dry-run",))])
-def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(small_runs, caplog, batch, warns, dry):
-    overrides = (DERIVED, "--data.epochs=7", f"--training.global_batch_size={batch}", "--engine.plan=none")
-    assert (expected_steps(small_runs.folder, 7, batch) < 50) == warns
+@pytest.mark.parametrize(("epochs", "batch", "warns", "dry"), [(2, 28, True, ()), (7, 1, False, ("--dry-run",))])
+def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(small_runs, caplog, epochs, batch, warns, dry):
+    overrides = (DERIVED, f"--data.epochs={epochs}", f"--training.global_batch_size={batch}", "--engine.plan=none")
+    assert (expected_steps(small_runs.folder, epochs, batch) < 50) == warns
     assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
     told = [line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line]
     assert len(told) == warns

@@ -58,7 +58,7 @@ JOINT = {
     "muon to exact": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.bfloat16, ASYNC, "muon")),
     "split to fp32": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.float32, SYNC, "muon compact")),
 }
-BY_DEFAULT = ("tied, muon, compact", "predicting, compact", "adamw to compact", "muon to exact")
+BY_DEFAULT = ("tied, muon, compact", "predicting, compact", "adamw to compact")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else nightly) for name in JOINT])

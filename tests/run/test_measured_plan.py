@@ -26,7 +26,7 @@ def measured(steps):
 def test_measuring_and_planning_again_changes_no_loss_and_a_resumed_run_keeps_the_plan(small_runs, capsys):
     assert small_runs("counted", ASYNC, *measured(0)) == 0
     losses = small_runs.losses("counted")
-    counted = json.loads((small_runs.path("counted") / "plan.json").read_text())
+    counted = small_runs.plan("counted")
     stop_after(4, small_runs, "run", ASYNC, *measured(2))
     assert "planned again from 2 measured steps" in capsys.readouterr().out
     text = (small_runs.path("run") / "plan.json").read_text()

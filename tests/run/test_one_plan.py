@@ -1,6 +1,5 @@
 """A run, its measuring steps, a dry run and the `plan` command plan with the same numbers, in one function."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -12,9 +11,9 @@ from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, TrainingTable, load_config
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
-from torchround.pipeline.costs import BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -65,7 +64,7 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
 
 def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none():
     hardware = Hardware("cuda", 8, 2**34, 2**34)
-    for flavor, launch_s in (("debug", BLOCK_LAUNCH_S), ("debug_moe", EXPERTS_LAUNCH_S)):
+    for flavor, launch_s in (("debug", RATES.block_launch_s), ("debug_moe", RATES.experts_launch_s)):
         model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
         numbers = RunNumbers(TrainingTable(), EngineTable())
         counted = run_question(model, numbers, hardware).costs()
@@ -89,5 +88,4 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
     summaries = [re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)]
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""
-    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
-    assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first
+    assert f"bubble (idle share of the devices) {100 * small_runs.plan('run')['bubble']:.2f} %" in first

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support.agreeing_threads import run_agreeing
+from tests.support.joint_teams import run_agreeing
 from tests.support.toy import PARTITIONS, VOCABULARY, toy_engine, toy_model, toy_store
 from torchround.config import ValidationTable
 from torchround.data import DataError

@@ -9,20 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.step_records import Clock
 from torchround.engine.device import CpuDevice
-from torchround.layer import LayerWork
+from torchround.layer import LayerWork, Products
 from torchround.observe import host_gib, host_peak_gib
 from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class FinishedStep:
@@ -153,10 +144,10 @@ def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does(
 def test_mfu_is_model_flops_over_the_peak_of_all_devices():
     # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
     num_weights = 1_000_000
-    flops_per_token = train_flops_per_token([LayerWork(2.0 * num_weights * 512, 0, 0)], num_tokens=512)
+    flops_per_token = train_flops_per_token([LayerWork((Products(2.0 * num_weights * 512),))], num_tokens=512)
     assert flops_per_token == 6.0 * num_weights
     assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
     assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
     # A frozen weight costs four FLOPs per token.
-    works = [LayerWork(0.0, 0, 0), LayerWork(2.0 * 1_000_000, 0, 0, frozen_flops=2.0 * 700_000)]
+    works = [LayerWork(), LayerWork((Products(2.0 * 1_000_000, 2.0 * 700_000),))]
     assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000

@@ -1,21 +1,17 @@
 """Bits do not depend on `engine.cpu_threads`: initial weights, losses and trained weights, in every family and dtype."""
 
 import itertools
-import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import train
-from tests.support.small_run import working_folder
+from tests.support.small_run import small_runs
 from torchround.config import EngineTable
 from torchround.engine.device import CpuDevice
 from torchround.run.hardware import MOST_VIRTUAL_DEVICES, find_hardware
 
-__all__ = ["working_folder"]
+__all__ = ["small_runs"]
 
 # Sums over 1024 tokens, and 1024 x 56 activations whose third and fourth part do not end at a vector register.
 CONFIG = """
@@ -28,50 +24,26 @@ lr_schedule = { warmup_steps = 0 }
 shape = { num_layers = 1, hidden_size = 64, num_heads = 2, ffn_size = 56 }
 """
 EXPERTS = ["--model.shape.num_experts=3", "--model.shape.num_chosen=2"]
+COMPILED = ["--engine.compile=true"]
 FAMILIES = {"llama3": [], "qwen3": [], "qwen3 with experts": EXPERTS, "gpt_oss": EXPERTS}
-
-
-@pytest.fixture
-def folder(working_folder):
-    (working_folder / "text.txt").write_text("".join(chr(32 + (index * index) % 90) for index in range(9000)))
-    (working_folder / "threads.toml").write_text(CONFIG)
-    return working_folder
-
-
-def trained(name, *arguments):
-    """Train, and return the losses and all tensors of the last checkpoint."""
-    assert train.main(["--config", "threads.toml", f"--run.name={name}", *arguments]) == 0
-    run = Path("outputs") / name
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    files = (run / "checkpoints" / "step-2").glob("*.safetensors")
-    return losses, {key: tensor for path in files for key, tensor in load_file(path).items()}
 
 
 def cases():
     for number, (family, dtype) in enumerate(itertools.product(FAMILIES, ("float32", "bfloat16"))):
         yield pytest.param(family, dtype, marks=[] if number in (0, 7) else pytest.mark.nightly)
+    # Inductor writes a number of threads into its code, and keeps that code for the next run. Takes most of a minute.
+    yield pytest.param("llama3 compiled", "bfloat16", marks=[pytest.mark.compiles, pytest.mark.nightly])
 
 
-@pytest.mark.parametrize(("family", "dtype"), cases())
-def test_a_trained_run_has_the_same_bits_with_any_number_of_threads(family, dtype, folder):
-    given = [f"--model.family={family.split()[0]}", f"--training.dtype={dtype}", *FAMILIES[family]]
-    losses, tensors = trained("one", *given, "--engine.cpu_threads=1")
-    for threads in (2, 4):
-        again = trained(f"of-{threads}", *given, f"--engine.cpu_threads={threads}")
-        assert again[0] == losses, threads
-        assert all(torch.equal(tensor, again[1][name]) for name, tensor in tensors.items()), threads
-
-
-@pytest.mark.compiles
-@pytest.mark.nightly  # three runs that compile take most of a minute
-def test_compiled_layers_have_the_same_bits_with_any_number_of_threads(folder, monkeypatch):
-    """Inductor writes a number of threads into its code, and keeps that code for the next run."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
-    given = ["--model.family=llama3", "--engine.compile=true", "--training.dtype=bfloat16"]
-    losses, tensors = trained("one", *given, "--engine.cpu_threads=1")
-    again = trained("of-4", *given, "--engine.cpu_threads=4")
-    assert again[0] == losses
-    assert all(torch.equal(tensor, again[1][name]) for name, tensor in tensors.items())
+@pytest.mark.parametrize(("family", "dtype"), [*cases()])
+def test_a_trained_run_has_the_same_bits_with_any_number_of_threads(family, dtype, small_runs, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(small_runs.folder / "compiled"))
+    (small_runs.folder / "text.txt").write_text("".join(chr(32 + (index * index) % 90) for index in range(9000)))
+    (small_runs.folder / "threads.toml").write_text(CONFIG)
+    given = [f"--model.family={family.split()[0]}", f"--training.dtype={dtype}", *FAMILIES.get(family, COMPILED)]
+    for threads in (1, 2, 4):
+        assert small_runs(f"of-{threads}", *given, f"--engine.cpu_threads={threads}", config="threads.toml") == 0
+        small_runs.assert_same(f"of-{threads}", "of-1", step=2)
 
 
 def test_a_backward_runs_in_the_thread_that_asks_for_it_also_inside_another_backward():

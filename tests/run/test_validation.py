@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import ASYNC, PREDICT, small_runs, stop_after, write_text
+from tests.support.small_run import ASYNC, PREDICT, small_runs, stop_after
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.run.validation import RunValidation, ValidationProgress, best_of, kept_losses
@@ -88,16 +88,6 @@ def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(s
     assert "No space left" in caplog.text
     # Steps 2, 4, 8 and 9 were saved, with losses 4, 3, 3 and 3: the first of the equal ones stays.
     assert small_runs.saved("run") == [4, 9]
-
-
-def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(small_runs, losses):
-    """Every step is saved at once, and only the end of the data shows which one was the last."""
-    losses.clear()
-    write_text(small_runs.folder / "text.jsonl", lines=9)
-    ends = ("--training.steps=1000", "--data.epochs=1", "--checkpoint.interval_steps=1")
-    assert small_runs("run", *LONG, *ends, "--validation.interval_steps=500", BEST) == 0
-    last = small_runs.saved("run")[-1]
-    assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints")) == {last: 1.0}
 
 
 def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validation(small_runs, losses, capsys):

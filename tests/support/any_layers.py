@@ -4,7 +4,6 @@ They declare no work. Their batch is no `MicroBatch`.
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,36 +28,36 @@ class Samples:
     loss_factor: float | None = None
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self):
         return self.inputs.shape
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self):
         return self.inputs, self.targets
 
-    def rebuild(self) -> Callable[[Sequence[Tensor]], "Samples"]:
+    def rebuild(self):
         return partial(_samples, self.name, self.loss_factor)
 
-    def for_layer(self, index: int) -> "Samples":
+    def for_layer(self, index):
         return self
 
-    def for_training(self, loss_factor: float) -> "Samples":
+    def for_training(self, loss_factor):
         return replace(self, loss_factor=loss_factor)
 
-    def num_labels(self) -> int:
+    def num_labels(self):
         return len(self.targets)
 
-    def problem(self) -> str | None:
+    def problem(self):
         return None if len(self.inputs) else "it is empty"
 
 
-def _samples(name: str, loss_factor: float | None, tensors: Sequence[Tensor]) -> Samples:
+def _samples(name, loss_factor, tensors):
     return Samples(*tensors, name, loss_factor)
 
 
 class AnyLayer(nn.Module):
     """A matrix, and a function of the matrix, the value before and the batch."""
 
-    def __init__(self, compute: Callable) -> None:
+    def __init__(self, compute):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
         self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
@@ -67,7 +66,7 @@ class AnyLayer(nn.Module):
     def forward(self, hidden, batch):
         return self.compute(self, hidden, batch)
 
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator):
         self.weight.normal_(std=0.4, generator=generator)
 
 
@@ -129,7 +128,7 @@ def outputs(layer, hidden, batch):
     return {"logits": F.linear(value, layer.weight), "same": (value, value), "rows": batch.targets, "name": batch.name}
 
 
-def assert_same_value(found, wanted) -> None:
+def assert_same_value(found, wanted):
     """Assert that two values between layers have the same structure, and the same tensors wherever they are."""
     (ours, of_ours), (theirs, of_theirs) = flatten(found), flatten(wanted)
     assert of_ours == of_theirs
@@ -137,13 +136,13 @@ def assert_same_value(found, wanted) -> None:
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, theirs, strict=True))
 
 
-def any_model(end: Callable = last, trained: bool = True, **facts) -> LayeredModel:
+def any_model(end=last, trained=True, **facts):
     computes = (first, second, passing, third, passing, end)
     layers = tuple(AnyLayer(compute).requires_grad_(trained) for compute in computes)
     return LayeredModel(tuple(f"layer.{index}" for index in range(len(layers))), layers, **facts)
 
 
-def any_batches(count: int, seed: int = 0, rows: int = 5) -> list[Samples]:
+def any_batches(count, seed=0, rows=5):
     generator = torch.Generator().manual_seed(seed)
     return [
         Samples(torch.randn(rows, WIDTH, generator=generator), torch.randint(WIDTH, (rows,), generator=generator))

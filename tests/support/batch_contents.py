@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchround.config import DataTable, SourceTable
-from torchround.data import build_loader
+from torchround.data import DataError, build_loader
 from torchround.data.formats import file_index, json_array, source_files, sources
 from torchround.data.packing import best_fit
 from torchround.layer import IGNORED_LABEL
@@ -47,6 +47,28 @@ def loader_of(source, tokenizer, seq_len=64, batch=2, seed=0, content="text", **
         source = SourceTable(path=str(source), content=content)
     sources = source if isinstance(source, tuple) else (source,)
     return build_loader(DataTable(sources=sources, **keys), tokenizer, seq_len, batch, seed)
+
+
+def pieces_of(source, document):
+    pieces, offset = [], 0
+    while offset is not None:
+        text, offset = source.read(document, offset)
+        pieces.append(text)
+    return pieces
+
+
+def texts_of(source, key=None, wrong=None):
+    """Return the text of each document of a pass. Messages of bad ones are added to `wrong`, if it is given."""
+    texts, cursor = [], source.first_cursor()
+    while (found := source.locate(cursor, key)) is not None:
+        document, cursor = found
+        try:
+            texts.append("".join(pieces_of(source, document)))
+        except DataError as error:
+            if wrong is None:
+                raise
+            wrong.append(str(error))
+    return texts
 
 
 def content(batches):

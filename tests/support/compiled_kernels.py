@@ -6,13 +6,10 @@ a card, not the card. It works in a process of its own, because a process has on
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 
 import torch
 
-from scripts.check_tree import ROOT
+from tests.support.processes import run_program
 
 MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
@@ -26,16 +23,7 @@ print(json.dumps(compile_all(sys.argv[1])))
 
 def compiled(card, cache):
     """Compile all kernels for a card, such as `cuda-90`. Return the compiler's first form of each, by name."""
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, card],
-        cwd=ROOT,
-        env={**plain, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = run_program("-c", PROGRAM, card, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
     return json.loads(done.stdout.splitlines()[-1])
 
 

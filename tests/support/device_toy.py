@@ -1,19 +1,15 @@
 """The toy model on an accelerator: workers that share devices. Importable without an accelerator."""
 
-from collections.abc import Callable
-
 import torch
 
 from tests.support.toy import toy_engine
-from torchround.engine.device import AcceleratorDevice, Device
+from torchround.engine.device import AcceleratorDevice
 
 
-def workers_of(
-    kind: str, num_devices: int = 1, make: Callable[[torch.device, int], Device] = AcceleratorDevice
-) -> Callable[[Device], Device]:
+def workers_of(kind, num_devices=1, make=AcceleratorDevice):
     """Return the `wrap` of a toy engine whose workers share the first `num_devices` devices of a kind."""
 
-    def worker(virtual: Device) -> Device:
+    def worker(virtual):
         index = int(virtual.name.partition(":")[2])
         return make(torch.device(kind, index % num_devices), index)
 

@@ -4,7 +4,9 @@
 """
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -18,8 +20,8 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.ownership import Ownership
-from torchround.layer import with_dropout_seeds
-from torchround.optim import NO_STATE, HostOptimizer, LossScaling, make_optimizer
+from torchround.layer import LayeredModel, with_dropout_seeds
+from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
 from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.partition import Partition
 
@@ -145,10 +147,10 @@ FAMILY_KEPT = {
 }
 LR = 1e-2
 # Some steps leave machines, rounds or calls without a micro-batch.
-STEPS = [
+STEPS = tuple(
     with_dropout_seeds(batch[:count], seed=7, step=step)
     for step, (batch, count) in enumerate(zip(toy_batches(4, 4), (3, 1, 4, 2), strict=True))
-]
+)
 [HELD_OUT] = toy_batches(1, 2, seed=1)
 
 
@@ -158,28 +160,76 @@ def torch_adamw(named):
 
 @dataclass
 class Outcome:
-    """What a run gave. `state` is what a checkpoint holds."""
+    """What a run gave, step by step, and what it left: `state` and `resume` are what a checkpoint holds."""
 
     losses: list = field(default_factory=list)
     norms: list = field(default_factory=list)
     scales: list = field(default_factory=list)
     skipped: list = field(default_factory=list)
     evaluated: list = field(default_factory=list)
+    # The reference loop has none of these.
+    updates: list = field(default_factory=list)
+    resume: dict = field(default_factory=dict)
+    device_weights: list = field(default_factory=list, repr=False)
+    torch_state: dict | None = field(default=None, repr=False)
     state: dict = field(default_factory=dict, repr=False)
+
+    def load(self, store):
+        """Fill a store as from a checkpoint."""
+        views = store.loadable_views()
+        for name, value in self.state.items():
+            views[name].copy_(value)
+        store.resume(len(self.norms), **json.loads(json.dumps(self.resume)))
+
+    def after(self, begun):
+        """Return the outcome of both parts of a run."""
+        lists = (*FIGURES, "updates")
+        return replace(self, **{name: getattr(begun, name) + getattr(self, name) for name in lists})
+
+
+FIGURES = ("losses", "norms", "scales", "skipped", "evaluated")
 
 
 def assert_same(found, expected):
-    for each in fields(Outcome)[:-1]:
-        # As text: a norm that is not finite differs from itself.
-        assert str(getattr(found, each.name)) == str(getattr(expected, each.name)), each.name
+    """Compare bits, where a value that is not finite is equal to itself."""
+    for name in FIGURES:
+        assert str(getattr(found, name)) == str(getattr(expected, name)), name
+    if expected.updates:
+        assert [(str(u.loss), u.fault, u.not_finite) for u in found.updates] == [
+            (str(u.loss), u.fault, u.not_finite) for u in expected.updates
+        ]
+        assert found.resume == expected.resume
+        for ours, theirs in zip(found.device_weights, expected.device_weights, strict=True):
+            assert all(map(same_bits, ours, theirs))
     assert found.state.keys() == expected.state.keys()
-    different = [name for name, value in expected.state.items() if not torch.equal(found.state[name], value)]
+    different = [name for name, value in expected.state.items() if not same_bits(found.state[name], value)]
     assert not different, f"{len(different)} of {len(expected.state)} tensors differ: {different[:5]}"
+
+
+def same_bits(one, other):
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
+
+
+def together(outcomes):
+    """Return what all machines gave, which must agree in all but the part of the state that each has."""
+    first, *others = outcomes
+    state = dict(first.state)
+    for other in others:
+        assert not state.keys() & other.state.keys(), "two machines save the same tensor"
+        assert_same(replace(other, state={}), replace(first, state={}))
+        state |= other.state
+    return replace(first, state=state)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run of four steps."""
+    """A run of four steps, by the axes, and what no axis has.
+
+    `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`, `settings` those of the
+    engine. `before(store)` may change the first weights. `after_step(engine)` returns the evaluations that it begins.
+    """
 
     devices: int = 1
     machines: int = 1
@@ -201,6 +251,15 @@ class Row:
     stopped: bool = False
     compiled: str = "no"
     stale: int = 3
+    batches: Sequence[Sequence[Any]] = STEPS
+    held_out: Sequence[Any] = tuple(HELD_OUT)
+    build: Callable[[], LayeredModel] | None = None
+    partition: Partition | None = None
+    lr: float = LR
+    spikes: tuple[Any, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    before: Callable[[Any], None] = lambda store: None
+    after_step: Callable[[Any], list] = lambda engine: []
 
     @property
     def stale_layers(self):
@@ -211,6 +270,8 @@ class Row:
         return self.experts or self.adapters
 
     def model(self):
+        if self.build is not None:
+            return self.build()
         if not self.of_family:
             return toy_model(self.tied)
         family = ("qwen3", "debug_moe") if self.experts else ("llama3", "debug")
@@ -232,6 +293,7 @@ class Row:
         options |= {
             "policy": POLICIES[self.update],
             "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
+            "spikes": SpikeBounds(*self.spikes),
         }
         options |= {"gradient_dtype": torch.float32} if self.gradient == "wide" else {}
         store = toy_store(model, DTYPES[self.dtype], seed, **options)
@@ -251,64 +313,65 @@ class Row:
             "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip
-        return toy_engine(model, store, cuts[self.cut], self.devices, optimizer=optimizer, **settings | options)
+        settings |= {**self.settings, **options}
+        return toy_engine(model, store, self.partition or cuts[self.cut], self.devices, optimizer=optimizer, **settings)
 
     def calls_of(self, batch):
         size = -(-len(batch) // self.calls)
         return [batch[first : first + size] for first in range(0, len(batch), size)]
 
-    def run(self, group=None, pinned=False, **options):
-        """Train on this machine of a group, or alone. The state is this machine's part."""
-        outcome, saved, torch_state = Outcome(), None, {}
-        parts = [(self, STEPS)]
+    def run(self, group=None, load=None, torch_state=None, pinned=False, **options):
+        """Train on this machine of a group, or alone. `load(store)` resumes a run. The state is this machine's part."""
         if self.stopped:
-            parts = [(self, STEPS[:2]), (self.elsewhere(), STEPS[2:])]
-        for row, batches in parts:
-            model = row.model()
-            rank, size = (group.rank, group.size) if group is not None else (0, 1)
-            store = row.store(model, seed=0 if saved is None else 1, ownership=Ownership(rank, size), pinned=pinned)
-            optimizer = row.table or HostOptimizer(torch_adamw)
-            if saved is not None:
-                views = store.loadable_views()
-                for name, value in outcome.state.items():
-                    views[name].copy_(value)
-                store.resume(len(outcome.norms), **json.loads(saved))
-            if group is not None:
-                share_weights(store, group)
-            with row.engine(model, store, optimizer, machines=group, **options) as engine:
-                if saved is not None and row.table is None:
-                    optimizer.load_state_dict(torch_state)
-                row.train(engine, batches, outcome, rank, size)
-                torch_state = None if row.table else optimizer.state_dict()
-            outcome.state = {name: view.clone() for name, view in store.named_views().items()}
-            saved = json.dumps(store.resume_state())
-            store.close()
+            begun = replace(self, stopped=False, batches=self.batches[:2]).run(group, pinned=pinned, **options)
+            rest = replace(self.elsewhere(), stopped=False, batches=self.batches[2:])
+            return rest.run(group, begun.load, begun.torch_state, pinned, **options).after(begun)
+        model, ownership = self.model(), Ownership(group.rank, group.size) if group is not None else Ownership(0, 1)
+        store = self.store(model, seed=0 if load is None else 1, ownership=ownership, pinned=pinned)
+        optimizer = self.table or HostOptimizer(torch_adamw)
+        self.before(store)
+        if load is not None:
+            load(store)
+        if group is not None:
+            share_weights(store, group)
+        with self.engine(model, store, optimizer, machines=group, **options) as engine:
+            if torch_state is not None:
+                optimizer.load_state_dict(torch_state)
+            outcome = self.train(engine, group)
+            outcome.torch_state = None if self.table else optimizer.state_dict()
+        outcome.state = {name: view.clone() for name, view in store.named_views().items()}
+        outcome.resume = store.resume_state()
+        outcome.device_weights = [[weights.clone() for weights in bundle.device_weights] for bundle in store.bundles]
+        store.close()
         return outcome
 
-    def train(self, engine, batches, outcome, rank, size):
-        results, evaluated = [], []
-        for batch in batches:
+    def train(self, engine, group=None):
+        results, evaluated, outcome = [], [], Outcome()
+        for batch in self.batches:
             if self.evaluates:
-                evaluated.append(engine.evaluate(HELD_OUT))  # not awaited, so that it runs beside the step
+                evaluated.append(engine.evaluate(self.held_out))  # not awaited, so that it runs beside the step
             labels = sum(micro_batch.num_labels() for micro_batch in batch)
             of_step = []
             for call in self.calls_of(batch):
                 share = None
-                if size > 1:
-                    share = step_share(len(call), self.rounds, rank, size)
+                if group is not None:
+                    share = step_share(len(call), self.rounds, group.rank, group.size)
                     call = [call[index] for index in share.micro_batches]
                 of_step.append(engine.forward_backward(call, share, labels))
-            engine.step(LR)
+            engine.step(self.lr)
             results.append(of_step)
+            evaluated += self.after_step(engine)
         engine.drain()
-        evaluated.append(engine.evaluate(HELD_OUT))
-        outcome.evaluated += [result.loss() for result in evaluated]
+        evaluated.append(engine.evaluate(self.held_out))
+        outcome.evaluated = [result.loss() for result in evaluated]
         for of_step in results:
             outcome.losses += [result.loss() for result in of_step]
             update = of_step[0].update()
+            outcome.updates.append(update)
             outcome.norms.append(update.grad_norm)
             outcome.scales.append(update.loss_scale)
             outcome.skipped.append(update.skipped)
+        return outcome
 
     def elsewhere(self):
         """Return the row on other devices and in other stages."""
@@ -317,16 +380,18 @@ class Row:
             self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
         )
 
-    def run_all(self, **options):
-        """Train on all machines, which must agree in all but the part of the state that each has."""
+    def run_each(self, **options):
+        """Train on all machines; returns the outcome of each."""
         if self.machines == 1:
-            return self.run(**options)
-        first, *others = run_machines(self.machines, lambda group: self.run(group, **options))
-        for other in others:
-            assert not first.state.keys() & other.state.keys(), "two machines save the same tensor"
-            assert_same(replace(other, state={}), replace(first, state={}))
-            first.state |= other.state
-        return first
+            return [self.run(**options)]
+        return run_machines(self.machines, lambda group: self.run(group, **options))
+
+    def run_all(self, **options):
+        return together(self.run_each(**options))
+
+    def alone(self):
+        """Return the row on one machine, with as many rounds in all."""
+        return replace(self, machines=1, rounds=self.rounds * self.machines)
 
     def reference(self, device="cpu"):
         model = self.model()
@@ -339,17 +404,17 @@ class Row:
             accumulate=torch.bfloat16 if self.gradient == "narrow" else torch.float32, loss_scale=self.loss_scale,
         )  # fmt: skip
         outcome = Outcome()
-        for batch in STEPS:
+        for number, batch in enumerate(self.batches):
             if self.evaluates:
-                outcome.evaluated.append(loop.evaluate(HELD_OUT))
+                outcome.evaluated.append(loop.evaluate(self.held_out))
             labels = sum(micro_batch.num_labels() for micro_batch in batch)
             for call in self.calls_of(batch):
                 loss, gradients = loop.gradients(call, labels)
                 outcome.losses.append(loss)
-            loop.update(gradients, LR)
-            if self.stopped and batch is STEPS[1]:
-                outcome.evaluated.append(loop.evaluate(HELD_OUT))
-        outcome.evaluated.append(loop.evaluate(HELD_OUT))
+            loop.update(gradients, self.lr)
+            if self.stopped and number == 1:
+                outcome.evaluated.append(loop.evaluate(self.held_out))
+        outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.norms, outcome.scales, outcome.skipped, outcome.state = (
             loop.norms,
             loop.scales,
@@ -367,6 +432,14 @@ def read_row(values):
     assert all(value in AXES[name] for name, value in given.items()), given
     kinds = {each.name: each.type for each in fields(Row)}
     return Row(**{n: int(v) if kinds[n] is int else v != "no" if kinds[n] is bool else v for n, v in given.items()})
+
+
+def validate_true_weights(engine):
+    """Begin an evaluation as the device weights are, and one of the true weights."""
+    engine.drain()
+    found = [engine.evaluate(HELD_OUT)]
+    with engine.true_device_weights():
+        return [*found, engine.evaluate(HELD_OUT)]
 
 
 LINES = [line.split() for line in TABLE.strip().splitlines()]

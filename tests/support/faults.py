@@ -28,7 +28,8 @@ class PlantedExit(BaseException):
 class Bomb(Observer, DeviceWatcher):
     """An exception that is raised at the `hit`-th chance at a place; without one, a delay at every chance.
 
-    If it `stays`, it is raised again at each later chance there, and by everything that the same device does.
+    Of several devices, a delay slows the second one alone. If the exception `stays`, it is raised again at each later
+    chance there, and by everything that the same device does.
     """
 
     def __init__(self, place, exception=PlantedError, hit=1, stays=False):
@@ -46,7 +47,7 @@ class Bomb(Observer, DeviceWatcher):
                 self.chances += 1
                 is_due = self.chances == self.hit
             if self.exception is None:
-                time.sleep(0.005)
+                time.sleep(0.005 * (device in (None, "cpu:1")))
             elif is_due:
                 self.device, self.raised = device, self.exception("planted")
                 raise self.raised
@@ -233,6 +234,13 @@ def this_thread():
 def engine_threads():
     """Name the threads of engines that still run."""
     return [t.name for t in threading.enumerate() if t.name.startswith(("torchround", "finish"))]
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def copied(store):

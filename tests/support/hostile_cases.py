@@ -19,12 +19,13 @@ from pathlib import Path
 
 import xxhash
 
-from tests.support.scenarios import prepare, trains, warm_up
+from tests.support.scenarios import trains, warm_up
+from tests.support.small_run import SmallRuns
 from torchround.commands import export_hf
 from torchround.data.text import jinja_template
 from torchround.untrusted import template_process
 
-__all__ = ["prepare", "warm_up"]  # the latter is called before the first child
+__all__ = ["warm_up"]  # called before the first child
 
 MEMORY_BYTES = 500 << 20  # on top of what the process has mapped when a case begins
 CPU_S = 10
@@ -64,7 +65,7 @@ class Case:
     code: int = 2
 
 
-def judge(cases, processes, folder, prepare=prepare, writable="outputs"):
+def judge(cases, processes, folder, prepare=SmallRuns, writable="outputs"):
     """Ask all cases in one child. Returns their folders.
 
     `writable` is the folder that the command may write, and tells which command it is: training, or an export.

@@ -5,14 +5,11 @@ cases has functions `case_*` without arguments; each raises if a kernel does not
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import torch
 
-from scripts.check_tree import ROOT
+from tests.support.processes import run_program
 from tests.support.rounding import BF16, FP16, FP32
 
 UNITS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
@@ -45,15 +42,7 @@ def case_names(module):
 def outcomes(module):
     """Run all cases of a module. Return each one's error, which is empty if it passed."""
     arguments = [module.__name__, json.dumps(case_names(module))]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program("-c", PROGRAM, *arguments, TRITON_INTERPRET="1")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -68,3 +68,8 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
     if errors:
         raise errors[0]
     return results
+
+
+def run_agreeing(num_machines, function):
+    """Return what `function(machine, gather)` returns on each machine; `gather(value)` exchanges values."""
+    return together(num_machines, lambda team: function(team.rank, lambda value: team.gather(value, "a value")))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.small_decoders import decoder
 from torchround.keeping import recording, replaying
 from torchround.layer import KEEPABLE
-from torchround.models import FAMILIES, LoraShape, add_adapters
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -35,11 +35,7 @@ RANK = 8
 
 def model_with_adapters(name, flavor, targets):
     """Build two blocks on `meta`, with adapters and dropout on the targets."""
-    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2)
-    model = FAMILIES[name].build(config)
-    if targets:
-        add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(RANK, 12.0, 0.1, targets))
-    return model
+    return decoder(name, flavor, targets, (RANK, 12.0, 0.1), vocab_size=50, num_layers=2)
 
 
 def as_the_engine_binds(layer, dtype, device="cpu"):

@@ -9,8 +9,8 @@ from torchround.pipeline.partition import Partition
 
 # Forward stages, then backward stages after the head's, from RoundPipe's artifact.
 PARTITIONS = {
-    "qwen3_1.7b": ((7,) * 4, (3,) * 8 + (2, 2)),
-    "llama3_8b": ((5,) * 4 + (6, 6), (2,) * 16),
+    "qwen3_1_7b": ((7,) * 4, (3,) * 8 + (2, 2)),
+    "llama3_1_8b": ((5,) * 4 + (6, 6), (2,) * 16),
     "gpt_oss_20b": ((4,) + (5,) * 4, (1,) * 24),
     "qwen3_32b": ((2, 2) + (3,) * 20, (1,) * 64),
     "qwen3_235b_lora": ((2,) * 47, (1,) * 94),

@@ -10,9 +10,9 @@ from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation import step_time
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink
-from torchround.pipeline.simulation.simulator import simulate
+from torchround.simulate.dispatch import dispatch_tasks
+from torchround.simulate.events import simulate
 
 SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0.01, 5.0))
 BYTES = st.integers(0, 100)

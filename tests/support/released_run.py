@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.small_run import working_folder
+from tests.support.small_run import tensors_in, working_folder
 from torchround.config.validate import RawConfig, validate
 
 __all__ = ["working_folder"]
@@ -56,10 +55,7 @@ def change_config(folder, **changes):
 
 
 def saved(folder, name, step=3):
-    tensors = {}
-    for path in (folder / "outputs" / name / "checkpoints" / f"step-{step}").glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
+    return tensors_in(folder / "outputs" / name / "checkpoints" / f"step-{step}")
 
 
 def exported(folder, step=1):

@@ -12,17 +12,14 @@ eps well above the rounding of a gradient (`toy.OPTIMIZER`): the update then cha
 gradient.
 """
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 FP32 = 2.0**-24
 BF16 = 2.0**-8
 FP16 = 2.0**-11
 
 
-def ties_up(values: Tensor, dtype: torch.dtype) -> Tensor:
+def ties_up(values, dtype):
     """Round fp32 values as device weights are rounded: in bfloat16 with ties up in magnitude, otherwise as PyTorch does.
 
     So are the device weights of split weights, which a store keeps in `sync` and in `async` without prediction.
@@ -32,9 +29,7 @@ def ties_up(values: Tensor, dtype: torch.dtype) -> Tensor:
     return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32).to(dtype)
 
 
-def assert_close_in_sums(
-    found: Tensor, expected: Tensor, terms: int, what: str = "", unit: float = FP32, scale: float | None = None
-) -> None:
+def assert_close_in_sums(found, expected, terms, what="", unit=FP32, scale=None):
     """Check that no element differs by more than `terms * unit * scale`.
 
     `scale` is the size of the largest terms: by default that of the largest element of `expected`. Give it when terms
@@ -45,7 +40,7 @@ def assert_close_in_sums(
     assert error <= bound, f"{what}: differs by {error:.3g}, {terms} terms explain {bound:.3g}"
 
 
-def assert_states_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], terms: int) -> None:
+def assert_states_close(found, expected, terms):
     """Check all tensors of a store's state with `assert_close_in_sums`; second moments are squares, so twice that."""
     assert found.keys() >= expected.keys(), "a tensor is missing"
     for name, value in expected.items():

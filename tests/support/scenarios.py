@@ -1,6 +1,5 @@
 """What forked children do (`processes.py`): train as `train.py` does, with something planted that goes wrong."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -10,17 +9,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import train
 from tests.support.disks import Disk
-from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
+from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_family
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
-from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger, run_page
+from torchround.run import early_end
 
 CHECKPOINT_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
@@ -37,16 +37,10 @@ def warm_up():
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        prepare(Path(folder))
+        SmallRuns(Path(folder))
         assert trains(["--training.steps=2", "--checkpoint.interval_steps=1"]) == 0, "a plain run fails"
         assert trains(["--training.steps=3", "--checkpoint.interval_steps=1"]) == 0, "its resume fails"
         os.chdir(before)
-
-
-def prepare(folder):
-    """Write `small.toml` and its text, for runs in `folder`."""
-    write_text(folder / "text.jsonl", lines=200)
-    (folder / "small.toml").write_text(SMALL)
 
 
 def trains(arguments):
@@ -108,7 +102,14 @@ def restore(disk):
 
 
 def hangs(where, step, arguments):
-    """Train a run that saves after every step; its step number `step`, or the save after it, never ends."""
+    """Train a run that saves after every step; its step number `step`, or the save after it, never ends.
+
+    It prints `asked` at each signal, whose time is that of one request until there is a file `later`.
+    """
+
+    def clock():
+        os.write(2, b"asked\n")
+        return early_end.SAME_REQUEST_S if Path("later").exists() else 0.0
 
     def hang():
         print("hanging", flush=True)
@@ -119,6 +120,7 @@ def hangs(where, step, arguments):
         if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
             hang()
 
+    early_end.time = SimpleNamespace(monotonic=clock)
     if where == "save":
         sys.addaudithook(hook)
         return trains(arguments)
@@ -138,21 +140,4 @@ def is_signalled_on_its_way_out(number, arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLogger, "close", interrupted)
-        return trains(arguments)
-
-
-def has_a_bad_device(device, trouble, operation, arguments):
-    """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
-    run, seen = CpuDevice.run, itertools.count(1)
-
-    def troubled(self, *details, **further):
-        if self.name == device and (count := next(seen)) >= operation:
-            if trouble == "slow":
-                time.sleep(0.002)
-            elif count == operation:
-                raise RuntimeError("planted")
-        return run(self, *details, **further)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDevice, "run", troubled)
         return trains(arguments)

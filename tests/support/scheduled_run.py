@@ -19,7 +19,6 @@ from torchround.engine.store.bundles import SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
 
@@ -122,7 +121,7 @@ class ShortRun:
             return toy_model(self.tied)
         family, flavor = self.model.split("-")
         sizes = {"vocab_size": VOCABULARY, "num_layers": BLOCKS, "tied_embeddings": self.tied}
-        model: LayeredModel = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
+        model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
         return model
 
 
@@ -169,7 +168,7 @@ def execute(run, make=AcceleratorDevice):
     return Outcome(losses, state)
 
 
-def reference(run: ShortRun) -> Outcome:
+def reference(run):
     """Train by the reference loop on the first simulated device: one stream, one thread, no engine."""
     model = run.build()
     store = toy_store(model, run.dtype, policy=run.policy)

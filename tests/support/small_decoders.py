@@ -1,9 +1,6 @@
-"""Decoders of two layers for engine tests, with experts or with adapters and dropout."""
-
-from typing import Any
+"""Decoders of small sizes, with experts or with adapters and dropout."""
 
 from tests.support.toy import VOCABULARY
-from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.lora import LoraShape, add_adapters
@@ -12,13 +9,16 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, 
 EXPERTS = {"moe": MoEShape(3, 2, 24, balance_coefficient=0.001)}
 
 
-def small_decoder(
-    family: str, flavor: str, adapters: tuple[str, ...] = (), dropout: float = 0.25, **changes: Any
-) -> LayeredModel:
+def small_decoder(family, flavor, adapters=(), dropout=0.25, **changes):
     """Build a flavor with small sizes and the toy vocabulary. With `adapters` on these matrices, nothing else is trained."""
     sizes = SIZES | (EXPERTS if flavor == "debug_moe" else {})
-    config = FAMILIES[family].config_from_flavor(flavor, **{"vocab_size": VOCABULARY, **sizes, **changes})
+    return decoder(family, flavor, adapters, (2, 4.0, dropout), **{"vocab_size": VOCABULARY, **sizes, **changes})
+
+
+def decoder(family, flavor, adapters=(), lora=(4, 8.0, 0.25), **fields):
+    """Build a flavor with these fields. `lora` are rank, alpha and dropout of the `adapters`."""
+    config = FAMILIES[family].config_from_flavor(flavor, **fields)
     model = FAMILIES[family].build(config)
     if adapters:
-        add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(2, 4.0, dropout, adapters))
+        add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(*lora, adapters))
     return model

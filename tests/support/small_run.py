@@ -3,12 +3,13 @@
 Command line, files, checkpoints and signals are real. Only the model and the text are small.
 """
 
+import itertools
 import json
 import random
 import signal
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,33 +29,18 @@ LAYERS = 5  # embedding, three blocks, head
 STEPS = 5
 
 SMALL = """
-[model]
-family = "small"
-flavor = "untied"
-
-[tokenizer]
-name = "bytes"
-
-[data]
-sources = [{ path = "text.jsonl" }]
-shuffle_sequences = 16  # the usual window holds all of this text
-
-[training]
-steps = 5
-seq_len = 16
-global_batch_size = 7  # micro-batches of 2, 2, 2 and 1
-micro_batch_size = 2
-dtype = "float32"
-
+model = { family = "small", flavor = "untied" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }], shuffle_sequences = 16 }  # the usual window holds all of this text
+# Micro-batches of 2, 2, 2 and 1.
+training = { steps = 5, seq_len = 16, global_batch_size = 7, micro_batch_size = 2, dtype = "float32" }
 [engine]
 devices = "cpu"
 num_devices = 2
 cpu_threads = 1
 plan = { forward = [2, 2], fused = 1, backward = [1, 3], rounds = 1 }
-
 [optimizer]
 lr = 1e-2
-
 [checkpoint]
 interval_steps = 0
 """
@@ -101,14 +87,14 @@ class SmallRuns:
 
     def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
-        tensors = {}
-        for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
-            tensors.update(load_file(path))
-        return tensors
+        return tensors_in(self.path(name) / "checkpoints" / f"step-{step}")
 
     def saved_state(self, name, step=STEPS):
         """Read the part of a checkpoint that is not tensors."""
         return json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
+
+    def plan(self, name):
+        return json.loads((self.path(name) / "plan.json").read_text())
 
     def assert_same(self, name, reference, step=STEPS):
         """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
@@ -265,12 +251,8 @@ def with_model(monkeypatch, action):
     monkeypatch.setattr(train_model, "build_model", built)
 
 
-def before_forward(monkeypatch, layer, action):
-    """Call `action` before each forward of a layer, recomputations included, on any device.
-
-    The action receives the number of forwards so far, including this one.
-    """
-    lock, calls = threading.Lock(), [0]
+def around_forward(monkeypatch, layer, around):
+    """Call `around(forward)` in place of each forward of a layer, recomputations included, on any device."""
 
     def change(model):
         kind = type(model.layers[layer])
@@ -278,16 +260,33 @@ def before_forward(monkeypatch, layer, action):
         model.layers[layer].is_watched = True  # devices have copies of the layers
 
         def watched(self, hidden, micro_batch):
-            if getattr(self, "is_watched", False):
-                with lock:
-                    calls[0] += 1
-                    call = calls[0]
-                action(call)
-            return forward(self, hidden, micro_batch)
+            plain = partial(forward, self, hidden, micro_batch)
+            return around(plain) if getattr(self, "is_watched", False) else plain()
 
         monkeypatch.setattr(kind, "forward", watched)
 
     with_model(monkeypatch, change)
+
+
+def before_forward(monkeypatch, layer, action):
+    """Call `action(number)` before each forward of a layer. The first number is 1."""
+    calls = itertools.count(1)
+
+    def around(forward):
+        action(next(calls))
+        return forward()
+
+    around_forward(monkeypatch, layer, around)
+
+
+def tensors_in(folder):
+    """Read every tensor in the files of a folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def flip_last_bit(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def files_of(folder):

@@ -20,20 +20,22 @@ RECORD = StepRecord(
     skipped_steps=0,
 )
 
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
 # What the devices did, for a record with such figures.
-ENGINE = {
-    "busy_s": (0.25, 0.5),
-    "input_wait_s": (0.1, 0.0),
-    "weights_wait_s": (0.0, 0.0),
-    "optimizer_wait_s": (0.02, 0.0),
-    "uploaded_gib": (1.5, 1.5),
-    "downloaded_gib": (1.0, 1.0),
-    "device_peaks_gib": (2.0, 2.0),
-    "host_peak_gib": 8.0,
-    "host_pool_gib": 0.5,
-    "device_allocations": 0,
-    "host_allocations": 0,
-}
+ENGINE = {"busy_s": (0.25, 0.5), "input_wait_s": (0.1, 0.0), "weights_wait_s": (0.0, 0.0)}
+ENGINE |= {"optimizer_wait_s": (0.02, 0.0), "uploaded_gib": (1.5, 1.5), "downloaded_gib": (1.0, 1.0)}
+ENGINE |= {"device_peaks_gib": (2.0, 2.0), "host_peak_gib": 8.0, "host_pool_gib": 0.5}
+ENGINE |= {"device_allocations": 0, "host_allocations": 0}
 
 
 def record(step, **changes):

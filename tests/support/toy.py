@@ -3,14 +3,12 @@
 Shapes: B sequences, T tokens, D width, V vocabulary, L layers (embedding, blocks, head).
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from torchround.config import AdamWTable
-from torchround.engine.device import CpuDevice, Device, DeviceWatcher
+from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
@@ -48,23 +46,23 @@ class ToyLayer(nn.Module):
 
     keepable: dict[str, int] = {}  # noqa: RUF012  (no test changes it)
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cpu") -> LayerWork:
+    def work(self, batch, tokens, element_bytes, device="cpu"):
         rows = batch * tokens
         parts = tuple(
             KeptWork(name, aligned(rows * width * element_bytes), 0.0) for name, width in self.keepable.items()
         )
-        return LayerWork(0.0, 0, rows * WIDTH * element_bytes, keepable=parts)
+        return LayerWork((), 0, rows * WIDTH * element_bytes, keepable=parts)
 
 
 class ToyEmbedding(ToyLayer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta"))
 
-    def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden, micro_batch):
         return F.embedding(micro_batch.tokens, self.weight)
 
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator):
         self.weight.normal_(generator=generator)
 
 
@@ -73,17 +71,17 @@ class ToyBlock(ToyLayer):
 
     keepable = {"gate_up": 3 * WIDTH, "down": WIDTH}  # noqa: RUF012  (no test changes it)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.Parameter(torch.empty(WIDTH, device="meta"))
         self.up = nn.Linear(WIDTH, 3 * WIDTH, device="meta")
         self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False, device="meta")
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden, micro_batch):
         scaled = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.norm
         return hidden + keep("down", self.down, F.silu(keep("gate_up", self.up, scaled)))
 
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator):
         self.norm.fill_(1.0)
         for weight in (self.up.weight, self.up.bias, self.down.weight):
             weight.normal_(std=0.2, generator=generator)
@@ -92,34 +90,34 @@ class ToyBlock(ToyLayer):
 class PlantedBlock(ToyBlock):
     """A block that takes `plant(hidden, micro_batch)` for its input. The function may also raise or wait."""
 
-    def __init__(self, plant: Callable) -> None:
+    def __init__(self, plant):
         super().__init__()
         self.plant = plant
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden, micro_batch):
         return super().forward(self.plant(hidden, micro_batch), micro_batch)
 
 
 class ToyHead(nn.Module):
-    def __init__(self, tied_to: ToyEmbedding | None) -> None:
+    def __init__(self, tied_to):
         super().__init__()
         self.norm = nn.Parameter(torch.empty(WIDTH, device="meta"))
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta")) if tied_to is None else tied_to.weight
         self.tied = tied_to is not None
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden, micro_batch):
         logits = F.linear(hidden * self.norm, self.weight).float()
         return F.cross_entropy(
             logits.flatten(0, 1), micro_batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
         )
 
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator):
         self.norm.fill_(1.0)
         if not self.tied:
             self.weight.normal_(std=0.2, generator=generator)
 
 
-def toy_model(tied: bool = False) -> LayeredModel:
+def toy_model(tied=False):
     embedding = ToyEmbedding()
     blocks = [ToyBlock() for _ in range(BLOCKS)]
     head = ToyHead(embedding if tied else None)
@@ -127,14 +125,14 @@ def toy_model(tied: bool = False) -> LayeredModel:
     return LayeredModel(names, (embedding, *blocks, head))
 
 
-def planted_model(plant: Callable) -> LayeredModel:
+def planted_model(plant):
     """Make a toy model of planted blocks."""
     model = toy_model()
     first, *blocks, last = model.layers
     return LayeredModel(model.names, (first, *(PlantedBlock(plant) for _ in blocks), last))
 
 
-def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[MicroBatch]]:
+def toy_batches(steps, micro_batches, seed=0):
     """Make `steps` lists of micro-batches of unequal size, with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -142,42 +140,42 @@ def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[Micr
     ]
 
 
-def _toy_micro_batch(batch: int, tokens: int, generator: torch.Generator) -> MicroBatch:
+def _toy_micro_batch(batch, tokens, generator):
     drawn = torch.randint(VOCABULARY, (batch, tokens + 1), generator=generator)
     labels = drawn[:, 1:].masked_fill(torch.rand(batch, tokens, generator=generator) < 0.2, IGNORED_LABEL)
     positions = torch.arange(tokens).expand(batch, tokens).contiguous()
     return MicroBatch(drawn[:, :-1].contiguous(), labels, positions, torch.zeros_like(positions))
 
 
-def toy_store(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0, **options) -> HostStore:
+def toy_store(model, dtype=torch.float32, seed=0, **options):
     store = HostStore(model, dtype, **options)
     store.initialize(model, seed)
     return store
 
 
-def watched(device: Device, watcher: DeviceWatcher) -> Device:
+def watched(device, watcher):
     """Return the device, whose operations `watcher` sees from now on."""
     device.watchers.append(watcher)
     return device
 
 
-def linked(device: Device) -> Device:
+def linked(device):
     """Return the device, which from now on sends each layer's gradients early, as an accelerator does."""
     device.has_link = True
     return device
 
 
 def toy_engine(
-    model: LayeredModel,
-    store: HostStore,
-    partition: Partition,
-    num_devices: int,
+    model,
+    store,
+    partition,
+    num_devices,
     observer=None,
-    wrap: Callable = lambda device: device,
+    wrap=lambda device: device,
     machines=None,
     optimizer=OPTIMIZER,
     **settings,
-) -> Engine:
+):
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
     if store.policy is BOUNDED:
         settings = {"clip": "layer", **settings}
@@ -187,12 +185,7 @@ def toy_engine(
     )
 
 
-def train(
-    engine: Engine,
-    batches: Sequence[Sequence[MicroBatch]],
-    lr: float | None = 1e-2,
-    after: Callable[[], object] = lambda: None,
-) -> list[float]:
+def train(engine, batches, lr=1e-2, after=lambda: None):
     results = []
     for micro_batches in batches:
         results.append(engine.forward_backward(micro_batches))
@@ -202,7 +195,7 @@ def train(
     return [result.loss() for result in results]
 
 
-def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_state(actual, expected):
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:5]}"

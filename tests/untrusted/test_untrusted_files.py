@@ -48,9 +48,6 @@ def test_a_header_of_an_impossible_length_is_not_read(tmp_path, length):
         read(written(tmp_path / "file", {"w": WHOLE}, length=length))
     with pytest.raises(EOFError, match="its header would take"):
         read(written(tmp_path / "file", {"w": WHOLE}), most_header_bytes=20)
-
-
-def test_tensors_that_end_behind_the_file_are_refused(tmp_path):
     with pytest.raises(EOFError, match="truncated: its tensors end at byte"):
         read(written(tmp_path / "file", {"w": WHOLE}, tensor_bytes=23))
 
@@ -131,11 +128,6 @@ def test_blank_lines_are_refused_only_in_long_rows():
         list(split_bounded_lines(iter([blank, b"\n"])))
 
 
-@pytest.mark.parametrize("ids", [[], [0], [5, 3, 2**24]])
-def test_distinct_ids_in_range_are_legal(ids):
-    check_token_ids(ids)
-
-
 @pytest.mark.parametrize(
     ("ids", "reason"),
     [
@@ -147,6 +139,8 @@ def test_distinct_ids_in_range_are_legal(ids):
         ([*range(50_000), 49_999], "several tokens have the id 49999"),  # found without a search for each id
     ],
 )
-def test_other_ids_are_refused_with_the_reason(ids, reason):
+def test_only_distinct_ids_in_range_are_legal(ids, reason):
+    for legal in ([], [0], [5, 3, 2**24]):
+        check_token_ids(legal)
     with pytest.raises(ValueError, match=reason):
         check_token_ids(ids)

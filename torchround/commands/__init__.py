@@ -14,8 +14,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-# Name on the command line: module of this room, and what the command does. A module has a `main(arguments)` that returns
-# the exit code.
+# Name on the command line: module, seen from this room, and what the command does. A module has a `main(arguments)` that
+# returns the exit code.
 COMMANDS = {
     "doctor": ("doctor", "say what this machine has and which configs fit it"),
     "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
@@ -26,7 +26,7 @@ COMMANDS = {
     "checkpoint": ("manage_checkpoints", "list, verify and prune the checkpoints of a run"),
     "try_model": ("try_model", "score text with a trained model, and continue prompts"),
     "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),
-    "simulate": ("simulate_schedules", "simulate pipeline schedules side by side"),
+    "simulate": (".simulate.command", "simulate pipeline schedules side by side"),
 }
 
 
@@ -43,7 +43,7 @@ def _start_named(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
         sys.argv[0] = f"torchround {name}"  # argparse takes its usage line from here
-        code: int = import_module(f"{__name__}.{COMMANDS[name][0]}").main(rest)
+        code: int = import_module(f".{COMMANDS[name][0]}", __name__).main(rest)
         return code
     lines = [f"  {command:<12}  {does}" for command, (_, does) in COMMANDS.items()]
     usage = "\n".join(["usage: torchround COMMAND ..", *lines, "torchround COMMAND --help says more."])

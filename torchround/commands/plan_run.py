@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchround.accelerators import deterministic_operations
@@ -26,6 +27,7 @@ from torchround.hf import HFError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.pipeline.costs import Costs, CostsError
 from torchround.pipeline.kept_report import ratio_text
 from torchround.pipeline.memory import GIB, PROGRAM_BYTES, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+# The value of `--costs` for measured times that are part of the repository, and their folder.
+SHIPPED, MEASURED_TIMES = "shipped", Path(__file__).parents[2] / "docs" / "costs"
 WIDTH = 110  # in characters, of the tables when the output is not a terminal
 
 
@@ -53,9 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = _with_adapters(options, given.lora_rank)
         machine = hardware(given, options.config)
         with deterministic_operations(options.config.training.deterministic):
-            answer = report_plan(configured_question(options, known_vocab_size(options), machine))
+            question = configured_question(options, known_vocab_size(options), machine)
+            if given.costs:
+                question = question.with_times(measured_costs(given))
+            answer = report_plan(question)
     except (
-        *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
+        *(ConfigError, ModelConfigError, CommandError, EngineUsageError, CostsError),
         *(TokenizerError, HFError, PlanError, UnknownPeakError),
     ) as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -63,6 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_plan(answer)
     show_advice(options, machine, answer)
     return 0 if answer.plan is not None else 1
+
+
+def measured_costs(given: argparse.Namespace) -> Costs:
+    """Read the measured times that `--costs` asks for. Raises `CommandError` or `CostsError`."""
+    path = Path(given.costs)
+    if given.costs == SHIPPED:
+        path = MEASURED_TIMES / f"{given.device}_{Path(given.config).stem}.json"
+        if not path.is_file():
+            known = ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json")))
+            raise CommandError(
+                f"--costs {SHIPPED}: there is no {path.name}; measured times are shipped as {known}"
+            )
+    try:
+        return Costs.from_json(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--costs {path}: {error}") from None
 
 
 def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
@@ -130,6 +153,10 @@ def parser() -> argparse.ArgumentParser:
     add("--device-memory-gib", type=positive, help="of each device; default: the card's")
     add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
     add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
+    add(
+        "--costs",
+        help=f'file of measured layer times, or "{SHIPPED}": those in docs/costs/ of this card and config',
+    )
     add("--lora-rank", type=count, default=0, help="plan adapters of this rank on lora.targets")
     return result
 
@@ -166,16 +193,11 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
             f"give --device ({', '.join(device_names())}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
         )
     memory_gib, tflops, pcie = numbers
-    dtype = config.training.dtype
-    # A given peak is that of the run's dtype, the only one that the plan asks for.
-    peaks: dict[str, float] = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
-    spec = DeviceSpec(
-        card.name if card else "given by numbers",
-        memory_gib or (card.memory_gib if card else 0.0),
-        pcie or (card.pcie_gb_per_s if card else 0.0),
-        peaks,
-        card.fp16_accumulation_flops if card and not tflops else None,
-    )
+    spec = card or DeviceSpec("given by numbers", 0.0, 0.0)
+    spec = replace(spec, memory_gib=memory_gib or spec.memory_gib, pcie_gb_per_s=pcie or spec.pcie_gb_per_s)
+    if tflops:  # it is that of the run's dtype, the only one that the plan asks for
+        peaks: dict[str, float] = {config.training.dtype: tflops * 1e12}
+        spec = replace(spec, peak_flops=peaks, fp16_accumulation_flops=None)
     host_gib = given.host_memory_gib or config.engine.host_memory_gib
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
     usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
@@ -308,7 +330,10 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
     if device is None or transfers is None or plan is None:
         yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         return
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, as if transfers were hidden"
+    source = (
+        "from measured times of layers" if report.question.is_measured else "from counted work, not measured"
+    )
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted {source}"
     stage = plan.stages[transfers.busiest_stage]
     yield (
         f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "

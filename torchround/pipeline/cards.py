@@ -1,4 +1,4 @@
-"""Known cards with their memory, dense matrix peak by dtype and PCIe rate, for planning and for MFU.
+"""Known cards with their memory, dense matrix peak by dtype, memory bandwidth and PCIe rate, for planning and for MFU.
 
 Peaks are the makers' dense figures (no sparsity) with fp32 accumulation, which is what PyTorch's matrix
 products use by default. GeForce cards have a second rate, for float16 products that also accumulate in float16. A
@@ -7,6 +7,9 @@ card that is not listed has no peak: callers print no MFU rather than a wrong on
 
 import re
 from dataclasses import dataclass, field, replace
+
+# Peak FLOP/s in 16 bits over bytes/s of memory: 70 to 300 in the table of cards, around 160 of recent consumer cards.
+USUAL_FLOPS_PER_BYTE = 160
 
 
 class UnknownPeakError(ValueError):
@@ -21,6 +24,7 @@ class DeviceSpec:
     - `pcie_gb_per_s`: nominal rate of one direction, in 1e9 bytes per second.
     - `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`), accumulated in fp32.
     - `fp16_accumulation_flops`: dense FLOP/s of float16 accumulated in float16; None for a card that gains nothing.
+    - `memory_gb_per_s`: bandwidth of the device's memory, in 1e9 bytes per second; None if it is not known.
     """
 
     name: str
@@ -28,6 +32,13 @@ class DeviceSpec:
     pcie_gb_per_s: float
     peak_flops: dict[str, float] = field(default_factory=dict)
     fp16_accumulation_flops: float | None = None
+    memory_gb_per_s: float | None = None
+
+    def memory_bytes_per_s(self, flops_per_s: float) -> float:
+        """Return the memory bandwidth; of a card that does not say it, what cards of this peak usually have."""
+        if self.memory_gb_per_s is None:
+            return flops_per_s / USUAL_FLOPS_PER_BYTE
+        return self.memory_gb_per_s * 1e9
 
     def flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float:
         """Return the dense peak in FLOP/s. `fp16_accumulation` counts for float16 alone. Raises `UnknownPeakError`."""
@@ -46,62 +57,72 @@ class DeviceSpec:
 
 
 def _card(
-    name: str, memory_gib: float, pcie_gb_per_s: float, half_tflops: float, float32_tflops: float
+    name: str,
+    memory_gib: float,
+    pcie_gb_per_s: float,
+    half_tflops: float,
+    float32_tflops: float,
+    memory: float,
 ) -> DeviceSpec:
     half = half_tflops * 1e12
     peaks = {"bfloat16": half, "float16": half, "float32": float32_tflops * 1e12}
-    return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks)
+    return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks, memory_gb_per_s=memory)
 
 
 def _geforce(
-    name: str, memory_gib: float, pcie_gb_per_s: float, half_tflops: float, float32_tflops: float
+    name: str,
+    memory_gib: float,
+    pcie_gb_per_s: float,
+    half_tflops: float,
+    float32_tflops: float,
+    memory: float,
 ) -> DeviceSpec:
     """Return a card whose tensor cores add up in float16 twice as fast as in fp32."""
-    card = _card(name, memory_gib, pcie_gb_per_s, half_tflops, float32_tflops)
+    card = _card(name, memory_gib, pcie_gb_per_s, half_tflops, float32_tflops, memory)
     return replace(card, fp16_accumulation_flops=2 * half_tflops * 1e12)
 
 
-# PCIe x16: generation 3 16, 4 32, 5 64 GB/s. float32 is without TF32.
+# PCIe x16: generation 3 16, 4 32, 5 64 GB/s. float32 is without TF32. The last column is the makers' memory bandwidth.
 DEVICES = (
     # NVIDIA's paper on the Ampere GA102 architecture: "Peak FP16 Tensor TFLOPS with FP32 Accumulate", and twice that with
     # FP16 Accumulate. The RTX 3090 Ti follows from its clock and its 84 multiprocessors.
-    _geforce("rtx3060", 12, 32, 25.5, 12.7),
-    _geforce("rtx3070", 8, 32, 40.6, 20.3),
-    _geforce("rtx3080", 10, 32, 59.5, 29.8),
-    _geforce("rtx3090", 24, 32, 71.0, 35.6),
-    _geforce("rtx3090ti", 24, 32, 80.0, 40.0),
+    _geforce("rtx3060", 12, 32, 25.5, 12.7, 360),
+    _geforce("rtx3070", 8, 32, 40.6, 20.3, 448),
+    _geforce("rtx3080", 10, 32, 59.5, 29.8, 760),
+    _geforce("rtx3090", 24, 32, 71.0, 35.6, 936),
+    _geforce("rtx3090ti", 24, 32, 80.0, 40.0, 1008),
     # NVIDIA's paper on the Ada architecture, the same two rows: 165.2 and 330.3 for the RTX 4090. The RTX 4060, 4060 Ti and 4070
     # follow from their clocks and multiprocessors.
-    _geforce("rtx4060", 8, 16, 30.2, 15.1),
-    _geforce("rtx4060ti", 16, 16, 44.1, 22.1),
-    _geforce("rtx4070", 12, 32, 58.3, 29.1),
-    _geforce("rtx4070ti", 12, 32, 80.2, 40.1),
-    _geforce("rtx4080", 16, 32, 97.5, 48.7),
-    _geforce("rtx4090", 24, 32, 165.2, 82.6),
+    _geforce("rtx4060", 8, 16, 30.2, 15.1, 272),
+    _geforce("rtx4060ti", 16, 16, 44.1, 22.1, 288),
+    _geforce("rtx4070", 12, 32, 58.3, 29.1, 504),
+    _geforce("rtx4070ti", 12, 32, 80.2, 40.1, 504),
+    _geforce("rtx4080", 16, 32, 97.5, 48.7, 717),
+    _geforce("rtx4090", 24, 32, 165.2, 82.6, 1008),
     # NVIDIA's paper on the RTX Blackwell architecture, the same two rows: 209.5 and 419 for the RTX 5090.
-    _geforce("rtx5070ti", 16, 64, 87.9, 43.9),
-    _geforce("rtx5080", 16, 64, 112.6, 56.3),
-    _geforce("rtx5090", 32, 64, 209.5, 104.8),
+    _geforce("rtx5070ti", 16, 64, 87.9, 43.9, 896),
+    _geforce("rtx5080", 16, 64, 112.6, 56.3, 960),
+    _geforce("rtx5090", 32, 64, 209.5, 104.8, 1792),
     # Workstations and data centres: NVIDIA's data sheets, and the architecture papers of A100 and H100. Their tensor
     # cores add up in fp32 at full rate. Figures given with sparsity are halved.
-    _card("rtxa6000", 48, 32, 154.8, 38.7),
-    _card("rtx6000ada", 48, 32, 364.2, 91.1),
+    _card("rtxa6000", 48, 32, 154.8, 38.7, 768),
+    _card("rtx6000ada", 48, 32, 364.2, 91.1, 960),
     # Their tensor cores have no bfloat16, so no peak is given for it.
-    DeviceSpec("t4", 15, 16, {"float16": 65e12, "float32": 8.1e12}),
-    DeviceSpec("v100", 16, 16, {"float16": 112e12, "float32": 14e12}),
-    DeviceSpec("v100-32gb", 32, 16, {"float16": 112e12, "float32": 14e12}),
-    _card("a10", 24, 32, 125.0, 31.2),
-    _card("a40", 48, 32, 149.7, 37.4),
-    _card("l4", 24, 32, 121.0, 30.3),
-    _card("l40", 48, 32, 181.0, 90.5),
-    _card("l40s", 48, 32, 362.0, 91.6),
-    _card("a800", 80, 32, 312.0, 19.5),
-    _card("a100", 80, 32, 312.0, 19.5),
-    _card("a100-40gb", 40, 32, 312.0, 19.5),
-    _card("h100pcie", 80, 64, 756.0, 51.0),
-    _card("h100", 80, 64, 989.4, 67.0),
-    _card("h200", 141, 64, 989.4, 67.0),
-    _card("b200", 180, 64, 2250.0, 80.0),
+    DeviceSpec("t4", 15, 16, {"float16": 65e12, "float32": 8.1e12}, memory_gb_per_s=320),
+    DeviceSpec("v100", 16, 16, {"float16": 112e12, "float32": 14e12}, memory_gb_per_s=900),
+    DeviceSpec("v100-32gb", 32, 16, {"float16": 112e12, "float32": 14e12}, memory_gb_per_s=900),
+    _card("a10", 24, 32, 125.0, 31.2, 600),
+    _card("a40", 48, 32, 149.7, 37.4, 696),
+    _card("l4", 24, 32, 121.0, 30.3, 300),
+    _card("l40", 48, 32, 181.0, 90.5, 864),
+    _card("l40s", 48, 32, 362.0, 91.6, 864),
+    _card("a800", 80, 32, 312.0, 19.5, 2039),
+    _card("a100", 80, 32, 312.0, 19.5, 2039),
+    _card("a100-40gb", 40, 32, 312.0, 19.5, 1555),
+    _card("h100pcie", 80, 64, 756.0, 51.0, 2039),
+    _card("h100", 80, 64, 989.4, 67.0, 3350),
+    _card("h200", 141, 64, 989.4, 67.0, 4800),
+    _card("b200", 180, 64, 2250.0, 80.0, 8000),
 )
 
 # A stand-in if the card is not known, as with virtual devices

@@ -16,14 +16,9 @@ from typing import Any, Protocol
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
+from torchround.pipeline.rates import RATES, CardRates, CountedProducts, Rates
 from torchround.pipeline.update_costs import JOB_DTYPE, JobWork
 from torchround.untrusted.strict_json import parse_json
-
-# Share of the dense peak that a layer reaches, products and all. By counted bytes and FLOPs (`python -m benchmarks kernels`)
-# dense blocks reach 0.59 to 0.63 of it on an H100 and 0.85 to 0.88 on an RTX 4090 with fp32 accumulation, experts less.
-# Gaps between kernels are not counted. RoundPipe's authors measured 97 to 210 TFLOP/s in float16 on the RTX 4090: above
-# its 165 with fp32 accumulation, so their times are of fp16 accumulation, and 0.30 to 0.64 of its 330.
-COMPUTE_EFFICIENCY = 0.6
 
 # Share of the nominal PCIe rate that one hop reaches: a boundary activation goes
 # down to the host and up again, and the two directions overlap. RoundPipe's five
@@ -33,11 +28,6 @@ HOP_EFFICIENCY = 0.66
 # Host memory traffic of adding up a round's gradients, as a share of an update's, if nothing is known of the optimizer:
 # near AdamW's with exact state and 16-bit gradients (10 of 26 bytes per parameter).
 ADDING_SHARE = 0.4
-
-
-# Seconds of one thread that launching the kernels of a block takes, for the forward, recomputation and backward of a
-# micro-batch: a Qwen3 block of matrices, and one of experts. Timed without kernels of any length, on one slow core.
-BLOCK_LAUNCH_S, EXPERTS_LAUNCH_S = 1.6e-3, 4.9e-3
 
 
 class CostsError(ValueError):
@@ -295,6 +285,8 @@ class CountedPart(Protocol):
     def nbytes(self) -> int: ...
     @property
     def flops(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
 
 
 class CountedWork(Protocol):
@@ -305,9 +297,7 @@ class CountedWork(Protocol):
     """
 
     @property
-    def forward_flops(self) -> float: ...
-    @property
-    def backward_flops(self) -> float: ...
+    def products(self) -> Sequence[CountedProducts]: ...
     @property
     def activation_bytes(self) -> int: ...
     @property
@@ -359,39 +349,40 @@ def costs_from_work(
     dtype: str = "bfloat16",
     element_bytes: int = 2,
     accumulate_bytes: int = 4,
-    optimizer_bytes_per_s: float | None = None,
     fp16_accumulation: bool = False,
     keeps_whole: Sequence[bool] = (),
     update_bytes: Sequence[float] = (),
     adding_share: float = ADDING_SHARE,
     jobs: Sequence[JobWork] = (),
+    rates: Rates = RATES,
 ) -> Costs:
-    """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
+    """Estimate costs before any step has run, at the rates of each kind of work.
 
-    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. `update_bytes` is
-    each layer's host memory traffic of an update (`UpdateCosts.traffic_bytes`); without `optimizer_bytes_per_s` an update
+    The backward leaves out recomputation and, in a LoRA run, gradients of frozen weights. `update_bytes` is
+    each layer's host memory traffic of an update (`UpdateCosts.traffic_bytes`); without it an update
     takes no time. `adding_share` as in `Costs`; `jobs` is each layer's work of devices for an update. `keeps_whole` says for each layer whether it keeps all its parts or nothing.
     """
-    flops_per_s = device.flops_per_s(dtype, fp16_accumulation) * COMPUTE_EFFICIENCY
+    card = CardRates.of(device, dtype, fp16_accumulation, rates)
     layers = []
     whole = keeps_whole or [False] * len(names)
-    moved = update_bytes if optimizer_bytes_per_s else ()
-    updates_s = [nbytes / (optimizer_bytes_per_s or 1.0) for nbytes in moved] or [0.0] * len(names)
+    updates_s = [nbytes / rates.update_bytes_per_s for nbytes in update_bytes] or [0.0] * len(names)
     parts = zip(names, works, parameters, whole, updates_s, strict=True)
     for name, work, parameter, keeps_all, update_s in parts:
+        gradient_bytes = parameter.trained * accumulate_bytes
         layers.append(
             LayerCost(
                 name=name,
-                forward_s=work.forward_flops / flops_per_s,
-                backward_s=work.backward_flops / flops_per_s,
+                forward_s=card.forward_s(work.products, work.activation_bytes),
+                backward_s=card.backward_s(work.products, work.activation_bytes, gradient_bytes),
                 weight_bytes=(parameter.trained + parameter.frozen) * element_bytes,
-                gradient_bytes=parameter.trained * accumulate_bytes,
+                gradient_bytes=gradient_bytes,
                 activation_bytes=work.activation_bytes,
                 boundary_bytes=work.boundary_bytes,
                 workspace_bytes=work.workspace_bytes,
                 optimizer_s=update_s,
                 keepable=tuple(
-                    KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
+                    KeptCost(part.name, part.nbytes, card.product_s(part.flops, part.kind))
+                    for part in work.keepable
                 ),
                 keeps_whole=keeps_all,
             )
@@ -406,10 +397,10 @@ def with_job(layer: LayerCost, job: JobWork, device: DeviceSpec, dtype: str) -> 
     """Return a layer with the cost of its job, at the device's rate in bfloat16, or in `dtype` if it has none there."""
     if not job.flops:
         return layer
-    rate = device.flops_per_s(JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype) * COMPUTE_EFFICIENCY
+    card = CardRates.of(device, JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype)
     return replace(
         layer,
-        job_s=job.flops / rate,
+        job_s=card.product_s(job.flops),
         job_link_s=hop_seconds(job.copied_bytes, device),
         job_slot_bytes=job.slot_bytes,
         job_scratch_bytes=job.scratch_bytes,

@@ -20,7 +20,7 @@ class KeepRule:
 
     - `setting`: `"auto"`, `"none"`, `"attention"`, `"half"`, `"all"`, or names of parts that every layer keeps.
     - `given`: the names by layer if they are given, whatever the setting; empty keeps nothing.
-    - `link`: the link that kept activations share with other transfers; None takes them as hidden.
+    - `link`: the link of each device to the host; None takes all transfers as hidden.
     """
 
     setting: str | tuple[str, ...] = "none"

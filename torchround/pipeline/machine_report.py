@@ -106,7 +106,7 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, costs: Costs, bytes_
     kept, link = costs.keeping(plan.kept), question.keep_rule().link
     sizes = round_sizes(question, plan.rounds)
     waits = None
-    if link is not None and any(plan.kept):
+    if link is not None:
         waits = LinkWaits(kept, link, question.recompute, sum(sizes))
     times = stage_times(plan.partition, kept, question.recompute, waits, len(sizes))
     exchange = exchange_of(question, costs, bytes_per_s)

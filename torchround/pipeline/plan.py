@@ -116,7 +116,7 @@ class Plan:
         bubble = f"bubble (idle share of the devices) {100 * self.bubble:.2f} %"
         speed = f"step {self.step_s:.4g} s, {bubble}"
         if not timed:
-            speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
+            speed = f"{bubble} if time is in proportion to counted work; the step time is unknown until steps are measured"
         # Of a virtual device only the buffers are counted while it runs (`device_peak_gib`).
         compute_bytes = max((stage.compute_bytes for stage in self.stages), default=0)
         buffers = f", {size_text(self.device_bytes - compute_bytes)} of it buffers" if compute_bytes else ""

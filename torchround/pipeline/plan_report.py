@@ -209,7 +209,7 @@ def _shorter(
     before_s = (
         plan.step_s if question.without_choice() == question else plan_for(question.without_choice()).step_s
     )
-    basis = "" if question.device is not None else ", if time is in proportion to FLOPs"
+    basis = "" if question.device is not None else ", if time is in proportion to counted work"
     for setting, changed in alternatives:
         # A change that alters nothing, or that does not fit, is no advice.
         if changed == question or not fits(changed):

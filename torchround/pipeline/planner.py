@@ -178,8 +178,7 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
 def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
     costs, limits, partition = problem.costs_of(candidate.kept), problem.limits, candidate.partition
     devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
-    launches_s = micro_batches * costs.launch_s
-    step_s = max(problem.exact_s(candidate), launches_s)
+    step_s = problem.exact_s(candidate)
     stages = tuple(
         PlannedStage(
             kind=stage.kind.value,

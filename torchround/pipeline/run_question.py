@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
+from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.machine_memory import owned_state_bytes, state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding, size_text
@@ -54,6 +54,7 @@ class RunQuestion:
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
+    - `is_measured`: whether `costs_for` has measured seconds.
     - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
     """
 
@@ -84,6 +85,7 @@ class RunQuestion:
     keep_activations: str | tuple[str, ...] = "none"
     given_kept: KeptNames | None = None
     machines: PlannedMachines = ONE_MACHINE
+    is_measured: bool = False
 
     @property
     def step_micro_batches(self) -> int:
@@ -109,6 +111,38 @@ class RunQuestion:
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
+
+    def with_times(self, measured: Costs) -> "RunQuestion":
+        """Return the run with the seconds of `measured` for its own micro-batches, and in proportion for others.
+
+        Layers are found by name. A layer without measured seconds keeps its counted ones. Raises `CostsError` for a name
+        that no layer has.
+        """
+        counted = {layer.name: layer for layer in self.costs().layers}
+        times = {layer.name: layer for layer in measured.layers}
+        if unknown := [name for name in times if name not in counted]:
+            first, *_, last = counted
+            raise CostsError(
+                f"measured times name {unknown[0]}, but the model has {first} .. {last} ({len(counted)} layers)"
+            )
+
+        def share(measured_s: float, counted_s: float) -> float:
+            return measured_s / counted_s if counted_s else 0.0
+
+        def costs_for(*size: int) -> Costs:
+            costs = self.costs_for(*size)
+            layers = tuple(
+                layer.timed(
+                    layer.forward_s * share(times[layer.name].forward_s, counted[layer.name].forward_s),
+                    layer.backward_s * share(times[layer.name].backward_s, counted[layer.name].backward_s),
+                )
+                if layer.name in times
+                else layer
+                for layer in costs.layers
+            )
+            return replace(costs, layers=layers, launch_s=0.0)
+
+        return replace(self, costs_for=costs_for, is_measured=True)
 
     def keep_rule(self) -> KeepRule:
         """Return what may be kept. `"auto"` keeps nothing if it is not known how long the copies take."""

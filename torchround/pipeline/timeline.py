@@ -1,9 +1,8 @@
-"""Tasks of a schedule, the timeline of its run with its measures, and the timeline as a trace file's content.
+"""Tasks of a schedule, the timeline of its run, and the timeline as a trace file's content.
 
-The dispatch schedule, the baselines, the engine's traces and the pictures all use these types.
+The engine's traces and the simulator (`simulate/`) use these types.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -72,28 +71,6 @@ class Timeline:
     end_s: tuple[float, ...]
     num_devices: int
 
-    @property
-    def makespan_s(self) -> float:
-        """Seconds from 0 to the end of the last task on any stream; tasks without duration do not count."""
-        ends = (end for task, end in zip(self.tasks, self.end_s, strict=True) if task.duration_s > 0)
-        return max(ends, default=0.0)
-
-    @property
-    def work_s(self) -> float:
-        """Busy seconds of all compute streams together."""
-        return sum(task.duration_s for task in self.tasks if task.stream == COMPUTE and task.device != HOST)
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of the devices: `1 - work / (N x makespan)`; 0 for an empty timeline."""
-        total = self.num_devices * self.makespan_s
-        return 1.0 - self.work_s / total if total > 0 else 0.0
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that crossed a link between a device and the host or another device."""
-        return sum(task.moves_bytes for task in self.tasks)
-
     def of_device(self, device: int, stream: str = COMPUTE) -> list[int]:
         """List the indices of one stream's tasks in the order they ran, without tasks that take no time."""
         mine = [
@@ -102,32 +79,6 @@ class Timeline:
             if task.device == device and task.stream == stream and task.duration_s > 0
         ]
         return sorted(mine, key=lambda i: self.start_s[i])
-
-    def step_ends_s(self) -> list[float]:
-        """Return the time at which the last compute task of each training step ended."""
-        ends = [0.0] * (1 + max(task.step for task in self.tasks))
-        for task, end in zip(self.tasks, self.end_s, strict=True):
-            if task.stream == COMPUTE and task.device != HOST:
-                ends[task.step] = max(ends[task.step], end)
-        return ends
-
-    def peak_bytes(self) -> tuple[int, ...]:
-        """Compute the highest sum of held and scratch bytes of each device."""
-        changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
-        for task, start, end in zip(self.tasks, self.start_s, self.end_s, strict=True):
-            changes[task.device].append((start, task.holds_bytes + task.scratch_bytes))
-            changes[task.device].append((end, -task.scratch_bytes - task.frees_bytes))
-        return tuple(_highest_sum(changes[device]) for device in range(self.num_devices))
-
-
-def _highest_sum(changes: list[tuple[float, int]]) -> int:
-    """Compute the peak of a running sum over time; at one moment, releases count before acquisitions."""
-    highest = current = 0
-    # Sorting puts negative changes first: memory freed at a moment can be taken again at the same moment.
-    for _, change in sorted(changes):
-        current += change
-        highest = max(highest, current)
-    return highest
 
 
 # Letters of the kinds in labels, as in RoundPipe's figure 1.
@@ -158,7 +109,7 @@ def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
         # Viewers sort by process number: devices first, the optimizer after them, then the next timeline.
         processes = {HOST: first_process + line.num_devices}
         processes.update((device, first_process + device) for device in range(line.num_devices))
-        streams = _streams(line.tasks)
+        streams = [COMPUTE, *sorted({task.stream for task in line.tasks} - {COMPUTE})]
         events += _names(name, line, processes, streams)
         events += [
             _event(task, start_s, processes[task.device], streams.index(task.stream))
@@ -176,11 +127,6 @@ def label(task: Task) -> str:
     return f"{LETTERS[task.kind]} {layers}" if task.layers else LETTERS[task.kind]
 
 
-def _streams(tasks: Sequence[Task]) -> list[str]:
-    others = sorted({task.stream for task in tasks} - {COMPUTE})
-    return [COMPUTE, *others]
-
-
 def _names(
     name: str, line: Timeline, processes: dict[int, int], streams: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -189,12 +135,17 @@ def _names(
     for device, stream in sorted(used):
         process = processes[device]
         shown = f"{name}: {'optimizer' if device == HOST else f'device {device}'}"
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown}})
-        events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-        )
-        thread = {"ph": "M", "pid": process, "tid": streams.index(stream)}
-        events.append({**thread, "name": "thread_name", "args": {"name": stream}})
+        events += [
+            {"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown}},
+            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}},
+            {
+                "ph": "M",
+                "pid": process,
+                "tid": streams.index(stream),
+                "name": "thread_name",
+                "args": {"name": stream},
+            },
+        ]
     return events
 
 

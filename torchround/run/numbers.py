@@ -19,14 +19,9 @@ from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.engine.worker.slots import aligned
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
-from torchround.pipeline.costs import (
-    BLOCK_LAUNCH_S,
-    EXPERTS_LAUNCH_S,
-    Costs,
-    ParameterCounts,
-    costs_from_work,
-)
+from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
+from torchround.pipeline.rates import launch_seconds
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.optimizer_numbers import OptimizerNumbers, optimizer_numbers
@@ -135,16 +130,18 @@ def _counted_costs(
     """Return `RunQuestion.costs_for` of a model."""
     parameters, shared = layer_parameters(model), shared_layers(model)
     sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
-    launches_s = sum(
-        EXPERTS_LAUNCH_S if any(parameter.ndim == 3 for parameter in block.parameters()) else BLOCK_LAUNCH_S
-        for block in model.layers[1:-1]
-    )
     adding_share = optimizer.updates.adding_share(counts.by_rule, numbers.engine.update, *sizes)
+    # Virtual devices and their updates share processors of unknown speed: their costs are proportions.
+    is_virtual = hardware.kind == "cpu" or hardware.spec is None
+    moved = [0.0] * len(model.layers)
+    for layers, by_rule in zip(counts.bundle_layers, counts.bundle_rules, strict=True):
+        moved[layers[0]] += optimizer.updates.traffic_bytes(by_rule, numbers.engine.update, *sizes)
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        works = layer_works(model, numbers, hardware.kind, tokens, sequences)
         costs = costs_from_work(
             model.names,
-            layer_works(model, numbers, hardware.kind, tokens, sequences),
+            works,
             parameters,
             # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
             hardware.spec or ASSUMED_DEVICE,
@@ -153,10 +150,12 @@ def _counted_costs(
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
             keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
+            update_bytes=() if is_virtual else moved,
             adding_share=adding_share,
             jobs=optimizer.jobs,
         )
-        return replace(costs, shared=shared, launch_s=0.0 if hardware.kind == "cpu" else launches_s)
+        launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
+        return replace(costs, shared=shared, launch_s=launch_s)
 
     return costs_for
 

@@ -2,15 +2,15 @@
 
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 
+from tests.support.engine_rows import Row
 from tests.support.faults import engine_threads
 from tests.support.machines import run_machines
-from tests.support.shared_steps import train_shared
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, HangError, PipelineError
-from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, MicroBatch
@@ -18,6 +18,7 @@ from torchround.pipeline.machine_shares import step_share
 
 BATCHES = toy_batches(4, micro_batches=4)
 BAD_TOKEN = -7  # a label; only the broken layer looks at it
+ROW = Row(2, 2, "forward", batches=BATCHES)
 
 
 class BrokenBlock(ToyBlock):
@@ -34,25 +35,18 @@ def broken_model():
     return LayeredModel(model.names, tuple(layers))
 
 
-def engine_of(group, model=None, **settings):
-    model = model or toy_model()
-    store = toy_store(model, ownership=Ownership(group.rank, group.size))
-    share_weights(store, group)
-    return toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group, **settings)
+def error_of(row, group, error=PipelineError, **settings):
+    with pytest.raises(error) as raised:
+        row.run(group, **settings)
+    return raised.value
 
 
 def test_a_fault_of_one_machine_ends_all_and_names_it():
     batches = [[part for part in batch] for batch in BATCHES]
     bad = batches[2][2]  # of machine 1 of 2, in the third step
     batches[2][2] = MicroBatch(bad.tokens, bad.labels, bad.positions * 0 + BAD_TOKEN, bad.document_ids)
-
-    def run(group):
-        engine = engine_of(group, broken_model())
-        with pytest.raises(PipelineError) as raised, engine:
-            train_shared(engine, batches, group.rank, group.size)
-        return str(raised.value)
-
-    healthy, broken = run_machines(2, run)
+    row = replace(ROW, batches=batches, build=broken_model)
+    healthy, broken = run_machines(2, lambda group: str(error_of(row, group)))
     assert engine_threads() == []
     where = r"device cpu:\d, forward stage \(block.2 .. block.4\), micro-batch 0: RuntimeError: planted"
     assert re.fullmatch(where, broken)
@@ -63,17 +57,16 @@ def test_an_engine_that_is_left_in_the_middle_of_a_step_ends_the_others():
     class Leaves(Exception):
         pass
 
+    def leave(engine):
+        share = step_share(4, 1, 1, 2)
+        # Once the loss of all machines is there, no thread of this one waits for another machine.
+        engine.forward_backward([BATCHES[1][m] for m in share.micro_batches], share, 1).loss()
+        raise Leaves
+
     def run(group):
-        engine = engine_of(group)
-        with pytest.raises((PipelineError, Leaves)) as raised, engine:
-            if group.rank == 1:
-                train_shared(engine, BATCHES[:1], group.rank, group.size)
-                share = step_share(4, 1, 1, 2)
-                # Once the loss of all machines is there, no thread of this one waits for another machine.
-                engine.forward_backward([BATCHES[1][m] for m in share.micro_batches], share, 1).loss()
-                raise Leaves
-            train_shared(engine, BATCHES, group.rank, group.size)
-        return str(raised.value)
+        if group.rank == 0:
+            return str(error_of(ROW, group))
+        return error_of(replace(ROW, after_step=leave), group, Leaves)
 
     assert run_machines(2, run)[0].startswith("machine 1 (node1): has failed: it stopped in the middle of a step")
     assert engine_threads() == []
@@ -83,15 +76,18 @@ def test_a_machine_that_lives_but_does_not_move_is_named_by_the_one_that_waits()
     """Machine 1 never begins the second step. Machine 0 ends after its hang time-out, and machine 1 with it."""
     ended = threading.Event()
 
+    def wait(engine):
+        ended.wait(60.0)
+        return []
+
     def run(group):
-        engine = engine_of(group, hang_timeout_s=1.0 if group.rank == 0 else 60.0)
-        with pytest.raises(PipelineError) as raised, engine:
-            train_shared(engine, BATCHES[: 2 - group.rank], group.rank, group.size)
-            ended.wait(60.0)
-            train_shared(engine, BATCHES[1:2], group.rank, group.size)
-        ended.set()
-        assert isinstance(raised.value, HangError) is (group.rank == 0)
-        return str(raised.value)
+        if group.rank == 0:
+            error = error_of(ROW, group, HangError, hang_timeout_s=1.0)
+            ended.set()
+        else:
+            error = error_of(replace(ROW, after_step=wait), group, hang_timeout_s=60.0)
+            assert not isinstance(error, HangError)
+        return str(error)
 
     waiting, idle = run_machines(2, run)
     assert engine_threads() == []
@@ -111,7 +107,8 @@ def test_what_several_machines_cannot_do_is_refused():
         ]:
             with pytest.raises(EngineUsageError, match=message):
                 toy_engine(model, store, PARTITIONS["one stage"], 1, machines=group)
-        with engine_of(group) as engine:
+        store = toy_store(model, ownership=ownership)
+        with toy_engine(model, store, PARTITIONS["one stage"], 2, machines=group) as engine:
             share = step_share(4, 1, group.rank, group.size)
             for arguments, message in [
                 ((BATCHES[0],), "needs the share of each step"),

@@ -1,36 +1,30 @@
 """Weights between machines: at the start of a run, after each update, and rewritten for a validation."""
 
+import operator
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.engine_rows import Row, assert_same, together, validate_true_weights
 from tests.support.faults import kind_of, this_thread
 from tests.support.frozen_base import frozen_model, mapped_store, write_base
 from tests.support.machines import run_machines
-from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.exchange.start import received_bytes, share_weights
 from torchround.engine.exchange.weights import WEIGHT_JOB
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
-from torchround.layer import LayeredModel
-from torchround.machines.group import MachineGroup
 from torchround.machines.links import Purpose
-from torchround.pipeline.machine_shares import step_share
 
 BATCHES = toy_batches(4, micro_batches=8)
-HELD_OUT = toy_batches(1, micro_batches=2, seed=5)[0]
-POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT}
+POLICIES = {"async": ASYNC, "predict": ASYNC_PREDICT}
 
 
-def device_weights(store: HostStore) -> list[list[Tensor]]:
+def device_weights(store):
     """Return clones of each bundle's device weights, newest first."""
     return [
         [bundle.version(store.step - age).clone() for age in range(len(bundle.device_weights))]
@@ -38,7 +32,7 @@ def device_weights(store: HostStore) -> list[list[Tensor]]:
     ]
 
 
-def assert_same_weights(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+def assert_same_weights(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
@@ -47,10 +41,10 @@ def assert_same_weights(found: list[list[Tensor]], expected: list[list[Tensor]])
 
 
 @pytest.mark.parametrize(("policy", "num_machines"), [("async", 2), ("predict", 3)])
-def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines: int) -> None:
+def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
     """Older versions that differ from the newest, as after a resume, arrive too; the step may be odd."""
 
-    def fill(store: HostStore) -> HostStore:
+    def fill(store):
         for bundle in store.owned:
             generator = torch.Generator().manual_seed(bundle.index)
             for buffer in (*bundle.state(), *bundle.device_weights):
@@ -61,9 +55,9 @@ def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines:
     options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}
     expected = device_weights(fill(toy_store(toy_model(tied=True), **options)))
 
-    def start(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+    def start(group):
         store = fill(toy_store(toy_model(tied=True), **options, ownership=Ownership(group.rank, group.size)))
-        received: list[int] = []
+        received = []
         share_weights(store, group, received.append)
         return device_weights(store), sum(received), received_bytes(store)
 
@@ -72,22 +66,22 @@ def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines:
         assert received == announced > 0
 
 
-def test_frozen_weights_travel_only_where_they_differ(tmp_path) -> None:
+def test_frozen_weights_travel_only_where_they_differ(tmp_path):
     """Machine 1 has another value in one frozen layer; the mapped base stays in its file."""
 
-    def start(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+    def start(group):
         store = toy_store(frozen_model(), ownership=Ownership(group.rank, group.size))
         frozen = [bundle for bundle in store.bundles if not bundle.trainable and bundle.owner == 0]
         if group.rank == 1:
             frozen[0].device_weights[0][3] += 1.0
-        received: list[int] = []
+        received = []
         share_weights(store, group, received.append)
         unlike = frozen[0].device_weights[0].nbytes if group.rank == 1 else 0
         return device_weights(store), sum(received), received_bytes(store) + unlike
 
-    def start_mapped(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+    def start_mapped(group):
         store = mapped_store(frozen_model(), base, ownership=Ownership(group.rank, group.size))
-        received: list[int] = []
+        received = []
         share_weights(store, group, received.append)
         return device_weights(store), sum(received), received_bytes(store)
 
@@ -104,129 +98,101 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path) -> None:
 # After updates.
 
 
-@pytest.mark.parametrize("policy", ["sync", "predict"])
-def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: str) -> None:
-    """With micro-batches for all machines, for some of them, and for one."""
-    batches = [BATCHES[0][:5], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0][:1]]
-    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
-    assert_equal_to_one_machine(Case(batches, **options), 3)
-
-
 class LateWeights(Observer):
     """An observer that lets no thread receive the weights of an exchange before it is due."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps):
         # All are made here: threads that ask for a missing one at the same time would each make their own.
         self.due = {step: threading.Event() for step in range(-2, num_steps)}
 
-    def waited(self, token) -> None:
+    def waited(self, token):
         if kind_of(token) is WEIGHT_JOB and this_thread().startswith("torchround weights from"):
             assert self.due[token.number].wait(20.0)
 
 
-def test_weights_that_arrive_as_late_as_they_may_stop_no_step() -> None:
+def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
     """Machine 0 receives the weights that a step reads only when the step is to be dispatched."""
-    batches = [batch[:1] for batch in BATCHES]
-    expected = Case(batches, store={"policy": ASYNC}, rounds=3).run().losses
+    row = Row(2, 3, "forward", "async", batches=[batch[:1] for batch in BATCHES])
 
-    def run(group: MachineGroup) -> list[float]:
-        model, late, results = toy_model(), LateWeights(len(batches)), []
-        store = toy_store(model, policy=ASYNC, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        options = {"machines": group, "observer": late if group.rank == 0 else None}
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, **options) as engine:
-            for step, batch in enumerate(batches):
-                late.due[step - 2].set()
-                share = step_share(1, 1, group.rank, group.size)
-                own = [batch[index] for index in share.micro_batches]
-                results.append(engine.forward_backward(own, share, batch[0].num_labels()))
-                engine.step(1e-2)
-            for step in range(len(batches)):
+    def run(group):
+        late, steps = LateWeights(len(BATCHES)), iter(range(len(BATCHES)))
+
+        def set_due(engine):
+            step = next(steps)
+            late.due[step - 1].set()
+            if step == len(BATCHES) - 1:
                 late.due[step].set()
-            engine.drain()
-        return [result.loss() for result in results]
+            return []
 
-    assert run_machines(3, run) == [expected] * 3
+        late.due[-2].set()
+        return replace(row, after_step=set_due).run(group, observer=late if group.rank == 0 else None)
+
+    assert_same(together(run_machines(3, run)), row.alone().run())
 
 
 # Only what an update changed.
 
 
-@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
-def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy: str) -> None:
+@pytest.mark.parametrize("update", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
+def test_compressed_weights_have_the_same_bits_and_fewer_bytes(update):
     """Small steps in bfloat16 change few weights, and a spike skips one. A large step sends the weights themselves."""
-    case = Case([batch[:4] for batch in BATCHES], store={"policy": POLICIES[policy]}, dtype=torch.bfloat16)
-    sent = {}
+    large = Row(2, 2, "forward", update, dtype="bf16", batches=[batch[:4] for batch in BATCHES])
+    small = replace(large, lr=1e-5, spikes=(0.01, 1))
+    alone, sent = small.alone().run(), {}
+    assert 0 < sum(alone.skipped) < 4
     for compresses in (False, True):
-        settings = {"compress_weights": compresses}
-        found = assert_equal_to_one_machine(replace(case, lr=1e-5, spikes=(0.01, 1), settings=settings), 3)
-        assert 0 < sum(update.skipped for update in found[0].updates) < 4
+        found = replace(small, settings={"compress_weights": compresses}).run_each()
+        assert_same(together(found), alone)
         updates = [update for outcome in found for update in outcome.updates]
         sent[compresses] = sum(update.sent_bytes for update in updates)
         assert (sum(update.saved_bytes for update in updates) > 0) is compresses
     assert sent[True] < 0.8 * sent[False]  # gradients are half of all bytes
-    found = assert_equal_to_one_machine(replace(case, settings=settings), 2)
-    assert found[0].updates[1].saved_bytes == 0
+    found = replace(large, settings={"compress_weights": True}).run_all()
+    assert_same(found, large.alone().run())
+    assert found.updates[1].saved_bytes == 0
 
 
 # Rewritten for a validation.
 
 
-def validated(group: MachineGroup | None, model: Callable[[], LayeredModel], rounds: int) -> list[float]:
-    """Train and validate in turn. Every machine computes the same validation here."""
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-    layers = model()
-    store = toy_store(layers, torch.bfloat16, policy=ASYNC_PREDICT, ownership=Ownership(rank, size))
-    if group is not None:
-        share_weights(store, group)
-    found = []
-    with toy_engine(layers, store, PARTITIONS["forward coarser"], 2, machines=group, rounds=rounds) as engine:
-        for batch in BATCHES[:3]:
-            found += [result.loss() for result in train_shared(engine, [batch], rank, size)]
-            found.append(engine.evaluate(HELD_OUT).loss())
-            with engine.true_device_weights():
-                found.append(engine.evaluate(HELD_OUT).loss())
-            assert found[-1] != found[-2], "the predictions equal the true weights"
-    return found
+def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine():
+    row = Row(2, 2, "forward", "predict", dtype="bf16", batches=BATCHES[:3], after_step=validate_true_weights)
+    found = row.run_all()
+    assert_same(found, row.alone().run())
+    predicted, true = found.evaluated[0:-1:2], found.evaluated[1::2]
+    assert all(map(operator.ne, predicted, true))
 
 
-def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine() -> None:
-    expected = validated(None, toy_model, rounds=2)
-    for found in run_machines(2, lambda group: validated(group, toy_model, rounds=1)):
-        assert found == expected
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(update):
+    def run(group):
+        link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
 
-
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
-def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(policy: UpdatePolicy) -> None:
-    def run(group: MachineGroup) -> list[int]:
-        model = toy_model()
-        store = toy_store(model, policy=policy, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
-            train_shared(engine, BATCHES[:1], group.rank, group.size)
-            link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
-            for _ in range(2):
-                sent.append(link.bytes_sent)
-                with engine.true_device_weights():
-                    engine.evaluate(HELD_OUT).loss()
+        def validate(engine):
+            engine.drain()
             sent.append(link.bytes_sent)
+            for _ in range(2):
+                validate_true_weights(engine)
+                sent.append(link.bytes_sent)
+            return []
+
+        Row(2, 2, "forward", update, batches=BATCHES[:1], after_step=validate).run(group)
         return sent
 
     for sent in run_machines(2, run):
         assert len(set(sent)) == 1 and sent[0] > 0
 
 
-def test_an_exception_in_a_validation_does_not_wait_for_the_other_machines() -> None:
-    def run(group: MachineGroup) -> None:
-        model = toy_model()
-        store = toy_store(model, policy=ASYNC_PREDICT, ownership=Ownership(group.rank, group.size))
-        share_weights(store, group)
-        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
-            train_shared(engine, BATCHES[:1], group.rank, group.size)
+def test_an_exception_in_a_validation_does_not_wait_for_the_other_machines():
+    def run(group):
+        def leave(engine):
+            engine.drain()
             with engine.true_device_weights():
                 if group.rank == 0:
                     raise ValueError("machine 0 ends here")
                 group.channel("validation").gather(None, "what machine 0 never gives")
+
+        Row(2, 2, "forward", "predict", batches=BATCHES[:1], after_step=leave).run(group)
 
     with pytest.raises(ValueError, match="machine 0 ends here"):
         run_machines(2, run)

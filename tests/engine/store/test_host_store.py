@@ -6,17 +6,9 @@ import itertools
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.reference import Reference
-from tests.support.toy import (
-    OPTIMIZER,
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
@@ -171,7 +163,7 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resu
             saved[name] = loaded[name.partition("/")[2]]
         read(store, saved)
         store.resume(step=0, applied_updates=0)
-    reference = Reference(toy_model(), loaded, OPTIMIZER)
+    reference = Reference(toy_model(), loaded, toy.OPTIMIZER)
     expected = reference.train(BATCHES[:1])
     with toy_engine(model, store, PARTITION, 2) as engine:
         assert train(engine, BATCHES[:1]) == expected
@@ -213,31 +205,20 @@ def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     assert_same_state(resumed.named_views(), original.named_views())
 
 
-@pytest.mark.parametrize(
-    ("damage", "key"),
-    [
-        (lambda saved: saved, None),
-        (lambda saved: {**saved, "lr": float("nan")}, "nan"),
-        (lambda saved: {**saved, "lr": True}, "lr"),
-        (lambda saved: {**saved, "betas": 0.9}, "betas"),
-        (lambda saved: {**saved, "betas": [0.9, 1.0]}, "betas"),
-        (lambda saved: {**saved, "eps": 0.0}, "eps"),
-        (lambda saved: {**saved, "weight_decay": 0.1}, "weight_decay"),
-        (lambda saved: {"lr": saved["lr"], "eps": saved["eps"]}, "betas"),
-        (lambda saved: [], "prediction"),
-    ],
-    ids=[
-        "sound",
-        "not finite",
-        "no number",
-        "no pair",
-        "out of range",
-        "zero",
-        "a key too many",
-        "a key too few",
-        "no table",
-    ],
-)
+DAMAGES = {
+    "sound": (lambda saved: saved, None),
+    "not finite": (lambda saved: {**saved, "lr": float("nan")}, "nan"),
+    "no number": (lambda saved: {**saved, "lr": True}, "lr"),
+    "no pair": (lambda saved: {**saved, "betas": 0.9}, "betas"),
+    "out of range": (lambda saved: {**saved, "betas": [0.9, 1.0]}, "betas"),
+    "zero": (lambda saved: {**saved, "eps": 0.0}, "eps"),
+    "a key too many": (lambda saved: {**saved, "weight_decay": 0.1}, "weight_decay"),
+    "a key too few": (lambda saved: {"lr": saved["lr"], "eps": saved["eps"]}, "betas"),
+    "no table": (lambda saved: [], "prediction"),
+}
+
+
+@pytest.mark.parametrize(("damage", "key"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
     store = toy_store(toy_model(), torch.bfloat16, policy=ASYNC_PREDICT)
     with toy_engine(toy_model(), store, PARTITION, 2) as engine:

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
+from tests.support.small_decoders import decoder
 from tests.support.toy import assert_same_state, toy_model, toy_store
 from torchround.engine.store.bundles import ASYNC_PREDICT, SYNC
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
-from torchround.models import FAMILIES
-from torchround.models.common.lora import LoraShape, add_adapters
 
 BFLOAT16 = torch.bfloat16
 
@@ -22,11 +21,7 @@ def stores(num_machines, model, dtype=torch.float32, **options):
 
 def adapted_model():
     """Return a model with a frozen base and adapters, so that a layer's bundles may have unlike owners."""
-    llama3 = FAMILIES["llama3"]
-    config = llama3.config_from_flavor("debug", vocab_size=64, num_layers=3)
-    model = llama3.build(config)
-    add_adapters(model, llama3.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "v_proj")))
-    return model
+    return decoder("llama3", "debug", ("q_proj", "v_proj"), vocab_size=64, num_layers=3)
 
 
 def partly_frozen_model():

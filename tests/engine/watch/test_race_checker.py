@@ -8,22 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import toy
 from tests.support.faults import Unordered, deaf
 from tests.support.optimizers import OPTIMIZERS, POLICIES
 from tests.support.torch_loop import MAKERS
-from tests.support.toy import (
-    BLOCKS,
-    KEPT,
-    PARTITIONS,
-    ToyBlock,
-    ToyEmbedding,
-    ToyHead,
-    linked,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import KEPT, PARTITIONS, ToyHead, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
 from torchround.engine.ordering import (
     DIRECTION_LANDED,
@@ -105,12 +94,12 @@ def races(folder, **run):
     return find_races(record(folder, **run)[0])
 
 
-class PassingBlock(ToyBlock):
+class PassingBlock(toy.ToyBlock):
     def forward(self, hidden, micro_batch):
         return super().forward(hidden[0], micro_batch), hidden[1]
 
 
-class TwoTensorEmbedding(ToyEmbedding):
+class TwoTensorEmbedding(toy.ToyEmbedding):
     def forward(self, hidden, micro_batch):
         embedded = super().forward(hidden, micro_batch)
         return embedded, embedded.detach() * 0.5
@@ -123,7 +112,7 @@ class TwoTensorHead(ToyHead):
 
 def passing_model():
     """Return a toy model whose blocks pass a part of their input on, so that what they send lies in a ring slot."""
-    blocks = [PassingBlock() for _ in range(BLOCKS)]
+    blocks = [PassingBlock() for _ in range(toy.BLOCKS)]
     return LayeredModel(toy_model().names, (TwoTensorEmbedding(), *blocks, TwoTensorHead(None)))
 
 
@@ -146,92 +135,67 @@ RULES = {
 }
 SAVED = ("6", "6, before")
 LAGGING = {"policy": BOUNDED, "stale_layers": 5}
+
+
+def run(flags="", **options):
+    """Return the options of `record`, of which the flags are True."""
+    return dict.fromkeys(flags.split(), True) | options
+
+
 # Runs, and the rules without which they have a race. Directions of matrices order an update after all that their devices
 # did before. So rule 1 shows with more devices than there are blocks. Rule 2 implies rule 4 in sync; in async the next
 # step's backward overtakes the update.
 RUNS = [
-    ({"partition": ONE, "devices": 8, "evaluates": True, "saves": True}, ("1", "2", "3", *SAVED)),
-    (
-        {
-            "partition": ONE,
-            "devices": 8,
-            "policy": ASYNC,
-            "optimizer": "muon",
-            "evaluates": True,
-            "tied": True,
-            "rounds": 2,
-        },
-        ("3", "9", "10"),
-    ),
-    ({"partition": FINEST, "devices": 2, "policy": ASYNC, "evaluates": True, "dtype": BFLOAT16}, ("3",)),
-    (
-        {"partition": FINEST, "devices": 8, "evaluates": True, "tied": True, "rounds": 2, "saves": True},
-        ("2", "3", *SAVED),
-    ),
-    ({"partition": FORWARD, "policy": ASYNC, "poisoned": True, "evaluates": True, "saves": True}, ("6",)),
-    (
-        {
-            "partition": FORWARD,
-            "devices": 2,
-            "optimizer": "adamw compact",
-            "dtype": BFLOAT16,
-            "tied": True,
-            "saves": True,
-        },
-        ("2", "3", *SAVED),
-    ),
-    ({"partition": FORWARD, "policy": ASYNC, "steps": 4}, ("3", "4")),
-    ({"devices": 2, "policy": ASYNC_PREDICT, "evaluates": True, "saves": True, "tied": True}, ("3", *SAVED)),
-    (
-        {"policy": ASYNC_PREDICT, "optimizer": "adamw compact", "dtype": BFLOAT16, "rounds": 2, "evaluates": True},
-        ("3",),
-    ),
-    ({"devices": 8, "frozen": (0, 2, 3), "rounds": 2}, ("2", "3")),
-    ({"devices": 1, "policy": ASYNC, "dtype": BFLOAT16, "layerwise_recompute": True, "rounds": 4}, ("3",)),
-    ({"optimizer": "muon compact", "dtype": BFLOAT16, "evaluates": True, "saves": True}, ("2", "3", *SAVED, "9", "10")),
-    ({"devices": 1, "policy": ASYNC, "optimizer": "muon", "dtype": BFLOAT16, "poisoned": True}, ("9",)),
+    (run("evaluates saves", partition=ONE, devices=8), ("1", "2", "3", *SAVED)),
+    (run("evaluates tied", partition=ONE, devices=8, policy=ASYNC, optimizer="muon", rounds=2), ("3", "9", "10")),
+    (run("evaluates tied saves", partition=FINEST, devices=8, rounds=2), ("2", "3", *SAVED)),
+    (run("poisoned evaluates saves", partition=FORWARD, policy=ASYNC), ("6",)),
+    (run("tied saves", partition=FORWARD, devices=2, optimizer="adamw compact", dtype=BFLOAT16), ("2", "3", *SAVED)),
+    (run(partition=FORWARD, policy=ASYNC, steps=4), ("3", "4")),
+    (run("evaluates saves tied", devices=2, policy=ASYNC_PREDICT), ("3", *SAVED)),
+    (run(devices=8, frozen=(0, 2, 3), rounds=2), ("2", "3")),
+    (run("evaluates saves", optimizer="muon compact", dtype=BFLOAT16), ("2", "3", *SAVED, "9", "10")),
+    (run("poisoned", devices=1, policy=ASYNC, optimizer="muon", dtype=BFLOAT16), ("9",)),
     # Micro-batches of the next round or step find buffers and slots that kept activations have left.
-    ({"kept": KEPT["all"], "rounds": 2, "evaluates": True}, ("2", "3")),
-    ({"partition": FINEST, "devices": 1, "kept": KEPT["mixed"], "rounds": 2, "policy": ASYNC}, ("3",)),
+    (run(partition=FINEST, devices=1, kept=KEPT["mixed"], rounds=2, policy=ASYNC), ("3",)),
     # Gradients leave early at every stage, and device weights that lag are written between two kinds of uploads.
-    (
-        {"policy": BOUNDED, "stale_layers": 0, "devices": 1, "tied": True, "dtype": BFLOAT16, "saves": True},
-        ("2", "3", *SAVED),
-    ),
-    (
-        {"policy": BOUNDED, "stale_layers": 1, "partition": FINEST, "evaluates": True, "optimizer": "adamw compact"},
-        ("1", "2", "3"),
-    ),
-    (
-        {"policy": BOUNDED, "stale_layers": 3, "devices": 8, "layerwise_recompute": True, "saves": True},
-        ("1", "2", *SAVED),
-    ),
-    ({"policy": BOUNDED, "stale_layers": 3, "partition": FINEST, "poisoned": True, "evaluates": True}, ("1", "2", "3")),
-    ({"policy": BOUNDED, "stale_layers": 2, "partition": FORWARD, "kept": kept_above(2)}, ("1", "2", "3")),
+    (run("tied saves", policy=BOUNDED, stale_layers=0, devices=1, dtype=BFLOAT16), ("2", "3", *SAVED)),
+    (run("evaluates", policy=BOUNDED, stale_layers=1, partition=FINEST, optimizer="adamw compact"), ("1", "2", "3")),
+    (run("layerwise_recompute saves", policy=BOUNDED, stale_layers=3, devices=8), ("1", "2", *SAVED)),
+    (run(policy=BOUNDED, stale_layers=2, partition=FORWARD, kept=kept_above(2)), ("1", "2", "3")),
     # The first backward stage shows whether the input of a layer that begins anew stays until its backward has read it.
-    ({**LAGGING, "partition": FORWARD, "devices": 2, "steps": 2}, ("1", "2", "3")),
-    ({**LAGGING, "tied": True, "true_weights": True}, ("1", "1, rewritten", "2", "3")),
-    ({"policy": ASYNC_PREDICT, "devices": 1, "tied": True, "true_weights": True}, ("1, rewritten",)),
+    (run(**LAGGING, partition=FORWARD, devices=2, steps=2), ("1", "2", "3")),
+    (run("tied true_weights", **LAGGING), ("1", "1, rewritten", "2", "3")),
+    (run("tied true_weights", policy=ASYNC_PREDICT, devices=1), ("1, rewritten",)),
     # The first call of a step may be dispatched before the update that it waits for has begun.
-    ({"calls": 2, "devices": 1, "evaluates": True}, ("2", "3")),
-    ({"calls": 2, "partition": FORWARD}, ("2", "3")),
-    (
-        {"calls": 2, "policy": ASYNC_PREDICT, "dtype": BFLOAT16, "partition": FINEST, "devices": 2, "saves": True},
-        ("3", *SAVED),
-    ),
-    ({"optimizer": "PyTorch's", "calls": 2, "saves": True}, ("2", "3", *SAVED)),
-    ({"optimizer": "PyTorch's", "partition": FORWARD, "policy": ASYNC, "steps": 4, "saves": True}, ("3", "4", "6")),
-    ({"optimizer": "PyTorch's", "partition": ONE, "devices": 8, "evaluates": True}, ("1", "2", "3")),
+    (run("evaluates", calls=2, devices=1), ("2", "3")),
+    (run("saves", calls=2, policy=ASYNC_PREDICT, dtype=BFLOAT16, partition=FINEST, devices=2), ("3", *SAVED)),
+    (run("saves", optimizer="PyTorch's", calls=2), ("2", "3", *SAVED)),
+    (run("saves", optimizer="PyTorch's", partition=FORWARD, policy=ASYNC, steps=4), ("3", "4", "6")),
     # What these blocks send lies in a slot that the next upload but one overwrites.
-    ({"partition": FINEST, "devices": 1, "passes": True}, ("2", "3")),
-    ({"partition": FORWARD, "devices": 1, "passes": True}, ("2", "3")),
+    (run("passes", partition=FINEST, devices=1), ("2", "3")),
     # Two devices share a link.
-    ({"partition": FINEST, "devices": 4, "policy": ASYNC, "turns": [(0, 1), (2, 3)]}, ("3",)),
-    ({"devices": 4, "policy": ASYNC, "rounds": 2, "turns": [(0, 1), (2, 3)]}, ("3",)),
+    (run(partition=FINEST, devices=4, policy=ASYNC, turns=[(0, 1), (2, 3)]), ("3",)),
+]
+# Further ones, whose settings each occur above.
+MORE_RUNS = [
+    (run("evaluates", kept=KEPT["all"], rounds=2), ("2", "3")),
+    (run("evaluates", partition=FINEST, devices=2, policy=ASYNC, dtype=BFLOAT16), ("3",)),
+    (run("layerwise_recompute", devices=1, policy=ASYNC, dtype=BFLOAT16, rounds=4), ("3",)),
+    (run(calls=2, partition=FORWARD), ("2", "3")),
+    (run("evaluates", optimizer="PyTorch's", partition=ONE, devices=8), ("1", "2", "3")),
+    (run("passes", partition=FORWARD, devices=1), ("2", "3")),
+    (run(devices=4, policy=ASYNC, rounds=2, turns=[(0, 1), (2, 3)]), ("3",)),
+    (run("poisoned evaluates", policy=BOUNDED, stale_layers=3, partition=FINEST), ("1", "2", "3")),
+    (run("evaluates", policy=ASYNC_PREDICT, optimizer="adamw compact", dtype=BFLOAT16, rounds=2), ("3",)),
 ]
 
 
-@pytest.mark.parametrize(("run", "rules"), RUNS, ids=[str(run) for run, _ in RUNS])
+@pytest.mark.parametrize(
+    ("run", "rules"),
+    [*RUNS, *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE_RUNS)],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
 def test_there_is_no_race_but_without_any_of_the_rules_that_a_run_needs(tmp_path, run, rules):
     entries, _ = record(tmp_path, **run)
     assert find_races(entries) == []

@@ -14,17 +14,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.faults import brief_joins, engine_threads, lose, over, planted
-from tests.support.toy import (
-    PARTITIONS,
-    assert_same_state,
-    planted_model,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
 from torchround.engine.errors import HangError
@@ -38,7 +28,7 @@ from torchround.engine.worker.kept_transfers import KEPT
 
 __all__ = ["brief_joins", "over", "planted"]
 
-PARTITION = PARTITIONS["forward coarser"]
+PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=3)
 
 
@@ -146,7 +136,7 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, pl
     assert store.is_consistent
     with toy_engine(toy_model(), store, PARTITION, 3) as engine:
         train(engine, BATCHES[store.step :])
-    assert_same_state(store.named_views(), undisturbed)
+    toy.assert_same_state(store.named_views(), undisturbed)
 
 
 class StuckEvent:

@@ -7,25 +7,18 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.toy import (
-    PARTITIONS,
-    ToyBlock,
-    linked,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-    watched,
-)
+from tests.support import toy
+from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.compute import ForwardWithGraph
 from torchround.pipeline.partition import Partition
@@ -141,7 +134,7 @@ def test_a_recomputation_does_not_wait_for_its_incoming_gradient():
     recomputed, micro_batches = defaultdict(threading.Event), toy_batches(1, 2)[0]
     number = {str(one.tokens.tolist()): index for index, one in enumerate(micro_batches)}
 
-    class Block(ToyBlock):
+    class Block(toy.ToyBlock):
         def __init__(self, layer):
             super().__init__()
             self.layer = layer
@@ -168,7 +161,7 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer()
     order, calls = TransferOrder(), []
     order.dispatched.set()
 
-    class Block(ToyBlock):
+    class Block(toy.ToyBlock):
         def forward(self, hidden, micro_batch):
             if not torch.is_grad_enabled():
                 calls.append(order.enqueued[Stream.ACTIVATION_DOWNLOAD])
@@ -178,6 +171,24 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer()
     with toy_engine(model, toy_store(model), partition, 1, wrap=lambda device: watched(device, order)) as engine:
         train(engine, toy_batches(1, micro_batches=1))
     assert calls == [1, 2, 3, 4, 5]
+
+
+def test_each_stream_of_an_accelerator_waits_until_a_fresh_buffer_may_be_used(monkeypatch):
+    """`tests/accelerator/test_device.py` shows what comes of a stream that does not."""
+    waits = []
+
+    class Kind(AcceleratorKind):
+        def prepare_allocator(self):
+            pass
+
+        def stream(self, device, priority):
+            return SimpleNamespace(wait_event=waits.append)
+
+    allocating = SimpleNamespace(record_event=lambda: "allocated")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: allocating)
+    with as_if_on(Kind("meta")):
+        AcceleratorDevice("meta:0").allocate(8)
+    assert waits == ["allocated"] * len(Stream)
 
 
 class GradientCopies(DeviceWatcher):

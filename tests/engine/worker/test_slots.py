@@ -6,18 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.support.toy import (
-    BLOCKS,
-    OPTIMIZER,
-    PARTITIONS,
-    VOCABULARY,
-    WIDTH,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-    train,
-)
+from tests.support import toy
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -40,7 +30,7 @@ def numel_of(partition):
 @pytest.mark.parametrize("partition", ["one layer a stage", "backward coarser"])
 def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partition):
     model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITIONS[partition], 1) as engine:
+    with toy.toy_engine(model, toy_store(model), PARTITIONS[partition], 1) as engine:
         # Nothing but the slots: the rest is allocated when the first pass is known.
         allocated = engine.devices[0].peak_bytes()
         engine.evaluate(toy_batches(1, 2)[0])
@@ -55,7 +45,9 @@ def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partiti
     assert expected <= allocated <= expected + 4 * 4 * 64 * 4 * (BLOCKS + 2)
 
 
-@pytest.mark.parametrize(("num_devices", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("num_devices", "dtype"), [(1, "bfloat16"), (2, "float32"), pytest.param(3, "bfloat16", marks=pytest.mark.nightly)]
+)
 def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices, dtype):
     family = FAMILIES["qwen3"]
     model = family.build(family.config_from_flavor("debug"))
@@ -71,7 +63,7 @@ def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices, dtype):
     devices = hardware.make_devices()
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = [MicroBatch(tokens, tokens, torch.arange(64)[None], tokens)] * 4
-    with build_engine(model, store, devices, plan, numbers, OPTIMIZER) as engine:
+    with build_engine(model, store, devices, plan, numbers, toy.OPTIMIZER) as engine:
         for _ in range(2):
             engine.forward_backward(batch)
             engine.step(1e-3)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import plain_flash
 from tests.support.rounding import assert_close_in_sums
@@ -14,6 +15,7 @@ from torchround.layer import longest_document, most_documents
 from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
 from torchround.models.common.packed_attention import Documents, document_offsets
+from torchround.models.common.sinks import attend_with_sinks
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 # Sums over the channels of a head and twice over at most 20 tokens; the backward has four of each.
@@ -163,6 +165,24 @@ def test_offsets_and_masks_are_made_without_reading_from_the_device():
     document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     assert document_offsets(document_ids, 4).shape == (9,)
     assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
+
+
+def test_the_kernels_of_a_card_get_a_key_and_a_value_for_each_query_head():
+    """Meta tensors take them, and have no values."""
+    heads = [t.detach().to("meta").transpose(1, 2).requires_grad_() for t in make_heads(3, 9)]
+    shapes = set()
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if "efficient_attention" in str(function):
+                shapes.update(tensor.shape for tensor in arguments if getattr(tensor, "ndim", 0) == 4)
+            return function(*arguments, **(options or {}))
+
+    with Kernels():
+        mixed = attend_with_sinks(*heads, torch.empty(HEADS, device="meta"), None)
+        gradients = torch.autograd.grad(mixed.sum(), heads)
+    assert shapes == {mixed.shape}
+    assert [gradient.shape for gradient in gradients] == [head.shape for head in heads]
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):

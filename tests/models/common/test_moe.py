@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.support.rounding import assert_close_in_sums
+from tests.support.small_decoders import decoder
 from torchround.models import FAMILIES, ModelConfigError
 from torchround.models.common.experts import GatedExperts, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.feed_forward import MoE, MoEShape
-from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.models.kernels import grouped
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
@@ -99,15 +99,13 @@ def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_co
 
 def adapted_block(family, flavor):
     """A block with random adapters of a rank that 8 does not divide on all its experts' matrices, and an input."""
-    config = FAMILIES[family].config_from_flavor(flavor, num_layers=1, vocab_size=50)
-    model = FAMILIES[family].build(config)
     targets = {"qwen3": ("gate_proj", "up_proj", "down_proj"), "gpt_oss": ("gate_up_proj", "down_proj")}
-    add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(3, 6.0, 0.25, targets[family]))
-    moe = model.layers[1].mlp
+    block = decoder(family, flavor, targets[family], (3, 6.0, 0.25), num_layers=1, vocab_size=50).layers[1]
+    moe = block.mlp
     generator = torch.Generator().manual_seed(0)
     fill(moe, lambda shape: 0.1 * torch.randn(shape, generator=generator))
     moe.experts.seed = 7
-    return moe, torch.randn(2, 9, config.hidden_size, generator=generator)
+    return moe, torch.randn(2, 9, block.hidden_size, generator=generator)
 
 
 @pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])

@@ -44,7 +44,7 @@ def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
 ):
     question = devices, micro_batches, update, rounds, limits
     try:
-        without = make_plan(costs.keeping(()), *question)
+        without = make_plan(costs, *question, keep=KeepRule("none", link))
     except InfeasiblePlanError:
         with pytest.raises(InfeasiblePlanError):
             make_plan(costs, *question, keep=KeepRule("auto", link))
@@ -85,7 +85,10 @@ def test_a_slow_link_leaves_room_for_the_best_parts_alone():
     plan = make_plan(blocks(11), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(35.0)))
     kept = Counter(name for names in plan.kept for name in names)
     assert kept["down"] > 6 and kept["gate_up"] == 0
-    assert make_plan(blocks(11), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(1.0))).kept == ()
+    # A slower link hides nothing, and a step that launches bound gains nothing.
+    for link, launch_s in ((1.0, 0.0), (35.0, 100.0)):
+        slow = replace(blocks(11), launch_s=launch_s)
+        assert make_plan(slow, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(link))).kept == ()
 
 
 def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():

@@ -10,10 +10,10 @@ from tests.support.random_costs import LINKS, costs, in_both_ways, partitions, s
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, stage_seconds
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
-from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.simulation.step_time import LayerSums, stage_times, step_seconds
+from torchround.simulate.dispatch import dispatch_tasks
+from torchround.simulate.events import simulate
 
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 
@@ -147,8 +147,8 @@ STAGES = Partition((2, 1), 1, (1, 2))
         (blocks(30), [4, 2, 0, 0.5, 1]),
         # Outputs of 0.2 s go down too; a backward stage brings up its gradient, and its input unless that is the tokens.
         (blocks(10, boundary_bytes=2), [0.2, 0.2, 0, 0, 0]),
-        # Weights of 2 s for each micro-batch of the round go up: forward stages wait for them even if nothing is kept.
-        (blocks(10, weight_bytes=40), [0, 0, 0, 0.5, 1]),
+        # Weights of 2 s for each micro-batch of the round go up.
+        (blocks(10, weight_bytes=40), [2, 1, 0, 0.5, 1]),
     ],
 )
 def test_a_stage_waits_for_what_its_computation_does_not_hide(costs, waits):

@@ -270,22 +270,30 @@ def cut(sums_s: Sequence[float], split: int, stages: int) -> tuple[int, ...]:
 def coarse_partitions(problem: PlanningProblem, rounds: int) -> list[Partition]:
     """List partitions that need little host memory and fit a device, the finest one, which is last, in any case.
 
-    Few backward stages keep few boundaries on the host, but need room on a device. Forward stages keep none.
+    Few backward stages keep few boundaries on the host, and few forward stages have few on their way. Both need room on a
+    device.
     """
     layers = problem.num_layers
     ones = (1,) * (layers - 1)
     found = [Partition((), layers, ())] if problem.fits_device(Partition((), layers, ()), rounds) else []
     sums = problem.costs.running("activation_bytes")
-    for fused in sorted({min(largest_fused(problem), layers - 1), 1} - {0}, reverse=True):
-        split = layers - fused
-        of = partial(_coarse, sums, fused, split)
-        coarse = of(_fewest(problem, split, of))
-        found += [coarse] if problem.fits_device(coarse, rounds) else []
+    most = min(largest_fused(problem), layers - 1)
+    for fused in sorted({most, (most + 1) // 2, 1} - {0}, reverse=True):
+        split, finest = layers - fused, (1,) * (layers - fused)
+        of_backward = partial(_coarse, sums, finest, fused)
+        coarse = of_backward(_fewest(problem, split, of_backward))
+        of_forward = partial(_coarser, sums, fused, coarse.backward)
+        for partition in (of_forward(_fewest(problem, split, of_forward)), coarse):
+            found += [partition] if problem.fits_device(partition, rounds) else []
     return [*dict.fromkeys(found), Partition(ones, 1, ones)]
 
 
-def _coarse(sums: Sequence[float], fused: int, split: int, backward: int) -> Partition:
-    return Partition((1,) * split, fused, cut(sums, split, backward)[::-1])
+def _coarse(sums: Sequence[float], forward: tuple[int, ...], fused: int, backward: int) -> Partition:
+    return Partition(forward, fused, cut(sums, sum(forward), backward)[::-1])
+
+
+def _coarser(sums: Sequence[float], fused: int, backward: tuple[int, ...], forward: int) -> Partition:
+    return Partition(cut(sums, sum(backward), forward), fused, backward)
 
 
 def moved(problem: PlanningProblem, candidate: Candidate, random: Random) -> Candidate:

@@ -38,7 +38,7 @@ class PlanningProblem:
 
     - `stale_layers`: the number in `bounded`, K. None leaves it open: each plan is timed with all layers before its
       fused stage stale, and its memory is counted with none. So no K makes it faster or smaller.
-    - `link`: the link that kept activations share with other transfers; None takes these as hidden.
+    - `link`: the link of each device to the host; None takes all transfers as hidden.
     - `items`: what a plan may keep beside what `costs` keep, in the order in which it is chosen.
     """
 
@@ -97,7 +97,7 @@ class PlanningProblem:
                     [names if layer >= stale else () for layer, names in enumerate(costs.kept)]
                 )
             waits = None
-            if self.link is not None and costs.kept:
+            if self.link is not None:
                 waits = LinkWaits(costs, self.link, self.limits.recompute, self.num_micro_batches)
             self._sums[kept] = costs, LayerSums(costs, self.limits.recompute, waits)
         return self._sums[kept]
@@ -112,7 +112,9 @@ class PlanningProblem:
     def exact_s(self, candidate: Candidate) -> float:
         """Compute the step time by the exact recurrence, once for each candidate."""
         if candidate not in self._steps:
-            self._steps[candidate] = max(self._step_s(candidate), self.host_s(candidate.rounds))
+            host_s = self.sums_of(candidate.kept).host_s(candidate.rounds, candidate.partition)
+            launches_s = self.num_micro_batches * self.costs.launch_s
+            self._steps[candidate] = max(self._step_s(candidate), host_s, launches_s)
         return self._steps[candidate]
 
     def _step_s(self, candidate: Candidate) -> float:
@@ -129,11 +131,6 @@ class PlanningProblem:
         return self.sums_of(candidate.kept).times(
             partition.forward, partition.fused, partition.backward, rounds=candidate.rounds
         )
-
-    def host_s(self, rounds: int) -> float:
-        """Estimate the seconds of host memory traffic per step if its rounds are added up there."""
-        share = self.costs.adding_share
-        return self.costs.running("optimizer_s")[-1] * (1 + rounds * share) if rounds > 1 else 0.0
 
     def busy_s(self, candidate: Candidate) -> float:
         """Compute the seconds that all devices together are busy with a step, or wait for the link."""

@@ -1,23 +1,15 @@
-"""The time that stages wait for the link because of kept activations.
+"""The time that stages wait for the link, and the bytes that all devices together move.
 
-Weights, gradients and boundaries are taken as hidden behind computation; `torchround plan` prints their load. Kept
-activations are many more bytes, and a plan need not have them. So a stage that keeps anything takes at least as
-long as its transfers: down in a forward stage, up in a backward stage, beside all that moves there anyway.
-
-Shapes: K partitions, S stages, L layers.
+A stage takes at least as long as its transfers in the busier direction: weights and gradients once per round, boundaries
+with each micro-batch, and kept activations, down in a forward stage and up in a backward stage.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, StageKind
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Booleans = NDArray[np.bool_]
+from torchround.pipeline.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -33,77 +25,62 @@ class KeptLink:
 
 
 class LinkWaits:
-    """The seconds by which keeping makes stages wait for the link, from running sums over the layers [L + 1]."""
+    """The seconds by which stages wait for the link, from running sums over the layers."""
 
     def __init__(self, costs: Costs, link: KeptLink, recompute: str, num_micro_batches: int) -> None:
         layers = costs.layers
-        self._link, self._num_micro_batches = link, num_micro_batches
+        self._bytes_per_s, self._num_micro_batches = link.bytes_per_s, num_micro_batches
         self._is_layerwise = recompute == "layer"
-        self._weights = _running([layer.weight_bytes for layer in layers])
-        self._gradients = _running([link.gradient_share * layer.gradient_bytes for layer in layers])
-        self._kept = _running([layer.kept_bytes for layer in layers])
-        self._forward_s = _running([layer.forward_s for layer in layers])
-        self._saved_s = _running([layer.saved_s for layer in layers])
-        self._backward_s = _running([layer.backward_s for layer in layers])
-        outputs = [layer.boundary_bytes for layer in layers]
-        self._outputs = np.array(outputs, dtype=np.float64)
+        self._weights = _running(layer.weight_bytes for layer in layers)
+        self._gradients = _running(link.gradient_share * layer.gradient_bytes for layer in layers)
+        self._kept = _running(layer.kept_bytes for layer in layers)
+        self._forward_s = _running(layer.forward_s for layer in layers)
+        self._recompute_s = _running(layer.recompute_s for layer in layers)
+        self._backward_s = _running(layer.backward_s for layer in layers)
+        self._outputs = [layer.boundary_bytes for layer in layers]
         # By first layer of a stage, its input: the first layer reads integers alone.
-        self._inputs = np.array([0, *outputs[:-1], 0], dtype=np.float64)
+        self._inputs = [0, *self._outputs[:-1]]
 
     def of(self, partition: Partition, rounds: int) -> list[float]:
         """Return the seconds of each stage for one micro-batch, in dispatch order."""
-        stages = partition.stages()
-        starts, stops = (
-            np.array([getattr(stage, end) for stage in stages], dtype=np.int64) for end in ("start", "stop")
-        )
-        forward, backward = (
-            np.array([stage.kind is kind for stage in stages])
-            for kind in (StageKind.FORWARD, StageKind.BACKWARD)
-        )
-        waits: list[float] = self.waits_s(starts, stops, forward, backward, rounds).tolist()
+        num_forward = len(partition.forward)
+        waits = []
+        for number, (start, stop, up, down) in enumerate(self._bytes(partition, rounds)):
+            sums = self._forward_s if number <= num_forward else self._recompute_s
+            computed_s = sums[stop] - sums[start]
+            if number >= num_forward:
+                computed_s += self._backward_s[stop] - self._backward_s[start]
+                if self._is_layerwise:
+                    computed_s += sums[stop - 1] - sums[start]
+            waits.append(max(max(up, down) / self._bytes_per_s - computed_s, 0.0))
         return waits
 
-    def waits_s(
-        self, starts: Integers, stops: Integers, is_forward: Booleans, is_backward: Booleans, rounds: int
-    ) -> Floats:
-        """Compute the seconds of stages [.., S] for one micro-batch; a stage without layers has none.
+    def moved_bytes(self, partition: Partition, rounds: int) -> float:
+        """Count the bytes of a step between the host and all devices, both ways."""
+        return self._num_micro_batches * sum(up + down for _, _, up, down in self._bytes(partition, rounds))
 
-        Keeping changes a stage from the longer of its computation and its transfers without keeping to the longer
-        of the two with it. The step time counts computation alone, so this is the difference to that.
-        """
-        kept = np.where(is_forward | is_backward, self._kept[stops] - self._kept[starts], 0.0)
+    def _bytes(self, partition: Partition, rounds: int) -> list[tuple[int, int, float, float]]:
+        """Return each stage's first layer, its end, and its bytes up and down for one micro-batch."""
+        weights, gradients, kept, outputs = self._weights, self._gradients, self._kept, self._outputs
         # A stage's weights and gradients move once per round, the rest with each micro-batch.
-        per_micro_batch = rounds / self._num_micro_batches
-        incoming, outgoing = self._inputs[starts], self._outputs[stops - 1]
-        up = (self._weights[stops] - self._weights[starts]) * per_micro_batch + incoming
-        up = up + np.where(is_backward, outgoing, 0.0)
-        gradients = (self._gradients[stops] - self._gradients[starts]) * per_micro_batch
-        down = np.where(is_forward, outgoing, gradients + incoming)
-        rate = self._link.bytes_per_s
-        link_s = np.maximum(up, down) / rate
-        kept_link_s = np.maximum(up + kept * is_backward, down + kept * is_forward) / rate
-        whole_s = self._computed_s(self._forward_s, starts, stops, is_forward)
-        saved_s = np.where(is_backward, self._saved(starts, stops), 0.0)
-        waits = saved_s + np.maximum(whole_s - saved_s, kept_link_s) - np.maximum(whole_s, link_s)
-        return np.where(kept > 0, np.maximum(waits, 0.0), 0.0)
-
-    def _computed_s(
-        self, forward_s: Floats, starts: Integers, stops: Integers, is_forward: Booleans
-    ) -> Floats:
-        """Compute the seconds of a stage that recomputes all."""
-        seconds = forward_s[stops] - forward_s[starts]
-        after_s = self._backward_s[stops] - self._backward_s[starts]
-        if self._is_layerwise:
-            after_s = after_s + forward_s[stops - 1] - forward_s[starts]
-        return np.asarray(seconds + np.where(is_forward, 0.0, after_s))
-
-    def _saved(self, starts: Integers, stops: Integers) -> Floats:
-        """Compute the seconds of recomputation that a backward stage saves."""
-        saved_s = self._saved_s[stops] - self._saved_s[starts]
-        if self._is_layerwise:
-            saved_s = saved_s + self._saved_s[stops - 1] - self._saved_s[starts]
-        return np.asarray(saved_s)
+        share, start = rounds / self._num_micro_batches, 0
+        moved: list[tuple[int, int, float, float]] = []
+        for count in partition.forward:
+            stop = start + count
+            up = (weights[stop] - weights[start]) * share + self._inputs[start]
+            moved.append((start, stop, up, outputs[stop - 1] + kept[stop] - kept[start]))
+            start = stop
+        stop = start + partition.fused
+        for number, count in enumerate((partition.fused, *partition.backward)):
+            start = stop - count
+            up = (weights[stop] - weights[start]) * share + self._inputs[start]
+            down = (gradients[stop] - gradients[start]) * share + self._inputs[start]
+            if number:
+                up += outputs[stop - 1] + kept[stop] - kept[start]
+            moved.append((start, stop, up, down))
+            stop = start
+        return moved
 
 
-def _running(values: list[float] | list[int]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+def _running(values: Iterable[float]) -> list[float]:
+    return [0.0, *accumulate(values)]

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, slots_before_late_jobs, split_evenly
+from torchround.pipeline.rates import RATES
 from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.simulation.update_jobs import UpdateJob, run_jobs, update_jobs
 
@@ -56,7 +57,7 @@ class StageTimes:
 class LayerSums:
     """Running sums over the layers, which give any stage's seconds in two look-ups; they agree with `stage_seconds`.
 
-    With `link_waits`, stages that keep activations also wait for the link.
+    With `link_waits`, stages also wait for the link.
     """
 
     def __init__(self, costs: Costs, recompute: str = "stage", link_waits: LinkWaits | None = None) -> None:
@@ -67,6 +68,7 @@ class LayerSums:
         self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
         self.recompute = recompute
         self.link_waits = link_waits
+        self.adding_share = costs.adding_share
         self.completed_with = costs.completed_with()
         self.updates_take_time = self.updated_s[-1] > 0
         self.jobs = update_jobs(costs)
@@ -119,6 +121,16 @@ class LayerSums:
             for job in self.jobs
         ]
         return StageTimes(entry, total, updated, waits, hop_s, self.jobs, job_from, len(forward))
+
+    def host_s(self, rounds: int, partition: Partition | None = None) -> float:
+        """Compute the least seconds per step of the host's memory: the update, sums over rounds, a partition's copies."""
+        update_s = self.updated_s[-1]
+        if rounds > 1:
+            update_s *= 1 + rounds * self.adding_share
+        if partition is None or self.link_waits is None:
+            return update_s
+        moved_bytes = update_s * RATES.update_bytes_per_s + self.link_waits.moved_bytes(partition, rounds)
+        return max(update_s, moved_bytes / RATES.host_bytes_per_s)
 
     def work_s(self, fused: int) -> float:
         """Compute the least busy seconds of one micro-batch in any partition with this fused stage.

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from matplotlib import rc_context
 
-from torchround.commands.simulate_schedules import main
-from torchround.pipeline.baselines import SCHEDULES
-from torchround.pipeline.costs import COMPUTE_EFFICIENCY
+from tests.support.published_models import PARTITIONS
+from torchround.simulate.command import main
+from torchround.simulate.schedules import SCHEDULES
 
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
-COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1.7b.json"
+COSTS = ROOT / "docs" / "costs" / f"rtx4090_{next(iter(PARTITIONS))}.json"
+FIGURE_1 = ROOT / "docs" / "costs" / "figure1.json"
 PARTITION = {"forward": [7] * 4, "fused": 1, "backward": [3] * 8 + [2, 2]}
 PUBLISHED = ["--costs", str(COSTS), "--devices", "8", "--microbatches", "16"]
 
@@ -41,14 +43,6 @@ def test_a_fixed_partition_gives_the_published_step_and_the_agreed_json(tmp_path
     assert {"bubble_by_kind", "peak_activation_bytes", "drift"} < set(schedules["looped_bfs"])
 
 
-def test_a_partition_of_another_number_of_layers_is_refused(small_costs, tmp_path, capsys):
-    path = tmp_path / "partition.json"
-    path.write_text(json.dumps(PARTITION))
-    arguments = ["--costs", str(small_costs), "--partition", str(path), "--devices", "2", "--microbatches", "4"]
-    assert main(arguments) == 2
-    assert "the partition holds 29 layers, the costs 7" in capsys.readouterr().err
-
-
 def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(small_costs, tmp_path):
     out = tmp_path / "out.json"
     arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--json", str(out)]
@@ -61,9 +55,9 @@ def test_costs_of_a_model_are_counted_for_a_card(tmp_path):
     arguments = ["--model", "llama3/3.2-1B", "--device", "rtx4090", "--schedules", "1f1b,mobius", "--json", str(out)]
     assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
     schedules = json.loads(out.read_text())["schedules"]
-    # Each of 8 micro-batches of 8192 tokens costs at least 6 FLOP per parameter and token on 165 TFLOP/s.
+    # Each of 8 micro-batches of 8192 tokens costs at least 6 FLOP per parameter and token on 165 TFLOP/s. Cards reach half of it.
     at_least_s = 8 * 8192 * 6 * 1.2e9 / (4 * 165.2e12)
-    assert at_least_s < schedules["1f1b"]["makespan_s"] < 3 * at_least_s / COMPUTE_EFFICIENCY
+    assert at_least_s < schedules["1f1b"]["makespan_s"] < 6 * at_least_s
 
 
 def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(small_costs, tmp_path, capsys):
@@ -125,10 +119,14 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, c
         (["--model", "llama3/3.2-1B"], "--model needs --device"),
         (["--model", "llama3/nope", "--device", "rtx4090"], "unknown llama3 flavor 'nope'"),
         (["--costs", str(COSTS), "--chunks", "0"], "chunks = 0 must be at least 1"),
+        (["--costs", str(COSTS), "--partition", str(COSTS)], f"{COSTS.name}: expected {{"),
+        (["--costs", str(FIGURE_1), "--partition", "partition.json"], "the partition holds 29 layers, the costs 13"),
         (["--costs", str(COSTS), "--rounds", "17"], "17 rounds of only 16 micro-batches"),
     ],
 )
-def test_a_mistake_ends_with_code_2_and_one_message(arguments, message, capsys):
+def test_a_mistake_ends_with_code_2_and_one_message(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("partition.json").write_text(json.dumps(PARTITION))
     assert main([*arguments, "--devices", "8", "--microbatches", "16"]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

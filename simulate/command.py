@@ -1,6 +1,6 @@
 """Simulate pipeline schedules side by side: step time, bubble by kind, memory, drift, transfers.
 
-    torchround simulate --costs docs/costs/rtx4090_qwen3_1.7b.json --devices 8 --microbatches 16
+    torchround simulate --costs docs/costs/rtx4090_qwen3_1_7b.json --devices 8 --microbatches 16
     torchround simulate --model llama3/3.1-8B --device rtx4090 --devices 8 --microbatches 16 \\
         --schedules 1f1b,looped_bfs,roundpipe_sync --plot timeline.png
 
@@ -10,22 +10,24 @@ Costs come from a file (docs/schedules.md describes it) or are counted for a mod
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 from torchround.commands import CommandError
-from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
-from torchround.pipeline.baselines.device_bound import SimulationSetup
-from torchround.pipeline.baselines.schedule_report import ScheduleReport
 from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.timeline import trace_events
+from torchround.simulate.bound import ScheduleError, SimulationSetup
+from torchround.simulate.report import ScheduleReport
+from torchround.simulate.schedules import SCHEDULES, simulate_schedule
 from torchround.untrusted.regular_file import write_whole
 
+Read = TypeVar("Read")
 WIDTH = 100  # in characters, of the table when the output is not a terminal
 
 
@@ -34,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         setting = setting_from(options)
-        names = schedule_names(options.schedules)
-        reports = simulate_all(names, setting)
+        reports = simulate_all(options.schedules, setting)
         show(reports, setting)
         write_files(reports, setting, options)
     except (CommandError, PlanError, ScheduleError, OSError) as error:
@@ -65,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, help="virtual stages per device of looped schedules")
     add("--group", type=int, help="GIS: micro-batches per group")
     add("--offload-ratio", type=float, default=1.0, help="PipeOffload's k where no PCIe rate is known (1)")
+    add(
+        "--offload-chunks", type=int, help="PipeOffload: chunks per device on the host (default: half or all)"
+    )
     add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
     add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
     add("--rounds", type=int, help="RoundPipe's rounds")
@@ -75,10 +79,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def setting_from(options: argparse.Namespace) -> SimulationSetup:
-    """Collect the numbers that the schedules are built from. Raises `CommandError` and the errors of reading files."""
-    card = _card(options.device)
+    """Collect the numbers that the schedules are built from. Raises `CommandError` for a mistake."""
+    card = find_device(options.device) if options.device is not None else None
+    if card is None and options.device is not None:
+        known = ", ".join(device.name for device in DEVICES)
+        raise CommandError(f"--device: {options.device!r} is not a known card; known: {known}")
     if options.costs is not None:
-        costs = _costs_from(options.costs)
+        costs = _read(options.costs, Costs.from_json)
     elif card is None:
         raise CommandError("--model needs --device: seconds are counted for a card")
     else:
@@ -88,36 +95,26 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
         memory_gib = card.memory_gib
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
-    partition, rounds = _given_partition(options)
+    given = _read(options.partition, _partition_and_rounds) if options.partition is not None else (None, None)
+    same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
-        costs=costs,
-        num_devices=options.devices,
-        num_micro_batches=options.microbatches,
-        recompute=not options.no_recompute,
-        chunks=options.chunks,
-        group=options.group,
-        offload_ratio=options.offload_ratio,
+        *(costs, options.devices, options.microbatches, not options.no_recompute),
+        **{name: getattr(options, name) for name in same},
         pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
-        accumulate=options.accumulate,
-        partition=partition,
-        rounds=rounds,
+        partition=given[0],
+        rounds=options.rounds or given[1],
         limits=MemoryLimits(device_bytes=None if memory_gib is None else int(memory_gib * GIB)),
     )
 
 
-def schedule_names(given: str) -> list[str]:
-    """Return the names of `--schedules`: all of them for `all`. Raises `CommandError` for one that does not exist."""
+def simulate_all(given: str, setting: SimulationSetup) -> list[ScheduleReport]:
+    """Simulate the schedules of `--schedules`. One that cannot be built here is left out, with a line that says why."""
     names = list(SCHEDULES) if given == "all" else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in SCHEDULES:
             near = get_close_matches(name, SCHEDULES, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise CommandError(f"--schedules: {name!r} is not one of {', '.join(SCHEDULES)}{hint}")
-    return names
-
-
-def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
-    """Simulate each schedule. One that cannot be built here is left out, with a line that says why."""
     reports = []
     for name in names:
         try:
@@ -143,17 +140,10 @@ def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     fastest = min(result.makespan_s for result in reports)
     for result in reports:
-        shares = [f"{100 * share:.2f}" for share in result.bubble_by_kind.values()]
-        table.add_row(
-            result.name,
-            f"{result.makespan_s * 1e3:.1f}",
-            f"{100 * result.bubble:.2f}",
-            *shares,
-            f"{max(result.peak_activation_bytes) / GIB:.2f}",
-            f"{result.drift}",
-            f"{result.moved_bytes / 1e9:.1f}",
-            style="bold" if result.makespan_s == fastest else "",
-        )
+        shares = [f"{100 * share:.2f}" for share in (result.bubble, *result.bubble_by_kind.values())]
+        memory = [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
+        cells = [f"{result.makespan_s * 1e3:.1f}", *shares, *memory, f"{result.moved_bytes / 1e9:.1f}"]
+        table.add_row(result.name, *cells, style="bold" if result.makespan_s == fastest else "")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     console.print(
@@ -174,20 +164,12 @@ def write_files(
         trace = trace_events((result.name, result.timeline) for result in reports)
         write_whole(options.trace, json.dumps(trace))
     if options.plot:
-        try:
-            from torchround.observe.timeline_picture import plot_reports
-        except ModuleNotFoundError as error:
-            raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
-        plot_reports(reports, setting.costs.num_layers, options.plot, title(setting, options))
+        from torchround.simulate.picture import plot_reports  # matplotlib takes a second to import
 
-
-def title(setting: SimulationSetup, options: argparse.Namespace) -> str:
-    """Say what the schedules were simulated for: the model or the file of costs, the card, and how many of what."""
-    source = options.model or options.costs.stem
-    card = f" on {options.device}" if options.device else ""
-    return (
-        f"{source}{card}: {setting.num_devices} devices, {setting.num_micro_batches} micro-batches per step"
-    )
+        source = options.model or options.costs.stem
+        card = f" on {options.device}" if options.device else ""
+        sizes = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches per step"
+        plot_reports(reports, setting.costs.num_layers, options.plot, f"{source}{card}: {sizes}")
 
 
 def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:
@@ -217,38 +199,22 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         raise CommandError(f"--dtype: {error}") from None
 
 
-def _given_partition(options: argparse.Namespace) -> tuple[Partition | None, int | None]:
-    if options.partition is None:
-        return None, options.rounds
+def _partition_and_rounds(text: str) -> tuple[Partition, int | None]:
     try:
-        data = json.loads(_read(options.partition))
-        partition = Partition.from_lists(data["forward"], data["fused"], data["backward"])
+        data = json.loads(text)
+        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), data.get("rounds")
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CommandError(
-            f'{options.partition}: expected {{"forward": [7, 7], "fused": 1, "backward": [5, 9], "rounds": 2}}, '
+            'expected {"forward": [7, 7], "fused": 1, "backward": [5, 9], "rounds": 2}, '
             f"rounds optional ({type(error).__name__}: {error})"
         ) from None
-    return partition, options.rounds or data.get("rounds")
 
 
-def _card(name: str | None) -> DeviceSpec | None:
-    if name is None:
-        return None
-    if (card := find_device(name)) is None:
-        known = ", ".join(device.name for device in DEVICES)
-        raise CommandError(f"--device: {name!r} is not a known card; known: {known}")
-    return card
-
-
-def _costs_from(path: Path) -> Costs:
+def _read(path: Path, parse: Callable[[str], Read]) -> Read:
+    """Read and parse a file. A message starts with the file's name."""
     try:
-        return Costs.from_json(_read(path))
-    except CostsError as error:
-        raise CommandError(f"{path}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
+        return parse(path.read_text())
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
+    except (CommandError, CostsError) as error:
+        raise CommandError(f"{path}: {error}") from None

@@ -16,28 +16,24 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
+from torchround.simulate.report import ScheduleReport
 from torchround.untrusted.regular_file import replaced_whole
 
-# Grey mixed into a layer's colour by the kind of task, as (share, grey level). Backwards have the full colour.
-SHADES = {
-    TaskKind.FORWARD: (0.6, 1.0),
-    TaskKind.RECOMPUTE: (0.8, 1.0),
-    TaskKind.BACKWARD: (0.0, 1.0),
-    TaskKind.FUSED: (0.0, 1.0),
-    TaskKind.WEIGHT_GRADIENT: (0.35, 0.35),
-    TaskKind.OFFLOAD: (0.45, 1.0),
-    TaskKind.WEIGHTS: (0.45, 1.0),
-    TaskKind.GRADIENTS: (0.45, 1.0),
-    TaskKind.ORTHOGONALISE: (0.35, 0.35),
-}
+# Names in the legend.
 NAMES = {
     TaskKind.FORWARD: "forward",
     TaskKind.RECOMPUTE: "recompute",
     TaskKind.BACKWARD: "backward",
     TaskKind.WEIGHT_GRADIENT: "weight gradient",
     TaskKind.ORTHOGONALISE: "orthogonalisation",
+}
+# Grey mixed into a layer's colour by the kind of task, as (share, grey level). Others have the full colour.
+SHADES = {
+    TaskKind.FORWARD: (0.6, 1.0),
+    TaskKind.RECOMPUTE: (0.8, 1.0),
+    **dict.fromkeys((TaskKind.WEIGHT_GRADIENT, TaskKind.ORTHOGONALISE), (0.35, 0.35)),
+    **dict.fromkeys((TaskKind.OFFLOAD, TaskKind.WEIGHTS, TaskKind.GRADIENTS), (0.45, 1.0)),
 }
 # Schedules whose usual name is not that of the command in capitals.
 TITLES = {
@@ -53,7 +49,8 @@ COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
 FUSED_FORWARD = 0.35  # of the height of a fused task: drawn in the forward's shade, above the backward's
-STRIP = 0.22  # height of a device's transfers, when a row has height 1
+# Heights of a device's boxes with its transfers, and of these alone, when a row has height 1.
+ROW, STRIP = 0.84, 0.22
 
 
 def plot_reports(
@@ -67,12 +64,15 @@ def plot_reports(
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
     ratios = {"height_ratios": rows}
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, gridspec_kw=ratios)[:, 0]
-    for panel, report, (start_s, stop_s) in zip(panels, reports, windows, strict=True):
-        numbered_s = NUMBER_INCHES * span_s / WIDTH_INCHES
-        _draw(panel, report, num_layers, start_s, stop_s, numbered_s)
+    for panel, report, window in zip(panels, reports, windows, strict=True):
+        _draw(panel, report, num_layers, window, NUMBER_INCHES * span_s / WIDTH_INCHES)
     panels[-1].set_xlim(0, span_s * 1e3)
     panels[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=0)
-    _legend(figure, list(panels), reports, num_layers, title)
+    _legend(figure, [task for report in reports for task in report.timeline.tasks], title)
+    layers = ScalarMappable(Normalize(0, num_layers - 1), COLOURS)
+    bar = figure.colorbar(layers, ax=list(panels), fraction=0.012, pad=0.005, aspect=40)
+    bar.set_label("layer", fontsize=7, labelpad=0)
+    bar.ax.tick_params(labelsize=6, length=2)
     with replaced_whole(path) as file:
         figure.savefig(file, dpi=dpi, format=path.suffix[1:] or None)
 
@@ -88,20 +88,20 @@ def shown_window(report: ScheduleReport) -> tuple[float, float]:
 
 
 def _draw(
-    panel: Axes, report: ScheduleReport, num_layers: int, start_s: float, stop_s: float, numbered_s: float
+    panel: Axes, report: ScheduleReport, num_layers: int, window: tuple[float, float], numbered_s: float
 ) -> None:
-    """Draw one row per device: the compute stream as boxes, its transfers as strips underneath."""
-    line = report.timeline
+    """Draw one row per device: the compute stream as boxes, numbered if that long, its transfers as strips underneath."""
+    line, (start_s, stop_s) = report.timeline, window
     per_step = 1 + max(task.micro_batch for task in line.tasks if task.step == 0)
-    transfers = sorted({t.stream for t in line.tasks if t.device != HOST and t.duration_s > 0} - {COMPUTE})
-    strip = STRIP if transfers else 0.0
+    transfers = sorted({task.stream for task in line.tasks if _is_transfer(task)})
+    boxes = ROW - STRIP if transfers else ROW
+    strip = STRIP / max(1, len(transfers))
     for device in range(line.num_devices):
-        panel.add_patch(Rectangle((0, device - 0.42), (stop_s - start_s) * 1e3, 0.84 - strip, **IDLE))
-        for stream in (COMPUTE, *transfers):
-            bottom, height = device - 0.42, 0.84 - strip
-            if stream != COMPUTE:
-                height = strip / len(transfers)
-                bottom += 0.84 - strip + transfers.index(stream) * height
+        top = device - ROW / 2
+        panel.add_patch(Rectangle((0, top), (stop_s - start_s) * 1e3, boxes, **IDLE))
+        places = [(COMPUTE, top, boxes)]
+        places += [(stream, top + boxes + index * strip, strip) for index, stream in enumerate(transfers)]
+        for stream, bottom, height in places:
             for index in line.of_device(device, stream):
                 begin_s, end_s = max(line.start_s[index], start_s), min(line.end_s[index], stop_s)
                 if begin_s >= end_s:
@@ -116,58 +116,49 @@ def _draw(
                     panel.add_patch(Rectangle((left_ms, bottom), width_ms, upper, fc=pale, lw=0))
                 # Work for an update is of no micro-batch.
                 if stream == COMPUTE and task.micro_batch >= 0 and end_s - begin_s > numbered_s:
+                    # White on dark colours: the weights are the eye's sensitivity to red, green and blue.
+                    is_dark = sum(w * part for w, part in zip((0.3, 0.59, 0.11), fill, strict=True)) < 0.55
+                    text = f"{task.micro_batch % per_step}"
+                    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5}
                     place = left_ms + width_ms / 2, bottom + (height + upper) / 2
-                    _number(panel, task.micro_batch % per_step, place, fill)
+                    panel.text(*place, text, color="white" if is_dark else "#333333", **style)
     panel.set_ylim(line.num_devices - 0.5, -0.5)
     panel.set_yticks(range(line.num_devices), [f"device {index}" for index in range(line.num_devices)])
     panel.tick_params(labelsize=7, length=2)
-    panel.set_title(_title(report), loc="left", fontsize=8.5, pad=3)
+    settled = ", steady state" if len(line.step_ends_s()) > 1 else ""
+    name = TITLES.get(report.name, report.name.replace("_", "-").upper())
+    title = f"{name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
+    panel.set_title(title, loc="left", fontsize=8.5, pad=3)
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _number(panel: Axes, number: int, place: tuple[float, float], fill: tuple[float, ...]) -> None:
-    red, green, blue = fill[:3]
-    # White on dark colours, dark on light ones: the weights are the eye's sensitivity to red, green and blue.
-    colour = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#333333"
-    panel.text(*place, f"{number}", ha="center", va="center", fontsize=5, color=colour)
+def _is_transfer(task: Task) -> bool:
+    return task.stream != COMPUTE and task.device != HOST and task.duration_s > 0
 
 
 def _colour(task: Task, num_layers: int) -> tuple[float, ...]:
     middle = (task.layers.start + task.layers.stop - 1) / 2 / max(1, num_layers - 1)
-    share, grey = SHADES.get(task.kind, (0.0, 1.0))
     # The ends of the colour map are too dark to tell a forward from a backward.
-    return tuple(share * grey + (1 - share) * part for part in COLOURS(0.08 + 0.84 * middle)[:3])
+    return _shaded(task.kind, 0.08 + 0.84 * middle)
 
 
-def _title(report: ScheduleReport) -> str:
-    settled = ", steady state" if len(report.timeline.step_ends_s()) > 1 else ""
-    name = TITLES.get(report.name, report.name.replace("_", "-").upper())
-    return f"{name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
+def _shaded(kind: TaskKind, place: float) -> tuple[float, ...]:
+    share, grey = SHADES.get(kind, (0.0, 1.0))
+    return tuple(share * grey + (1 - share) * part for part in COLOURS(place)[:3])
 
 
-def _legend(
-    figure: Figure, panels: Sequence[Axes], reports: Sequence[ScheduleReport], num_layers: int, title: str
-) -> None:
-    used = {task.kind for report in reports for task in report.timeline.tasks}
-    sample = COLOURS(0.3)[:3]
-    shades = {
-        kind: Patch(fc=tuple(share * grey + (1 - share) * part for part in sample))
-        for kind, (share, grey) in SHADES.items()
-    }
-    shown: dict[str, Any] = {NAMES[kind]: shades[kind] for kind in SHADES if kind in used and kind in NAMES}
+def _legend(figure: Figure, tasks: Sequence[Task], title: str) -> None:
+    used = {task.kind for task in tasks}
+    shades = {kind: Patch(fc=_shaded(kind, 0.3)) for kind in TaskKind}
+    shown: dict[str, Any] = {name: shades[kind] for kind, name in NAMES.items() if kind in used}
     if TaskKind.FUSED in used:
         shown["both in one"] = shades[TaskKind.FORWARD], shades[TaskKind.FUSED]
     shown["idle"] = Patch(**IDLE)
-    if any(
-        task.stream != COMPUTE and task.device != HOST and task.duration_s > 0
-        for report in reports
-        for task in report.timeline.tasks
-    ):
+    if any(map(_is_transfer, tasks)):
         shown["strip below a device: its transfers"] = shades[TaskKind.OFFLOAD]
     # The title is the legend's, which the layout keeps clear of the panels; a title of the figure would cover the legend.
     figure.legend(
-        list(shown.values()),
-        list(shown),
+        *(list(shown.values()), list(shown)),
         title=title,
         title_fontsize=9.5,
         alignment="left",
@@ -177,7 +168,3 @@ def _legend(
         frameon=False,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )
-    layers = ScalarMappable(Normalize(0, num_layers - 1), COLOURS)
-    bar = figure.colorbar(layers, ax=list(panels), fraction=0.012, pad=0.005, aspect=40)
-    bar.set_label("layer", fontsize=7, labelpad=0)
-    bar.ax.tick_params(labelsize=6, length=2)
