@@ -22,16 +22,14 @@ AS_FAST = 0.01
 MOST_EXHAUSTIVE = 1500
 # What annealing may cost for one number of rounds, in stage slots. The steady state of a mode without a flush takes
 # several steps; the other cost of a plan is about OTHER_SLOTS.
-SLOTS, STEADY_STEPS, OTHER_SLOTS = {"sync": 70_000, "async": 30_000, "bounded": 30_000}, 8, 10
-# With these seeds no step of 72 plans of published and uneven layers is more than 0.5 % longer than the best known one.
-# Others are up to 3 % off in one or two of them.
-SEEDS = {"sync": 9, "async": 12, "bounded": 6}
+SLOTS, STEADY_STEPS, OTHER_SLOTS = {"sync": 100_000, "async": 60_000, "bounded": 60_000}, 8, 10
 # Plans that annealing starts from, with different numbers of stages.
 STARTS = 4
 # The share by which a plan may be slower than the one before at first. It falls with this power of the effort left.
 WARMTH, COOLING = {"sync": 0.03, "async": 0.02}, 3
-# The share of moves that cut all stages of a direction anew. A step with a flush has no even stages.
-RECUT = {"sync": 0.0, "async": 0.25}
+# The share of moves that cut all stages of a direction anew, in each of the independent passes over the starts. Single
+# passes get caught: with half the effort each, two are better than one. A step with a flush has hardly any even stages.
+RECUT = {"sync": (0.0, 0.15), "async": (0.25, 0.25)}
 # A number of rounds whose best start is slower than the best known plan by this factor is not searched further.
 MOST_GAIN = 1.25
 # Relative sizes of the fused stage and of the number of forward stages that starts have, and the growth of the number
@@ -106,25 +104,27 @@ class Search:
         return sorted(found.values(), key=lambda start: float(f"{start[0]:.9g}"))[:STARTS]
 
     def anneal(self, starts: Sequence[Candidate]) -> None:
-        """Walk from each start in turn, then once more from the best of them."""
+        """Walk from each start in turn, then once more from the best plan found; all that in independent passes."""
         problem, mode = self.problem, self.problem.overlap
-        random = Random(SEEDS[problem.update])
         enough_s = least_step_s(problem) * (1 + SAME_STEP)
         best = min(starts, key=self.rank)
-        walks = [(start, 1.0, 0.5, 0.5 / len(starts)) for start in starts]
-        for index in range(len(walks) + 1):
-            start, warm, cool, part = walks[index] if index < len(walks) else (best, 0.5, 0.0, 0.5)
-            now, now_s = start, self.rank(start)
-            quota, before = part * SLOTS[problem.update], self.spent
-            while (spent := self.spent - before) < quota and self.rank(best) > enough_s:
-                self.spent += 3
-                left = warm + (cool - warm) * spent / quota
-                most_s = now_s + self.rank(best) * (WARMTH[mode] * left**COOLING + SAME_STEP)
-                other = moved(problem, now, random)
-                if (other_s := self.rank(other, most_s)) <= most_s:
-                    now, now_s = other, other_s
-                    if now_s < self.rank(best) * (1 - SAME_STEP):
-                        best = now
+        for seed, recut in enumerate(RECUT[mode]):
+            random, found = Random(seed), min(starts, key=self.rank)
+            walks = [(start, 1.0, 0.5, 0.5 / len(starts)) for start in starts]
+            for index in range(len(walks) + 1):
+                start, warm, cool, part = walks[index] if index < len(walks) else (found, 0.5, 0.0, 0.5)
+                now, now_s = start, self.rank(start)
+                quota, before = part * SLOTS[problem.update] / len(RECUT[mode]), self.spent
+                while (spent := self.spent - before) < quota and self.rank(best) > enough_s:
+                    self.spent += 3
+                    left = warm + (cool - warm) * spent / quota
+                    most_s = now_s + self.rank(found) * (WARMTH[mode] * left**COOLING + SAME_STEP)
+                    other = moved(problem, now, random, recut)
+                    if (other_s := self.rank(other, most_s)) <= most_s:
+                        now, now_s = other, other_s
+                        if now_s < self.rank(found) * (1 - SAME_STEP):
+                            found = now
+            best = min(best, found, key=self.rank)
 
     def least_host(self, fastest: Candidate, is_fast: Callable[[Candidate], bool]) -> Candidate:
         """Return the plan of least host memory among those met that are fast and have as many rounds as `fastest`."""
@@ -278,7 +278,7 @@ def coarse_partitions(problem: PlanningProblem, rounds: int) -> list[Partition]:
     found = [Partition((), layers, ())] if problem.fits_device(Partition((), layers, ()), rounds) else []
     sums = problem.costs.running("activation_bytes")
     most = min(largest_fused(problem), layers - 1)
-    for fused in sorted({most, (most + 1) // 2, 1} - {0}, reverse=True):
+    for fused in sorted({most, (most + 1) // 2, 1} & set(range(1, layers)), reverse=True):
         split, finest = layers - fused, (1,) * (layers - fused)
         of_backward = partial(_coarse, sums, finest, fused)
         coarse = of_backward(_fewest(problem, split, of_backward))
@@ -296,7 +296,7 @@ def _coarser(sums: Sequence[float], fused: int, backward: tuple[int, ...], forwa
     return Partition(cut(sums, sum(backward), forward), fused, backward)
 
 
-def moved(problem: PlanningProblem, candidate: Candidate, random: Random) -> Candidate:
+def moved(problem: PlanningProblem, candidate: Candidate, random: Random, recut: float) -> Candidate:
     """Return a copy with one to a few random moves.
 
     A move cuts a stage in two, joins two stages, changes the fused stage, or takes single layers from one stage to
@@ -316,7 +316,7 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random) -> Can
     kind = random.random()
     chosen = stages()
     index = random.randrange(len(chosen))
-    if kind < RECUT[problem.overlap]:
+    if kind < recut:
         forward, fused, backward = _recut(problem, len(forward), fused, len(backward), random)
     elif kind < 0.4 and chosen[index] > 1:
         first = random.randrange(1, chosen[index])
@@ -330,7 +330,7 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random) -> Can
             fused += change
             forward[one] -= change
             backward[other] -= change
-    for _ in range(random.randrange(0 if kind < 0.65 else 1, 1 if kind < RECUT[problem.overlap] else 4)):
+    for _ in range(random.randrange(0 if kind < 0.65 else 1, 1 if kind < recut else 4)):
         chosen = stages()
         source, target = random.randrange(len(chosen)), random.randrange(len(chosen))
         if chosen[source] > 1:

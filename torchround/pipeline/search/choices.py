@@ -102,7 +102,7 @@ def keep_activations(
     items = items_by_gain(problem.costs, problem.stale_layers or 0)
     if not items:
         return problem, found
-    problem = problem.with_items(items)
+    without, problem = problem, problem.with_items(items)
     search = Search(problem)
     scores = []
     for rounds in rounds_choices:
@@ -111,9 +111,14 @@ def keep_activations(
             start = min(fitting, key=problem.busy_s)
             scores.append((rounds != found.rounds, problem.exact_s(start), rounds, start.kept))
     for _, _, rounds, kept in sorted(scores)[:MOST_ROUNDS]:
-        on_found = fitting_amounts(problem, Candidate(found.partition, rounds))
-        starts = [candidate for _, candidate in search.starts(rounds, kept)]
-        search.anneal([*starts[:1], *sorted(on_found, key=problem.busy_s)[:1]])
+        base = found if rounds == found.rounds else find_plan(without, (rounds,), 0.0) or found
+        on_found = fitting_amounts(problem, Candidate(base.partition, rounds))
+        halves = {kept, problem.amounts[problem.amounts.index(kept) // 2]}
+        starts = [search.starts(rounds, amount)[0][1] for amount in sorted(halves)]
+        # The best plan of other rounds: with more rounds its micro-batches take less of the host.
+        if best := search.best():
+            starts.append(Candidate(best.partition, rounds, best.kept))
+        search.anneal([*starts, *sorted(on_found, key=problem.busy_s)[:1]])
     search.rank(found)
     fast = [candidate for candidate, rank_s in search.met.items() if rank_s < float("inf")]
     is_fast = _fast_rule(problem, found, fast, as_fast)
