@@ -31,7 +31,11 @@ MOST_PERCENT = 0.5
 MARK_TURNS = 20000
 # Kind of cost: the functions whose time belongs to it, by owner and name.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
-    "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
+    "planning": [
+        (train_model, "plan_with_advice"),
+        (PlanByMeasuring, "__init__"),
+        (PlanByMeasuring, "settle"),
+    ],
     "metrics": [(StepMeter, "add"), (StepMeter, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],

@@ -138,6 +138,6 @@ least processor time of several runs.""",
     add_options,
     measure,
     headline,
-    "--repeats 1 --models 1.7b",
+    "--repeats 1 --models 1_7b",
     show=table_of,
 )

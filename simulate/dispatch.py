@@ -33,8 +33,8 @@ def dispatch_tasks(
     If there are several steps, each is followed by its update: after the step's last gradient and job the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
     update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
-    and forward stages read the first `stale_layers` layers one version older. With `link_waits`, stages that keep
-    activations take as long as the link does.
+    and forward stages read the first `stale_layers` layers one version older. With `link_waits`, stages take at
+    least as long as their transfers.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")

@@ -47,7 +47,7 @@ THOROUGH_PLACES = (
     *("tests/config/test_mutations.py", "tests/data/test_chat.py", "tests/data/test_loader.py"),
     *("tests/data/test_resume.py", "tests/data/test_step_batches.py", "tests/data/test_tokenizer.py"),
     *("tests/engine/exchange/", "tests/engine/store/test_host_memory.py", "tests/engine/test_engine.py"),
-    *("tests/engine/test_float16.py", "tests/engine/test_lifecycle.py", "tests/engine/test_memory_after_close.py"),
+    *("tests/engine/test_lifecycle.py", "tests/engine/test_memory_after_close.py"),
     *("tests/engine/test_passes.py", "tests/engine/test_rows.py", "tests/engine/test_saver.py"),
     *("tests/engine/watch/", "tests/engine/worker/test_file_reader.py"),
     *("tests/models/test_against_transformers.py", "tests/models/test_costs.py"),

@@ -89,6 +89,10 @@ MISTAKES = {
     "an empty file": ("data.sources: .*empty.txt", "text.txt -> empty.txt"),
     "a device that is not here": ("PyTorch sees none here", ["--engine.devices=npu"]),
     "a model that does not fit": ("GiB.*engine.device_memory_gib", ["--engine.device_memory_gib=0.001"]),
+    "a card without the run's type": (
+        "no bfloat16 peak is known for t4",
+        ["--machines.card=t4", "--training.dtype=bfloat16", "--dry-run"],
+    ),
     "a checkpoint that is not there": ("checkpoint.load_path.*nowhere", ["--checkpoint.load_path=nowhere"]),
     "a layer for adapters": ("lora.targets.*query.*q_proj", ["--lora.rank=4", '--lora.targets=["query"]']),
     "an output folder that is a file": ("run.folder: text.txt/run", ["--run.folder=text.txt"]),

@@ -10,7 +10,7 @@ with a backward of their own, adapters. So gradients are bit for bit those of a 
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -164,6 +164,39 @@ def whole_replay() -> Sequence[Tensor]:
     return () if active is None or active.replay is None else active.replay.take_all()
 
 
+def rest_of_replay() -> Callable[[], AbstractContextManager[None]]:
+    """Take all tensors that this thread has left to replay. Return a context that replays them each time it is entered.
+
+    For the last parts of a layer, if they run more than once. Without a replay the context changes nothing.
+    """
+    active = _thread.active
+    if active is None or active.replay is None:
+        return nullcontext
+    names, tensors = active.names, active.replay.take_all()
+
+    @contextmanager
+    def replayed() -> Iterator[None]:
+        with suspended(), replaying(names, tensors):
+            yield
+
+    return replayed
+
+
+@contextmanager
+def without_output() -> Iterator[None]:
+    """Run layers inside for their graphs alone: no value of their outputs is read."""
+    _thread.reads_output = False
+    try:
+        yield
+    finally:
+        _thread.reads_output = True
+
+
+def output_is_read() -> bool:
+    """Return whether something reads the output of the layer that runs now."""
+    return torch.compiler.is_dynamo_compiling() or _thread.reads_output
+
+
 @contextmanager
 def suspended() -> Iterator[None]:
     """Run layers inside as if this thread had no recording and no replay."""
@@ -188,6 +221,7 @@ class _Thread(threading.local):
     active: _Active | None = None
     mode: "_PartMode | None" = None
     mark: Callable[[str], None] | None = None
+    reads_output: bool = True
 
 
 _thread = _Thread()

@@ -118,6 +118,9 @@ class KeptWork:
         return KeptWork(name, nbytes, flops, activation_bytes, kind)
 
 
+PRODUCT_KINDS = ("dense", "grouped", "head")
+
+
 @dataclass(frozen=True)
 class Products:
     """Matrix products of one kind in the forward of a layer. A multiply-add is 2 FLOPs.
@@ -125,12 +128,16 @@ class Products:
     - `flops`: products of the forward, once per token that is computed.
     - `frozen_flops`: the part of `flops` spent on products with frozen weights.
     - `kind`: `"dense"`, attention included, `"grouped"` for stacks of experts, or `"head"`. Each has a rate of its own
-      (`pipeline/rates.py`).
+      (`pipeline/rates.py`). Another kind is a `ValueError`.
     """
 
     flops: float
     frozen_flops: float = 0.0
     kind: str = "dense"
+
+    def __post_init__(self) -> None:
+        if self.kind not in PRODUCT_KINDS:
+            raise ValueError(f"kind = {self.kind!r} of products must be one of {PRODUCT_KINDS}")
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class LayerWork:
     - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
     - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
     - `keepable`: the parts whose results can be kept, in the order in which they run.
+    - `unkept_bytes`: what would be kept too, but is made again in the backward, chunk by chunk.
     """
 
     products: tuple[Products, ...] = ()
@@ -149,6 +157,7 @@ class LayerWork:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     keepable: tuple[KeptWork, ...] = ()
+    unkept_bytes: int = 0
 
     def __add__(self, other: "LayerWork") -> "LayerWork":
         """Combine parts of one layer that run one after the other.
@@ -162,6 +171,7 @@ class LayerWork:
             max(self.boundary_bytes, other.boundary_bytes),
             max(self.workspace_bytes, other.workspace_bytes),
             self.keepable + other.keepable,
+            self.unkept_bytes + other.unkept_bytes,
         )
 
     @property
@@ -183,7 +193,8 @@ class Layer(Protocol):
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
 
-    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere.
+    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere,
+    and one with `most_compiled_tokens` for no micro-batch of more tokens.
 
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
     them in `LayerWork.keepable`.
@@ -210,13 +221,16 @@ class Layer(Protocol):
         ...
 
 
-def runs_fused(layer: nn.Module, device: str) -> bool:
-    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+def runs_fused(layer: nn.Module, device: str, num_tokens: int = 0) -> bool:
+    """Return whether a layer runs uncompiled for a micro-batch of this size on this type of device.
 
-    The head and blocks of experts are: they add to their weights' gradients by themselves, which compiled code cannot. A
-    layer whose code a compiler cannot look into runs uncompiled everywhere.
+    The head and blocks of experts run fused operations there. They add to their weights' gradients by themselves, which
+    compiled code cannot. A block that computes in chunks of tokens adds to them chunk by chunk. A layer whose code a
+    compiler cannot look into runs uncompiled everywhere. Without `num_tokens` the answer is that of small micro-batches.
     """
-    if getattr(layer, "never_compiled", False):
+    if getattr(layer, "never_compiled", False) or num_tokens > getattr(
+        layer, "most_compiled_tokens", num_tokens
+    ):
         return True
     return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
 

@@ -71,8 +71,9 @@ def _count(
     scratch = max(0, meter.peak_bytes - before - kept.nbytes)
     # A product's two gradients cost a forward each; what is missing belongs to frozen weights.
     frozen_flops = min(forward_flops, max(0.0, 2 * forward_flops - backward_flops))
-    # Most products of a layer with stacks of matrices are those of its experts.
-    kind = "grouped" if any(parameter.ndim == 3 for parameter in parameters.values()) else "dense"
+    # Most products of a layer with stacks of matrices are those of its experts. Weights of convolutions have a 1 in their shape.
+    stacks = (parameter.ndim == 3 and 1 not in parameter.shape for parameter in parameters.values())
+    kind = "grouped" if any(stacks) else "dense"
     return LayerWork(
         products=(Products(forward_flops, frozen_flops, kind),),
         activation_bytes=kept.nbytes,

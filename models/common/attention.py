@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
+from torchround.models.common.chunks import holds_no_fp32
 from torchround.models.common.keys_and_values import past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         mixing = LayerWork(
             (Products(flops),),
             num_tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
-            workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, kernel),
+            workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, kernel, device),
             keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
         )
         # The backward needs the values, and the norms' inputs; it needs queries and keys as they are after rotation.
@@ -163,16 +164,22 @@ class Attention(nn.Module):
             kept += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
         return kept
 
-    def _workspace_bytes(self, batch: int, tokens: int, element_bytes: int, kernel: "AttentionKernel") -> int:
-        """Return the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients."""
-        making_mask = batch * tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
-        rotating = 4 * 4 * batch * tokens * self.num_heads * self.head_dim
-        gradients = (
-            batch * tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
+    def _workspace_bytes(
+        self, batch: int, tokens: int, element_bytes: int, kernel: "AttentionKernel", device: str
+    ) -> int:
+        """Return the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients.
+
+        The residual stream's gradient takes the place of what the feed-forward's norm kept.
+        """
+        num_tokens = batch * tokens
+        making_mask = num_tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
+        rotating = (
+            0 if holds_no_fp32(num_tokens, device) else 4 * 4 * num_tokens * self.num_heads * self.head_dim
         )
+        gradients = num_tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
         if kernel is AttentionKernel.OFFSETS:
-            heads = self.num_heads, self.num_kv_heads, self.head_dim
-            gradients += backward_scratch_bytes(batch, tokens, *heads)
+            shape = self.num_heads, self.num_kv_heads, self.head_dim
+            gradients += backward_scratch_bytes(batch, tokens, *shape)
         return max(making_mask + rotating, gradients)
 
     def _kernel_of_plan(self, tokens: int, element_bytes: int, device: str) -> "AttentionKernel":

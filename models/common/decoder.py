@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import PLANNED_KIND
+from torchround.accelerators import PLANNED_KIND, has_triton
+from torchround.keeping import output_is_read
 from torchround.layer import (
     IGNORED_LABEL,
     HFNames,
@@ -27,6 +28,7 @@ from torchround.layer import (
     Products,
     renamed,
 )
+from torchround.models.common import chunks
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
@@ -140,15 +142,17 @@ class Block(nn.Module):
         self.load_experts = 0
         # Compiled code would keep the gradients of all experts in 16 bits before it adds them to their sums.
         self.fused_on_accelerators = isinstance(self.mlp, MoE)
+        self.most_compiled_tokens = chunks.CHUNK_TOKENS
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
         stream, x = add_and_norm(stream, None, self.attention_norm)
         stream, x = add_and_norm(stream, self.attention(x, micro_batch), self.mlp_norm)
+        is_read = output_is_read()
         if isinstance(self.mlp, MoE) and self.mlp.shape.balance_coefficient:
-            mixed, load = self.mlp.forward_with_load(x)
+            mixed, load = self.mlp.forward_with_load(x, is_read)
             return stream + mixed, sum(loads, start=load)
-        stream = stream + self.mlp(x)
+        stream = stream + self.mlp(x, is_read)
         return (stream, *loads) if loads else stream
 
     def new_cache(self, capacity: int) -> KeysAndValues:
@@ -181,17 +185,19 @@ class Block(nn.Module):
         """
         num_tokens = batch * tokens
         parts = (
-            self.attention_norm.work(num_tokens, element_bytes),
+            self.attention_norm.work(num_tokens, element_bytes, device),
             self.attention.work(batch, tokens, element_bytes, device),
-            self.mlp_norm.work(num_tokens, element_bytes),
+            self.mlp_norm.work(num_tokens, element_bytes, device),
             self.mlp.work(num_tokens, element_bytes, device),
         )
         load_bytes = batch * 2 * self.load_experts * 4
         work = sum(
             parts, start=LayerWork(boundary_bytes=num_tokens * self.hidden_size * element_bytes + load_bytes)
         )
-        # One weight's gradient exists twice while it is added to its fp32 sum; the largest weight decides.
-        trained = (parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        # One weight's gradient exists twice while it is added to its fp32 sum; the largest weight decides. Kernels add to
+        # the gradients of stacks themselves.
+        adds_itself = 3 if has_triton(device) else None
+        trained = (one.numel() for one in self.parameters() if one.requires_grad and one.ndim != adds_itself)
         gradient_bytes = max(trained, default=0) * (4 if element_bytes == 4 else 4 + element_bytes)
         return replace(work, workspace_bytes=work.workspace_bytes + gradient_bytes)
 
@@ -254,7 +260,7 @@ class Head(nn.Module):
             boundary_bytes=4,
             workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device),
         )
-        return self.norm.work(num_tokens, element_bytes) + projection
+        return self.norm.work(num_tokens, element_bytes, device) + projection
 
 
 def assemble(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> LayeredModel:

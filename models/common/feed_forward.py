@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchround.accelerators import PLANNED_KIND
 from torchround.keeping import keep
 from torchround.layer import LayerWork
+from torchround.models.common.chunks import in_chunks, work_in_chunks
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import kept_linears, linear_work
@@ -23,8 +24,8 @@ from torchround.models.common.primitives import gated_product, init_linear_, leg
 from torchround.models.kernels.operation import plain_bytes
 from torchround.models.kernels.projections import Projection, project_all
 
-# Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
-ROW_SCALARS_BYTES = 4 * 8 + 4 * 4
+# Kept per row: two permutations and the expert in int64, the weight in fp32.
+ROW_SCALARS_BYTES = 3 * 8 + 4
 
 
 class GatedMLP(nn.Module):
@@ -37,7 +38,11 @@ class GatedMLP(nn.Module):
         self.up = Projection(hidden_size, ffn_size)
         self.down = Projection(ffn_size, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
+        return in_chunks(self, self._mix, x.flatten(0, -2), is_read=is_read).view_as(x)
+
+    def _mix(self, x: Tensor) -> Tensor:
         gate, up = keep("gate_up", project_all, x, (self.gate, self.up))
         return keep("down", self.down, gated_product(gate, up, activation=self.activation))
 
@@ -52,6 +57,12 @@ class GatedMLP(nn.Module):
 
         A `device` without a kernel for the product needs more scratch.
         """
+        row_bytes = self.gate.in_features * element_bytes
+        return work_in_chunks(
+            lambda tokens: self._work_at_once(tokens, element_bytes, device), num_tokens, row_bytes
+        )
+
+    def _work_at_once(self, num_tokens: int, element_bytes: int, device: str) -> LayerWork:
         inner = num_tokens * self.gate.out_features
         inner_bytes = 3 * inner * element_bytes
         products = (
@@ -108,14 +119,15 @@ class MoE(nn.Module):
         self.router = Projection(hidden_size, shape.num_experts, router_bias)
         self.experts = make_experts(hidden_size, shape.num_experts, shape.ffn_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._mix(x, *self._choose(self._route(x)))
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
+        return self._mix_all(x, *self._choose(self._route(x)), is_read)
 
-    def forward_with_load(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and the load `[B, 2, E]` fp32 of `expert_load`."""
+    def forward_with_load(self, x: Tensor, is_read: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the output as `forward` does, and the load `[B, 2, E]` fp32 of `expert_load`."""
         probabilities = self._route(x)
         weights, chosen = self._choose(probabilities)
-        return self._mix(x, weights, chosen), expert_load(probabilities, chosen)
+        return self._mix_all(x, weights, chosen, is_read), expert_load(probabilities, chosen)
 
     def _route(self, x: Tensor) -> Tensor:
         return self.router(x).softmax(dim=-1, dtype=torch.float32)  # [B, T, E]
@@ -126,11 +138,15 @@ class MoE(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
+    def _mix_all(self, x: Tensor, weights: Tensor, chosen: Tensor, is_read: bool) -> Tensor:
+        flat = (part.flatten(0, 1) for part in (x, weights, chosen))  # [B, T, ..] -> [N, ..]
+        return in_chunks(self.experts, self._mix, *flat, is_read=is_read).view_as(x)
+
     def _mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        routes = make_routes(chosen.flatten(0, 1), self.shape.num_experts)  # from [N, k]
-        rows = dispatch(x.flatten(0, 1), routes)  # [B, T, D] -> [N, D] -> [R, D]
-        rows = self.experts(rows, sort_pairs(weights.flatten(0, 1), routes), routes)
-        return combine(rows, routes).view_as(x)  # [R, D] -> [N, D] -> [B, T, D]
+        """Pass tokens `[N, D]` through their `chosen [N, k]` experts, with `weights [N, k]`."""
+        routes = make_routes(chosen, self.shape.num_experts)
+        rows = self.experts(dispatch(x, routes), sort_pairs(weights, routes), routes)  # [N, D] -> [R, D]
+        return combine(rows, routes)  # [R, D] -> [N, D]
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill router and experts; a router's bias begins at 0."""
@@ -146,15 +162,22 @@ class MoE(nn.Module):
         The backward also needs the probabilities of all experts (fp32), the dispatched rows and each row's numbers.
         The scratch is the rows in and out of the experts and their gradients, beside the scratch of the experts.
         """
-        width, num_rows = self.router.in_features, num_tokens * self.shape.num_chosen
+        row_bytes = self.router.in_features * element_bytes
+        mixing = work_in_chunks(
+            lambda tokens: self._mixing(tokens, row_bytes, element_bytes, device), num_tokens, row_bytes
+        )
+        # The choice in int64; probability, sums and weight in fp32.
+        routing_bytes = num_tokens * (4 * self.shape.num_experts + self.shape.num_chosen * (8 + 3 * 4))
+        work = linear_work(self.router, num_tokens, element_bytes) + mixing
+        return replace(work, activation_bytes=work.activation_bytes + routing_bytes)
+
+    def _mixing(self, num_tokens: int, row_bytes: int, element_bytes: int, device: str) -> LayerWork:
+        num_rows = num_tokens * self.shape.num_chosen
         experts = self.experts.work(num_rows, element_bytes, device)
-        routing_bytes = num_tokens * 4 * self.shape.num_experts
-        kept_bytes = routing_bytes + num_rows * (width * element_bytes + ROW_SCALARS_BYTES)
-        work = linear_work(self.router, num_tokens, element_bytes) + experts
         return replace(
-            work,
-            activation_bytes=work.activation_bytes + kept_bytes,
-            workspace_bytes=4 * num_rows * width * element_bytes + experts.workspace_bytes,
+            experts,
+            activation_bytes=experts.activation_bytes + num_rows * (row_bytes + ROW_SCALARS_BYTES),
+            workspace_bytes=4 * num_rows * row_bytes + experts.workspace_bytes,
         )
 
 

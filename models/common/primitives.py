@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.accelerators import PLANNED_KIND
 from torchround.layer import LayerWork
+from torchround.models.common.chunks import holds_no_fp32
 from torchround.models.common.config import ModelConfigError
 from torchround.models.kernels.gated_products import fused_gated_product
 from torchround.models.kernels.norms import normed_sum
@@ -49,16 +51,16 @@ class RMSNorm(nn.Module):
         with torch.no_grad():
             self.weight.fill_(1.0)
 
-    def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count what a norm on the residual stream costs.
 
         Kept: its input, its output (the input of the linear layers behind it) and one fp32 scale per token. Scratch:
-        input, gradient, normed input and their product, all in fp32.
+        input, gradient, normed input and their product, all in fp32; of a kernel the gradients of both and of their sum.
         """
         elements = num_tokens * self.weight.numel()
         return LayerWork(
             activation_bytes=2 * elements * element_bytes + 4 * num_tokens,
-            workspace_bytes=4 * 4 * elements,
+            workspace_bytes=(3 * element_bytes if holds_no_fp32(num_tokens, device) else 4 * 4) * elements,
         )
 
 

@@ -14,6 +14,7 @@ from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import HostAllocator, PageLocker
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.models.common import chunks
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
@@ -124,8 +125,9 @@ def test_nothing_is_allocated_after_the_second_step(kind, workers, policy):
         assert allocated() == before
 
 
-@pytest.mark.parametrize(("recompute", "workers"), [("stage", 2), ("layer", 1)])
-def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, record_property):
+@pytest.mark.parametrize(("recompute", "workers", "chunk"), [("stage", 2, 8192), ("layer", 1, 8192), ("stage", 1, 64)])
+def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, chunk, record_property, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)
     seq_len, dtype, shape = SIZES[kind]
     model = FAMILIES["qwen3"].build(
         FAMILIES["qwen3"].config_from_flavor(

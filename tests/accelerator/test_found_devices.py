@@ -63,10 +63,9 @@ def test_an_engine_gives_its_memory_back_to_the_driver(simulator, kind):
     """The next engine has slots of other sizes, which cached blocks would not fit."""
     torch.accelerator.empty_cache()
     before = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
-    model, devices = toy_model(), iter([AcceleratorDevice(f"{kind}:{index}") for index in range(2)])
-    with toy_engine(
-        model, toy_store(model, pinned=True), PARTITIONS["one layer a stage"], 2, wrap=lambda _: next(devices)
-    ) as engine:
+    store = toy_store(toy_model(), pinned=True)
+    devices = iter([AcceleratorDevice(f"{kind}:{index}") for index in range(2)])
+    with toy_engine(PARTITIONS["one layer a stage"], 2, store=store, wrap=lambda _: next(devices)) as engine:
         train(engine, toy_batches(2, micro_batches=4))
         during = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
     assert min(during) > 0

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.small_decoders import decoder
 from torchround.layer import MicroBatch
+from torchround.models.common import chunks
 from torchround.models.common.feed_forward import MoEShape
 
 WIDTH, TOKENS = 128, 256
@@ -22,8 +23,9 @@ def model_of(family, ffn_size):
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
-@pytest.mark.parametrize(("ffn_size", "documents"), [(128, 64), (512, 1)])
-def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents):
+@pytest.mark.parametrize(("ffn_size", "documents", "chunk"), [(128, 64, 256), (512, 1, 256), (512, 1, 48)])
+def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents, chunk, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)
     model = model_of(family, ffn_size)
     block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
     for parameter in block.parameters():

@@ -118,3 +118,12 @@ def test_a_planted_fault_is_raised_by_each_wait_until_the_devices_are_reset(simu
             wait()
     simulator.reset()
     assert torch.ones(3, device=DEVICE).sum().item() == 3
+
+
+def test_what_needs_its_data_is_synchronous_and_counted(simulator):
+    x = torch.arange(5.0, device=DEVICE)
+    assert simulator.synchronous_operations() == {}
+    x.sum().item()
+    assert x.nonzero().shape == (4, 1)
+    counted = simulator.synchronous_operations()
+    assert counted["aten::_local_scalar_dense"] == 1 and counted["aten::nonzero"] == 1

@@ -23,7 +23,9 @@ def trained(kind, partition, base=None, make=AcceleratorDevice):
     model = frozen_model()
     store = mapped_store(model, None if base is None else write_base(base), pinned=True)
     workers = iter(range(2))
-    with toy_engine(model, store, partition, 2, wrap=lambda _: make(torch.device(kind, 0), next(workers))) as engine:
+    with toy_engine(
+        partition, 2, model=model, store=store, wrap=lambda _: make(torch.device(kind, 0), next(workers))
+    ) as engine:
         losses = train(engine, BATCHES)
     weights = {parameter.name: parameter.view(b.weight).clone() for b in store.trained for parameter in b.parameters}
     store.close()

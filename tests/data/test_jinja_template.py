@@ -81,6 +81,17 @@ def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
         compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
 
 
+def test_the_limit_of_time_holds_if_the_run_blocks_its_signal(monkeypatch):
+    """A process is born with the signals blocked that its parent has blocked."""
+    monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        with pytest.raises(DataError, match="it takes more than"):
+            compile_template(HOSTILE["loops"], "t")({"messages": MESSAGES})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # The memory of a process counts with that of the one that started it, so this one imports nothing large.
 MEASURED = """
 import json, resource, struct, subprocess, sys

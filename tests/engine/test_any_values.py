@@ -26,7 +26,9 @@ def train_both(model, num_devices, partition, stale=0, policy=SYNC, **settings):
     """Train with the engine and with the reference loop, and compare losses and state."""
     store, steps = toy_store(model, policy=policy), [any_batches(3, seed) for seed in range(3)]
     loop = Reference.of(model, store, stale=stale, rounds=settings.get("rounds", 1))
-    with toy_engine(model, store, PARTITIONS[partition], num_devices, stale_layers=stale, **settings) as engine:
+    with toy_engine(
+        PARTITIONS[partition], num_devices, model=model, store=store, stale_layers=stale, **settings
+    ) as engine:
         assert train(engine, steps) == loop.train(steps)
     assert_same_state(store.named_views(), loop.state())
 
@@ -53,7 +55,7 @@ def test_a_forward_pass_returns_what_the_last_layer_returned(num_devices, traine
     model, batches = any_model(outputs, trained), any_batches(4)
     store = toy_store(model)
     expected = [Reference.of(model, store).outputs(batch)[-1] for batch in batches]
-    with toy_engine(model, store, PARTITIONS["several"], num_devices) as engine:
+    with toy_engine(PARTITIONS["several"], num_devices, model=model, store=store) as engine:
         results = [engine.forward(batches) for _ in range(3)]
         found = [result.outputs() for result in results]
         with pytest.raises(EngineUsageError, match="no loss"):
@@ -72,19 +74,18 @@ def test_a_model_without_trained_weights_scores_and_holds_only_device_weights(nu
     [batches] = toy_batches(1, 4)
     losses = []
     for model in (trained, frozen):
-        store = toy_store(model)
-        with toy_engine(model, store, Partition((3, 3), 1, (1, 1, 2, 2)), num_devices) as engine:
+        with toy_engine(Partition((3, 3), 1, (1, 1, 2, 2)), num_devices, model=model) as engine:
             losses.append(engine.evaluate(batches).loss())
             assert len(engine.forward(batches).outputs()) == len(batches)
-        kinds = {name.split("/")[0] for name in store.named_views()}
+        kinds = {name.split("/")[0] for name in engine.store.named_views()}
         assert kinds == ({"weights", "exp_avg", "exp_avg_sq"} if model is trained else {"weights"})
-    assert store.nbytes() == sum(bundle.numel * 4 for bundle in store.bundles)
+    assert engine.store.nbytes() == sum(bundle.numel * 4 for bundle in engine.store.bundles)
     assert losses[0] == losses[1]
 
 
 def test_outputs_are_for_results_of_forward():
     model, [batches] = toy_model(), toy_batches(1, 2)
-    with toy_engine(model, toy_store(model), Partition((), 7, ()), 1) as engine:
+    with toy_engine(Partition((), 7, ()), 1, model=model) as engine:
         with pytest.raises(EngineUsageError, match="forward"):
             engine.evaluate(batches).outputs()
         engine.forward_backward(batches)
@@ -99,7 +100,7 @@ def test_a_value_that_cannot_travel_is_named_with_the_stage_that_made_it():
 
     model = any_model()
     model.layers[0].compute = with_object
-    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2)
+    engine = toy_engine(PARTITIONS["one layer a stage"], 2, model=model)
     with pytest.raises(PipelineError, match=r"layer\.0.*any_layers\.AnyLayer between two layers"):
         engine.forward(any_batches(2)).outputs()
 
@@ -115,7 +116,7 @@ def test_each_device_has_constants_of_its_own_and_gives_them_back():
     model.layers[0].compute = looking
     before = [layer.table.clone() for layer in model.layers]
     assert model.constant_bytes() == len(model.layers) * 256
-    with toy_engine(model, toy_store(model), PARTITIONS["several"], 2) as engine:
+    with toy_engine(PARTITIONS["several"], 2, model=model) as engine:
         for _ in range(2):
             train(engine, [any_batches(2)])
     threads, addresses = (set(column) for column in zip(*tables, strict=True))
@@ -135,9 +136,7 @@ def test_only_tensors_that_need_gradients_get_them(layerwise):
 
     model = any_model(receives_gradients={1: [True, True, False, False, False]})
     model.layers[1].compute = looking
-    with toy_engine(
-        model, toy_store(model), PARTITIONS["one layer a stage"], 1, layerwise_recompute=layerwise
-    ) as engine:
+    with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, layerwise_recompute=layerwise) as engine:
         engine.forward_backward(any_batches(1)).loss()
         engine.step(0.0)
     assert (True, False, True) in seen
@@ -165,8 +164,7 @@ def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, poli
         "wrap": lambda device: watched(linked(device), log),
         "stale_layers": 2 if policy is BOUNDED else 0,
     }
-    store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS["several"], num_devices, **options) as engine:
+    with toy_engine(PARTITIONS["several"], num_devices, model=model, policy=policy, **options) as engine:
         for step in range(4):
             engine.forward(any_batches(3, step))
             engine.forward_backward(any_batches(3, step))
@@ -185,7 +183,7 @@ def test_a_fault_in_a_forward_pass_is_located_and_earlier_outputs_stay(num_devic
     model, batches = any_model(failing), any_batches(3)
     faulty = any_batches(3)
     faulty[1].inputs[0, 0] = 0
-    engine = toy_engine(model, toy_store(model), PARTITIONS["several"], num_devices)
+    engine = toy_engine(PARTITIONS["several"], num_devices, model=model)
     early = engine.forward(batches)
     early.wait()
     with pytest.raises(PipelineError, match=r"forward stage \(layer.4 .. layer.5\), micro-batch 1.*planted"):

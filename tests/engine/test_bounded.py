@@ -24,9 +24,8 @@ STEPS = 4
 def test_drift_is_counted_from_the_uploads():
     found = {}
     for stale_layers in (0, 3):
-        store = toy_store(toy_model(), policy=BOUNDED)
         partition = PARTITIONS["forward coarser"]
-        with toy_engine(toy_model(), store, partition, 2, stale_layers=stale_layers) as engine:
+        with toy_engine(partition, 2, policy=BOUNDED, stale_layers=stale_layers) as engine:
             results = []
             for batch in toy_batches(3, micro_batches=2):
                 results.append(engine.forward_backward(batch))
@@ -45,12 +44,11 @@ def test_drift_is_counted_from_the_uploads():
 
 def test_a_loss_that_is_not_finite_skips_the_whole_step():
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
-    store = toy_store(model, policy=BOUNDED)
-    with toy_engine(model, store, PARTITIONS["backward coarser"], 2, stale_layers=3) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 2, model=model, policy=BOUNDED, stale_layers=3) as engine:
         train(engine, batches[:2])
-        weight = store.bundles[-1].device_weights[0]
+        weight = engine.store.bundles[-1].device_weights[0]
         kept = weight.clone()
-        before = {name: view.clone() for name, view in store.named_views().items()}
+        before = {name: view.clone() for name, view in engine.store.named_views().items()}
         weight.fill_(math.nan)
         result = engine.forward_backward(batches[2])
         engine.step(1e-2)
@@ -58,12 +56,12 @@ def test_a_loss_that_is_not_finite_skips_the_whole_step():
         update = result.update()
         assert update.skipped and update.fault == "the loss is not finite" and update.left_out == ()
         weight.copy_(kept)
-    after = store.named_views()
+    after = engine.store.named_views()
     same = [name for name in before if not name.startswith("master_")]
     assert_same_state({name: after[name] for name in same}, {name: before[name] for name in same})
     # The device weights that lagged are the newest ones now: the next step's forward reads the version of this one.
-    assert all(torch.equal(bundle.device_weights[0], bundle.weight) for bundle in store.trained)
-    assert (store.step, store.applied_updates) == (3, 2)
+    assert all(torch.equal(bundle.device_weights[0], bundle.weight) for bundle in engine.store.trained)
+    assert (engine.store.step, engine.store.applied_updates) == (3, 2)
 
 
 def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
@@ -83,7 +81,7 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
                     bundle.gradient[0] = math.inf
 
     results = []
-    with toy_engine(model, store, PARTITIONS["backward coarser"], 3, Overflowing(), stale_layers=4) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 3, store=store, observer=Overflowing(), stale_layers=4) as engine:
         for batch in batches:
             results.append(engine.forward_backward(batch))
             engine.step(1e-2)
@@ -108,7 +106,7 @@ def test_a_spike_of_the_loss_skips_the_whole_step():
     for step in range(10):
         store.spikes.record(0.1 + 0.001 * step, 1.0)
     before = {name: view.clone() for name, view in store.weights().items()}
-    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, stale_layers=2) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 2, store=store, stale_layers=2) as engine:
         result = engine.forward_backward(toy_batches(1, micro_batches=2)[0])
         engine.step(1e-2)
         assert result.update().skipped and "the loss" in result.update().fault
@@ -147,16 +145,15 @@ def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refuse
     model = LayeredModel(model.names, (model.layers[0], FailingBlock(), *model.layers[2:]))
     with pytest.raises(PipelineError, match="planted.*mixes two weight versions") as raised:
         train(
-            toy_engine(model, store, PARTITIONS["one layer a stage"], 2, Noting(), stale_layers=2),
+            toy_engine(PARTITIONS["one layer a stage"], 2, observer=Noting(), model=model, store=store, stale_layers=2),
             toy_batches(3, micro_batches=2),
         )
     assert not raised.value.store_is_consistent and not store.is_consistent
     with pytest.raises(EngineUsageError, match="mixes two weight versions"):
-        toy_engine(toy_model(), store, PARTITIONS["one stage"], 1)
+        toy_engine(PARTITIONS["one stage"], 1, store=store)
 
 
 @pytest.mark.parametrize(("policy", "stale_layers", "legal"), [(BOUNDED, 6, "0 to 5"), (SYNC, 1, "0 to 0")])
 def test_more_stale_layers_than_come_before_the_fused_stage_are_refused(policy, stale_layers, legal):
-    store = toy_store(toy_model(), policy=policy)
     with pytest.raises(EngineUsageError, match=f"stale_layers.*{legal}"):
-        toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 1, stale_layers=stale_layers)
+        toy_engine(PARTITIONS["backward coarser"], 1, policy=policy, stale_layers=stale_layers)

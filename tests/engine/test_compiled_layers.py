@@ -21,7 +21,7 @@ from tests.support.rounding import FP32, assert_states_close
 from tests.support.small_decoders import decoder
 from tests.support.torch_loop import host_engine, moment_free
 from tests.support.torch_loop import train as train_by
-from tests.support.toy import PARTITIONS, ToyBlock, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import PARTITIONS, ToyBlock, planted_model, toy_batches, toy_engine, toy_model, train
 from torchround.accelerators import as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
@@ -59,11 +59,10 @@ def warned(caplog):
 def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, model=None, **settings):
     """Losses, final state and the model's loss on the first batch."""
     model = model or toy_model(tied=True)
-    store = toy_store(model)
-    with toy_engine(model, store, PARTITIONS[partition], devices, compiler=compiler, **settings) as engine:
+    with toy_engine(PARTITIONS[partition], devices, model=model, compiler=compiler, **settings) as engine:
         losses = train(engine, batches)
         losses.append(engine.evaluate(batches[0]).loss())
-    return losses, store.named_views()
+    return losses, engine.store.named_views()
 
 
 def assert_close(found, expected, terms=TOY_TERMS):
@@ -173,11 +172,10 @@ def test_devices_that_compile_each_for_itself_do_not_disturb_each_other():
         return lambda *arguments: (time.sleep(0.1), function(*arguments))[1]
 
     def run(compiler, devices):
-        store = toy_store(model)
         kept = (*((),) * 2, ("gate_up", "down"), *((),) * 4)
         partition = PARTITIONS["one layer a stage"]
-        with toy_engine(model, store, partition, devices, compiler=compiler, kept=kept) as engine:
-            return train(engine, batches), store.named_views()
+        with toy_engine(partition, devices, model=model, compiler=compiler, kept=kept) as engine:
+            return train(engine, batches), engine.store.named_views()
 
     class SlowBlock(ToyBlock):
         never_compiled = True  # as layers are that are fused on accelerators
@@ -263,12 +261,11 @@ def family_run(case, compiles):
     """Losses, final state, and the compiler if there was one."""
     family, flavor, changes, adapters = CASES[case]
     model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
-    store = toy_store(model)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))
-    with toy_engine(model, store, partition, 1 + compiles, compiler=compiler) as engine:
+    with toy_engine(partition, 1 + compiles, model=model, compiler=compiler) as engine:
         losses = train(engine, packed_batches(2), lr=1e-3)
-    return losses, store.named_views(), compiler
+    return losses, engine.store.named_views(), compiler
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -318,8 +315,9 @@ def planted(monkeypatch):
     """Block 3 runs out of memory at the chosen call of what was compiled, as a kernel would."""
     left = [0]
 
+    # PyTorch reads the schema of an operation from its annotations.
     @torch.library.custom_op("tests::allocate", mutates_args=())
-    def allocate(hidden):
+    def allocate(hidden: torch.Tensor) -> torch.Tensor:
         left[0] -= 1
         if left[0] == 0:
             raise OutOfRoomError("8 GiB were asked for")
@@ -355,7 +353,7 @@ def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted,
         layer.allocates = index == 3
     planted[0] = call
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
-    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2, compiler=compiler)
+    engine = toy_engine(PARTITIONS["one layer a stage"], 2, model=model, compiler=compiler)
     with pytest.raises(PipelineError, match=r"OutOfRoomError: 8 GiB were asked for") as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
@@ -393,7 +391,7 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
 
     model = toy_model()
     compiler = LayerCompiler(model, slow)
-    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2, compiler=compiler)
+    engine = toy_engine(PARTITIONS["one layer a stage"], 2, model=model, compiler=compiler)
     with pytest.raises(KeyboardInterrupt), engine:
         engine.forward_backward(BATCHES[0])
         assert compiling.wait(30.0)
@@ -427,10 +425,9 @@ def test_auto_runs_uncompiled_if_compiling_takes_too_much_memory(planted, warned
         for index, layer in enumerate(model.layers[1:-1]):
             layer.allocates = index == 3
         planted[0] = call
-        store = toy_store(model)
         compiler = compiler_of(model)
-        with toy_engine(model, store, PARTITIONS["one layer a stage"], 1, compiler=compiler) as engine:
-            return train(engine, batches), store.named_views()
+        with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, compiler=compiler) as engine:
+            return train(engine, batches), engine.store.named_views()
 
     found = run(1, lambda model: LayerCompiler(model, "aot_eager", is_required=False))
     [message] = warned()

@@ -20,12 +20,10 @@ BATCHES = toy_batches(4, micro_batches=4)
 
 
 def trained_state(compiled, policy=SYNC, stale_layers=0):
-    model = toy_model()
-    store = toy_store(model, policy=policy)
     options = {"compile_update": compiled, "stale_layers": stale_layers}
-    with toy_engine(model, store, PARTITION, 2, **options) as engine:
+    with toy_engine(PARTITION, 2, policy=policy, **options) as engine:
         train(engine, BATCHES)
-    return store.named_views()
+    return engine.store.named_views()
 
 
 @pytest.fixture
@@ -71,15 +69,13 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(get_kernel
         return {}
 
     get_kernels(slow_kernels)
-    model = toy_model()
-    store = toy_store(model)
-    with toy_engine(model, store, PARTITION, 2, compile_update=True, hang_timeout_s=0.5) as engine:
+    with toy_engine(PARTITION, 2, compile_update=True, hang_timeout_s=0.5) as engine:
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         result.loss()
         loss_is_known.set()
         train(engine, BATCHES[1:])
-    assert_same_state(store.named_views(), trained_state(False))
+    assert_same_state(engine.store.named_views(), trained_state(False))
 
 
 def test_a_fault_while_the_update_compiles_ends_every_thread(get_kernels):
@@ -89,9 +85,8 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(get_kernels):
             time.sleep(0.01)
 
     get_kernels(endless_kernels)
-    model = planted_model(lambda *_: 1 / 0)
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
-        train(toy_engine(model, toy_store(model), PARTITION, 2, compile_update=True), BATCHES)
+        train(toy_engine(PARTITION, 2, model=planted_model(lambda *_: 1 / 0), compile_update=True), BATCHES)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 

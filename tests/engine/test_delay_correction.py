@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import OptimizerTable
 from torchround.config.key_types import Beta, Pair
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
@@ -16,24 +16,6 @@ from torchround.optim.rules.muon import OtherRateRule
 PARTITION = PARTITIONS["backward coarser"]
 STEPS, LR = 6, 1e-2
 BATCHES = toy_batches(STEPS, micro_batches=3)
-
-
-def predicting():
-    model = toy_model()
-    return model, toy_store(model, policy=ASYNC_PREDICT)
-
-
-def trained(batches):
-    model, store = predicting()
-    with toy_engine(model, store, PARTITION, 2) as engine:
-        train(engine, batches, LR)
-    return store
-
-
-def copies(store):
-    """Copy the state of a checkpoint, and the device weights that the next two steps read."""
-    newest = {f"newest/{bundle.index}": bundle.version(store.step) for bundle in store.bundles}
-    return {name: view.clone() for name, view in {**store.named_views(), **newest}.items()}
 
 
 class ScaledTable(OptimizerTable):
@@ -60,7 +42,7 @@ class ScaledAdamW(Optimizer):
 def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
     table, model = ScaledTable(), toy_model()
     store = toy_store(model, policy=ASYNC_PREDICT, optimizer=make_optimizer(table))
-    with toy_engine(model, store, PARTITION, 1, optimizer=table) as engine:
+    with toy_engine(PARTITION, 1, model=model, store=store, optimizer=table) as engine:
         train(engine, toy_batches(3, micro_batches=2))
     found = Prediction.from_state(store.prediction.state(), 3, store.trained, ScaledTable)
     assert found == store.prediction and found.settings["lr_ratio"] == 0.5
@@ -73,11 +55,8 @@ def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
 def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
     before = ASYNC if policy.predicts else ASYNC_PREDICT
-    stores = []
-    for kind in (before, policy):
-        model = toy_model()
-        stores.append(toy_store(model, policy=kind))
-    with toy_engine(model, stores[0], PARTITION, 2) as engine:
+    stores = [toy_store(toy_model(), policy=kind) for kind in (before, policy)]
+    with toy_engine(PARTITION, 2, store=stores[0]) as engine:
         train(engine, BATCHES[:4], LR)
     for name, view in stores[1].named_views().items():
         view.copy_(stores[0].named_views()[name])
@@ -85,24 +64,7 @@ def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     for old, new in zip(stores[0].trained, stores[1].trained, strict=True):
         assert torch.equal(new.version(3), old.version(3))
         assert torch.equal(new.version(4), new.weight)
-    with toy_engine(model, stores[1], PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, store=stores[1]) as engine:
         train(engine, BATCHES[4:], LR)
     predicted = [not torch.equal(b.version(STEPS), b.weight) for b in stores[1].trained]
     assert predicted == [policy.predicts] * len(predicted)
-
-
-def test_a_validation_computes_with_the_true_weights_and_leaves_no_trace():
-    expected = copies(trained(BATCHES))
-    model, store = predicting()
-    truth = toy_store(model)
-    with toy_engine(model, store, PARTITION, 2) as engine:
-        train(engine, BATCHES[:4], LR)
-        with store.true_device_weights():
-            loss = engine.evaluate(BATCHES[5]).loss()
-        assert engine.evaluate(BATCHES[5]).loss() != loss
-        train(engine, BATCHES[4:], LR)
-    assert_same_state(copies(store), expected)
-    after_four = trained(BATCHES[:4]).weights()
-    truth.write_weights(after_four)
-    with toy_engine(model, truth, PARTITION, 2) as engine:
-        assert engine.evaluate(BATCHES[5]).loss() == loss

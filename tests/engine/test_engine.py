@@ -11,7 +11,6 @@ import torch
 
 from tests.support import toy
 from tests.support.faults import this_thread
-from tests.support.rounding import FP32
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
@@ -27,20 +26,8 @@ BATCHES = toy_batches(3, micro_batches=4)
 
 @pytest.fixture
 def engine():
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2) as engine:
         yield engine
-
-
-def test_steps_may_differ_in_number_and_size_of_micro_batches():
-    """The same sequences in other micro-batches give the same mean loss, up to the rounding of other matrix sizes."""
-    [micro_batches] = toy_batches(1, micro_batches=4)
-    whole = MicroBatch(*(torch.cat(parts) for parts in zip(*(m.tensors() for m in micro_batches), strict=True)))
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
-        losses = [engine.evaluate(cut).loss() for cut in (micro_batches, [whole], micro_batches[::-1])]
-    # Sums of at most 9 sequences of 8 tokens, in another order.
-    assert losses == pytest.approx([losses[0]] * 3, rel=72 * FP32)
 
 
 def test_a_step_with_no_label_at_all_changes_no_moment(engine):
@@ -90,13 +77,11 @@ def test_a_partition_of_another_model_is_refused():
 
 
 def test_close_finishes_what_was_dispatched_and_ends_every_thread():
-    model = toy_model()
-    store = toy_store(model)
-    engine = toy_engine(model, store, PARTITION, 2)
+    engine = toy_engine(PARTITION, 2)
     engine.forward_backward(BATCHES[0])
     engine.step(1e-2)
     engine.close()
-    assert store.step == 1
+    assert engine.store.step == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
     with pytest.raises(EngineUsageError, match="closed"):
         engine.forward_backward(BATCHES[0])
@@ -106,9 +91,8 @@ def test_close_finishes_what_was_dispatched_and_ends_every_thread():
 def test_two_engines_in_one_process_do_not_disturb_each_other():
     stores = []
     for together in (False, True):
-        model = toy_model()
-        store, other = toy_store(model), toy_store(model, seed=1)
-        with toy_engine(model, store, PARTITION, 2) as engine, toy_engine(model, other, PARTITION, 3) as second:
+        store, other = toy_store(toy_model()), toy_store(toy_model(), seed=1)
+        with toy_engine(PARTITION, 2, store=store) as engine, toy_engine(PARTITION, 3, store=other) as second:
             for micro_batches in BATCHES:
                 engine.forward_backward(micro_batches)
                 if together:
@@ -131,29 +115,15 @@ def test_updates_run_with_their_own_number_of_threads_and_the_caller_keeps_its_o
     torch.set_num_threads(cores + 1)
     try:
         model, expected = toy_model(), update_threads(1)
-        with toy_engine(model, toy_store(model), PARTITION, 1, Looks()) as engine:
+        with toy_engine(PARTITION, 1, observer=Looks(), model=model) as engine:
             train(engine, BATCHES[:1])
         assert seen == {expected} and expected < torch.get_num_threads() == cores + 1
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_device_can_be_used_by_one_engine_after_the_other():
-    """The second engine needs all of the memory that the first one had."""
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
-        train(engine, BATCHES)
-        [probe] = engine.devices
-    device = CpuDevice(0, memory_limit_bytes=probe.peak_bytes())
-    for _ in range(2):
-        with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: device) as engine:
-            train(engine, BATCHES)
-    assert device.peak_bytes() == probe.peak_bytes()
-
-
 def test_a_closed_engine_can_be_collected():
-    model = toy_model()
-    engine = toy_engine(model, toy_store(model), PARTITION, 2)
+    engine = toy_engine(PARTITION, 2)
     train(engine, BATCHES)
     engine.close()
     reference = weakref.ref(engine)

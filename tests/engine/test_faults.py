@@ -19,10 +19,9 @@ BATCHES = toy.toy_batches(3, micro_batches=4)
 
 
 def state_after(steps):
-    store = toy_store(toy_model())
-    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2) as engine:
         train(engine, BATCHES[:steps])
-    return store.named_views()
+    return engine.store.named_views()
 
 
 class TwoBombs(Bomb):
@@ -38,7 +37,7 @@ class TwoBombs(Bomb):
 def test_the_first_of_two_faults_that_an_update_overcame_is_raised():
     store = toy_store(toy_model())
     with pytest.raises(PipelineError, match=r"optimizer worker, block\.1: PlantedError: number 3"):
-        train(toy_engine(toy_model(), store, PARTITION, 2, **armed(TwoBombs(None))), BATCHES)
+        train(toy_engine(PARTITION, 2, store=store, **armed(TwoBombs(None))), BATCHES)
     assert store.step == 1 and store.is_consistent
     assert_same_state(store.named_views(), state_after(1))
 
@@ -50,7 +49,7 @@ def test_readers_that_failed_do_not_stop_an_update(policy, is_skipped):
         for device_weight in store.bundles[1].device_weights:
             device_weight.fill_(torch.inf)
     with pytest.raises(PipelineError, match="optimizer worker") as raised:
-        train(toy_engine(toy_model(), store, PARTITION, 2, **armed(bomb)), BATCHES)
+        train(toy_engine(PARTITION, 2, store=store, **armed(bomb)), BATCHES)
     assert raised.value.__cause__ is bomb.raised
     assert store.is_consistent and store.applied_updates == (0 if is_skipped else 1)
     if is_skipped and policy is ASYNC:
@@ -79,10 +78,10 @@ def test_an_update_that_outlasts_every_wait_is_waited_for_as_long_as_it_moves(mo
 
     counting, store = Bomb(Stream.ACTIVATION_UPLOAD, hit=-1), toy_store(toy_model())
     partition = PARTITIONS["one layer a stage"]
-    with toy_engine(toy_model(), toy_store(toy_model()), partition, 2, **armed(counting)) as engine:
+    with toy_engine(partition, 2, **armed(counting)) as engine:
         train(engine, BATCHES[:1])
     gated = Gated(Stream.ACTIVATION_UPLOAD, hit=counting.chances + 1)  # in the second step's first stage
-    engine = toy_engine(toy_model(), store, partition, 2, **armed(gated))
+    engine = toy_engine(partition, 2, store=store, **armed(gated))
     [thread] = [thread for thread in threading.enumerate() if thread.name == "torchround optimizer"]
     monkeypatch.setattr(thread, "join", join)
     with pytest.raises(PipelineError, match="device cpu"):
@@ -106,7 +105,7 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(norm
                     wait_until(lambda: not [name for name in engine_threads() if "cpu" in name])
 
     inside, bomb, store = threading.Event(), Blocks(None), toy_store(toy_model())
-    engine = toy_engine(toy_model(), store, PARTITION, 2, **armed(bomb))
+    engine = toy_engine(PARTITION, 2, store=store, **armed(bomb))
     result = engine.forward_backward(BATCHES[0])
     engine.step(1e-2)
     result.reports()
@@ -154,9 +153,7 @@ class UnfinishedDevice(CpuDevice):
 def failing_engine(store, thread, finishes, waits=0):
     failing = FailingEvents(thread, [waits])
     kind = CpuDevice if finishes else UnfinishedDevice
-    return toy_engine(
-        toy_model(), store, PARTITION, 2, wrap=lambda device: watched(kind(int(device.name[4:])), failing)
-    )
+    return toy_engine(PARTITION, 2, store=store, wrap=lambda device: watched(kind(int(device.name[4:])), failing))
 
 
 @pytest.mark.parametrize(

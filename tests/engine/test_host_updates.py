@@ -87,19 +87,6 @@ def test_a_learning_rate_of_the_call_holds_for_one_step():
     assert seen == [[0.5, 0.5], [0.1, 0.2]]
 
 
-def test_it_continues_with_a_new_engine():
-    model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
-    whole = moment_free(model)
-    with host_engine(model, whole, HostOptimizer(MAKERS["adamw"])) as engine:
-        train(engine, batches)
-    store, optimizer = moment_free(model), HostOptimizer(MAKERS["adamw"])
-    with host_engine(model, store, optimizer) as engine:
-        train(engine, batches[:2])
-    with host_engine(model, store, optimizer, num_devices=3) as engine:
-        train(engine, batches[2:])
-    assert_same_state(store.named_views(), whole.named_views())
-
-
 def test_its_parameters_come_in_the_order_of_the_model():
     """PyTorch numbers them in this order in a saved state. The store has matrices before vectors."""
     model, seen = toy_model(tied=True), []

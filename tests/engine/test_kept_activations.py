@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import toy
-from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train, watched
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.partition import Partition
@@ -16,10 +16,9 @@ LR = 1e-2
 
 def trained(model, **settings):
     """Return the losses and the state after four steps."""
-    store = toy_store(model)
-    with toy_engine(model, store, PARTITIONS["forward coarser"], 1, **settings) as engine:
+    with toy_engine(PARTITIONS["forward coarser"], 1, model=model, **settings) as engine:
         losses = train(engine, toy_batches(4, 4), LR)
-    return losses, store.named_views()
+    return losses, engine.store.named_views()
 
 
 class Copies(DeviceWatcher):
@@ -37,9 +36,8 @@ class Copies(DeviceWatcher):
 
 def copies_of(kept, evaluates=False):
     model, copies = toy_model(), Copies()
-    store = toy_store(model)
     options = {"wrap": lambda device: watched(device, copies), "kept": kept}
-    with toy_engine(model, store, PARTITIONS["backward coarser"], 1, **options) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 1, model=model, **options) as engine:
         [batch] = toy_batches(1, 4)
         if evaluates:
             assert engine.evaluate(batch).loss() > 0
@@ -76,9 +74,8 @@ def test_an_evaluation_keeps_nothing():
 
 def peak_bytes(partition, num_devices, micro_batches, kept):
     """Return the most memory that any device held in a step."""
-    model = toy_model()
     [batch] = toy_batches(1, micro_batches)
-    with toy_engine(model, toy_store(model), partition, num_devices, kept=kept) as engine:
+    with toy_engine(partition, num_devices, kept=kept) as engine:
         engine.forward_backward(batch)
         engine.step(LR)
         engine.drain()
@@ -125,6 +122,5 @@ def test_a_layer_that_does_not_record_what_it_declared_is_recomputed_with_one_wa
 
 
 def test_names_for_another_number_of_layers_are_refused():
-    model = toy_model()
     with pytest.raises(EngineUsageError, match="kept names parts of 2 layers; the partition covers 7"):
-        toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, kept=((), ("down",)))
+        toy_engine(PARTITIONS["one stage"], 1, kept=((), ("down",)))

@@ -36,7 +36,7 @@ def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(brief_joins):
     over, device = threading.Event(), CpuDevice(0)
     device.finish = over.wait  # a kernel that never ends
     failing = Failing()
-    engine = toy_engine(failing.model, toy_store(toy_model()), PARTITION, 1, wrap=lambda _: device)
+    engine = toy_engine(PARTITION, 1, model=failing.model, store=toy_store(toy_model()), wrap=lambda _: device)
     failing.now = True
     with pytest.raises(PipelineError, match=r"ValueError: planted \(still inside a computation.*cpu:0\)"):
         train(engine, BATCHES)
@@ -46,7 +46,7 @@ def test_a_device_that_never_becomes_idle_does_not_keep_the_caller(brief_joins):
 def test_results_of_finished_steps_are_there_after_a_fault_and_after_close():
     for faulty in (True, False):
         failing = Failing()
-        engine = toy_engine(failing.model, toy_store(toy_model()), PARTITION, 2)
+        engine = toy_engine(PARTITION, 2, model=failing.model, store=toy_store(toy_model()))
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         if faulty:
@@ -80,7 +80,7 @@ def run_evaluations(engine):
 def test_a_long_run_remembers_nothing_of_old_passes(run):
     """Python's objects are counted: a pass makes hundreds of hand-overs."""
     model, counts = toy_model(), []
-    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, model=model) as engine:
         run(engine)
         gc.collect()
         gc.freeze()  # objects of before are not counted
@@ -96,15 +96,15 @@ def test_a_long_run_remembers_nothing_of_old_passes(run):
 
 def test_a_stopped_engine_does_not_touch_a_device_that_another_one_uses():
     model, failing = toy_model(), Failing()
-    with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
+    with toy_engine(PARTITION, 1, model=model) as engine:
         train(engine, BATCHES[:1])
         needed = engine.devices[0].peak_bytes()
     device = CpuDevice(0, needed)
-    first = toy_engine(failing.model, toy_store(model), PARTITION, 1, wrap=lambda _: device)
+    first = toy_engine(PARTITION, 1, model=failing.model, store=toy_store(model), wrap=lambda _: device)
     failing.now = True
     with pytest.raises(PipelineError, match="planted"):
         train(first, BATCHES)
-    with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: device) as second:
+    with toy_engine(PARTITION, 1, model=model, wrap=lambda _: device) as second:
         train(second, BATCHES[:1])
         with pytest.raises(PipelineError, match="planted"):
             first.drain()
@@ -122,6 +122,6 @@ def test_mkl_chooses_its_kernels_before_any_thread_runs(monkeypatch):
 
     before = threading.enumerate()
     monkeypatch.setattr(lifecycle, "choose_kernels", choosing)
-    with toy_engine(model, toy_store(model), PARTITION, 2):
+    with toy_engine(PARTITION, 2, model=model):
         assert threads == [[]], "other threads ran already"
         assert len(threading.enumerate()) > len(before)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import toy
-from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model
 from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.update_report import BundleUpdate
@@ -19,9 +19,8 @@ COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for 
 
 
 def reports_of(steps):
-    model = toy_model()
     reports = []
-    with toy_engine(model, toy_store(model), one_layer_a_stage(7), 2) as engine:
+    with toy_engine(one_layer_a_stage(7), 2) as engine:
         for micro_batches in toy_batches(steps, micro_batches=3):
             result = engine.forward_backward(micro_batches)
             engine.step(1e-2)
@@ -71,7 +70,7 @@ def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
     counted = Costs(tuple(replace(layer, keepable=parts) for layer in COUNTED.layers)).keeping(kept)
     partition = PARTITIONS["forward coarser"]
     settings = {"kept": kept, "times_layers": True, "wrap": lambda device: ClockedDevice(0)}
-    with toy_engine(model, toy_store(model), partition, 1, **settings) as engine:
+    with toy_engine(partition, 1, model=model, **settings) as engine:
         result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
         engine.step(1e-2)
         costs = costs_from_reports(counted, result.reports())
@@ -134,10 +133,8 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
 def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_same(name, layerwise):
     partition, found = PARTITIONS[name], []
     for times_layers in (True, False):
-        model = toy_model()
-        store = toy_store(model)
         settings = {"times_layers": times_layers, "layerwise_recompute": layerwise}
-        with toy_engine(model, store, partition, 2, **settings) as engine:
+        with toy_engine(partition, 2, **settings) as engine:
             result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
             engine.step(1e-2)
             engine.drain()
@@ -147,7 +144,7 @@ def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_
                 (span.kind, span.layers.start) for report in reports for span in report.spans if span.layers
             )
             assert all(len(span.layers) == 1 for report in reports for span in report.spans)
-        found.append((loss, store.named_views()))
+        found.append((loss, engine.store.named_views()))
     inner = [TaskKind.FORWARD, TaskKind.BACKWARD]
     assert spans == {
         **{(kind, layer): 3 for kind in inner for layer in range(6)},

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.faults import Bomb, armed
 from tests.support.small_run import small_runs
-from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
@@ -83,8 +83,7 @@ def buffers(monkeypatch):
     ],
 )
 def test_close_gives_every_buffer_back(buffers, partition, settings):
-    model = toy_model(tied=True)
-    engine = toy_engine(model, toy_store(model, policy=ASYNC), PARTITIONS[partition], 2, **settings)
+    engine = toy_engine(PARTITIONS[partition], 2, model=toy_model(tied=True), policy=ASYNC, **settings)
     kept = [engine.evaluate(BATCHES[0])]
     for micro_batches in BATCHES:
         kept.append(engine.forward_backward(micro_batches))
@@ -100,7 +99,7 @@ def test_close_gives_every_buffer_back(buffers, partition, settings):
 def test_compiled_layers_keep_no_buffer(buffers):
     model = toy_model()
     compiler = LayerCompiler(model, backend="aot_eager")
-    with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2, compiler=compiler) as engine:
+    with toy_engine(PARTITIONS["forward coarser"], 2, model=model, compiler=compiler) as engine:
         train(engine, BATCHES)
     assert any(kind.shapes for kind in compiler.kinds) and not buffers.alive()
 
@@ -137,7 +136,7 @@ def test_a_fault_gives_every_buffer_back(buffers, place):
     model = toy_model()
     model = replace(model, layers=(model.layers[0], *(Block() for _ in model.layers[1:-1]), model.layers[-1]))
     settings = {"rounds": 2, "kept": KEPT["all"], **armed(bomb)}
-    engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, **settings)
+    engine = toy_engine(PARTITIONS["backward coarser"], 2, model=model, **settings)
     train(engine, BATCHES[:1])
     planted.append(place)
     bomb.place = {"copy": Stream.WEIGHT_UPLOAD, "update": ("has", GRADIENT_LANDED)}.get(place)
@@ -153,11 +152,11 @@ def test_a_fault_gives_every_buffer_back(buffers, place):
 
 def test_an_engine_that_does_not_fit_gives_every_buffer_back(buffers):
     model, partition = toy_model(), PARTITIONS["forward coarser"]
-    with toy_engine(model, toy_store(model), partition, 1) as engine:
+    with toy_engine(partition, 1, model=model) as engine:
         needed = engine.devices[0].peak_bytes()  # before the first pass: the slots for weights and gradients
     devices = [CpuDevice(0), CpuDevice(1, needed - 1)]
     with pytest.raises(DeviceMemoryError) as error:
-        toy_engine(model, toy_store(model), partition, 2, wrap=lambda device: devices[int(device.name[4:])])
+        toy_engine(partition, 2, model=model, wrap=lambda device: devices[int(device.name[4:])])
     assert error.value is not None and buffers.owners() >= {"cpu:0", "cpu:1"} and not buffers.alive()
 
 

@@ -24,7 +24,7 @@ def muon_store(model, **options):
 
 
 def muon_engine(model, store, num_devices=2, partition=PARTITION, table=TABLE, **options):
-    return toy_engine(model, store, partition, num_devices, optimizer=table, **options)
+    return toy_engine(partition, num_devices, model=model, store=store, optimizer=table, **options)
 
 
 def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_the_last_update():

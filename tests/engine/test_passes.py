@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.faults import Bomb
-from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
 from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.pipeline.pool_count import HostBatch, PoolCount
@@ -37,9 +37,9 @@ def nothing_is_taken_in_need(engine):
 )
 def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, micro_batches):
     """The micro-batches are uneven (3, 2, 2, ..), and so are the rounds (3, 2, 2)."""
-    model = toy_model(tied=True)
-    store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS[partition], num_devices, rounds=rounds) as engine:
+    with toy_engine(
+        PARTITIONS[partition], num_devices, model=toy_model(tied=True), policy=policy, rounds=rounds
+    ) as engine:
         batches = toy_batches(STEPS, micro_batches)
         train_step(engine, batches[0])
         reserved = engine.pool.reserved_bytes
@@ -55,8 +55,7 @@ def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, m
 @POLICIES
 def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(policy):
     model, slow = toy_model(tied=True), Bomb(("has", GRADIENT_LANDED), exception=None)
-    store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS["forward coarser"], 3, slow, rounds=4) as engine:
+    with toy_engine(PARTITIONS["forward coarser"], 3, observer=slow, model=model, policy=policy, rounds=4) as engine:
         for batch in toy_batches(3, micro_batches=4):
             train_step(engine, batch)
         engine.drain()
@@ -69,9 +68,8 @@ def test_only_the_first_of_several_validations_allocates(policy, frozen):
     model = toy_model()
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
-    store = toy_store(model, policy=policy)
     validation = toy_batches(1, micro_batches=6)[0]
-    with toy_engine(model, store, PARTITIONS["one layer a stage"], 3) as engine:
+    with toy_engine(PARTITIONS["one layer a stage"], 3, model=model, policy=policy) as engine:
         before = None
         for batch in toy_batches(STEPS, micro_batches=4):
             train_step(engine, batch)
@@ -84,8 +82,7 @@ def test_only_the_first_of_several_validations_allocates(policy, frozen):
 
 
 def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2) as engine:
+    with toy_engine(PARTITIONS["forward coarser"], 2) as engine:
         train_step(engine, toy_batches(1, micro_batches=4)[0])
         before = engine.pool.reserved_bytes
         train_step(engine, toy_batches(1, micro_batches=3)[0])
@@ -100,11 +97,10 @@ def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
     ("policy", "validates", "kept"), [(SYNC, False, ()), (ASYNC, True, ()), (ASYNC, True, KEPT["mixed"])], ids=str
 )
 def test_a_run_can_be_reserved_before_its_first_step(policy, validates, kept):
-    model = toy_model(tied=True)
     batches = toy_batches(STEPS, micro_batches=5)
     shapes = [tuple(micro_batch.tokens.shape) for micro_batch in batches[0]]
     with toy_engine(
-        model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2, kept=kept
+        PARTITIONS["forward coarser"], 3, model=toy_model(tied=True), policy=policy, rounds=2, kept=kept
     ) as engine:
         engine.reserve(shapes, validates)
         before = engine.pool.num_allocations
@@ -126,7 +122,7 @@ def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
             layer.requires_grad_(False)
         outputs = (2 * 128 * WIDTH * 4,) * (partition.num_layers - 1) + (4,)
         batch = HostBatch((0,) * 4, (outputs,), (4 * 2 * 128 * 8,), frozen, validates)
-        with toy_engine(model, toy_store(model, policy=policy), partition, 4) as engine:
+        with toy_engine(partition, 4, model=model, policy=policy) as engine:
             before = engine.pool.reserved_bytes
             engine.reserve([(2, 128)] * 4, validates)
             reserved.add(engine.pool.reserved_bytes - before)
@@ -136,8 +132,7 @@ def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
 
 def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():
     """Its micro-batches are smaller than any before: 5 sequences are cut into 3 and 2, 1 into 1."""
-    model = toy_model()
-    with toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2) as engine:
+    with toy_engine(PARTITIONS["one layer a stage"], 2) as engine:
         full = toy_batches(1, micro_batches=4)[0]
         train_step(engine, full)
         train_step(engine, full)

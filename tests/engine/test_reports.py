@@ -22,8 +22,7 @@ def slow_model(seconds):
 
 def test_busy_time_is_the_time_spent_in_layers():
     """Each of the 5 blocks sleeps 2 ms in 4 forwards and, below the fused stage, 4 recomputes."""
-    model = slow_model(0.002)
-    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, model=slow_model(0.002)) as engine:
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         assert sum(report.busy_s for report in result.reports()) >= 5 * 2 * 4 * 0.002
@@ -37,7 +36,7 @@ def test_the_wait_for_a_slow_update_is_measured_apart():
         assert computed.wait(60)
         time.sleep(0.3)
 
-    with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
+    with toy_engine(PARTITION, 1, model=model) as engine:
         engine.save(slow).may_publish()
         results = []
         for micro_batches in BATCHES[:2]:
@@ -51,8 +50,7 @@ def test_the_wait_for_a_slow_update_is_measured_apart():
 
 def test_the_wait_for_the_stage_before_is_measured_apart():
     """Stages of 2, 3 and no blocks of 10 ms: in the second pass the last device waits 30 ms for the middle one."""
-    model = slow_model(0.01)
-    with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
+    with toy_engine(PARTITION, 3, model=slow_model(0.01)) as engine:
         results = [engine.evaluate(BATCHES[0][:1]) for _ in range(2)]
         first_s, _, last_s = results[1].by_device(lambda slot: slot.input_wait_s, 3)
         _, middle_busy_s, last_busy_s = results[1].by_device(lambda slot: slot.busy_s, 3)
@@ -63,15 +61,13 @@ def test_the_wait_for_the_stage_before_is_measured_apart():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_go_up_once_a_stage_and_gradients_come_down_once_and_nothing_is_allocated_after_two_steps(dtype):
-    model = toy_model()
-    store = toy_store(model, dtype)
-    with toy_engine(model, store, PARTITION, 1) as engine:
+    with toy_engine(PARTITION, 1, dtype=dtype) as engine:
         train(engine, BATCHES[:2])
         [device] = engine.devices
         allocations = device.num_allocations
         train(engine, BATCHES[2:])
         assert device.num_allocations == allocations
-    by_layer = [sum(store.bundles[b].numel for b in store.layer_bundles(layer)) for layer in range(7)]
+    by_layer = [sum(engine.store.bundles[b].numel for b in engine.store.layer_bundles(layer)) for layer in range(7)]
     # Weights once per forward or fused stage and once per backward stage.
     weights = (2 * sum(by_layer) - by_layer[6]) * dtype.itemsize * len(BATCHES)
     gradients = sum(by_layer) * dtype.itemsize * len(BATCHES)
@@ -88,7 +84,7 @@ def test_frozen_weights_never_travel_down():
             layer.requires_grad_(not frozen)
         store = toy_store(model)
         blocks = sum(bundle.numel for bundle in store.bundles if not bundle.trainable) * 4 * len(BATCHES)
-        with toy_engine(model, store, PARTITION, 1) as engine:
+        with toy_engine(PARTITION, 1, model=model, store=store) as engine:
             train(engine, BATCHES)
             downloaded.append(engine.devices[0].downloaded_bytes + blocks)
     assert downloaded[0] == downloaded[1]

@@ -1,14 +1,19 @@
 """Each row of the table of engine runs has the losses, norms and state of the reference loop, bit for bit."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 
-from tests.support.engine_rows import AXES, BUGS, LINES, REFUSED, ROWS, assert_same, read_row
+from tests.support.engine_rows import AXES, BUGS, LINES, REFUSED, ROWS, STEPS, Row, assert_same, read_row
 from tests.support.rounding import FP32, assert_states_close
+from tests.support.toy import planted_model, toy_batches
 from torchround.engine.errors import EngineUsageError
+from torchround.optim import stability
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 # A compiler may add up the terms of each sum in another order. Longest path: forward and backward through all blocks, whose
@@ -28,6 +33,31 @@ def test_a_row_has_the_bits_of_the_reference(row):
     expected = row.reference()
     assert_same(row.run_all(), expected)
     assert (0 < sum(expected.skipped) < 4) == (row.dtype == "fp16"), "the loss scale is too high or too low"
+
+
+@pytest.mark.parametrize("row", [Row(cut="forward"), Row(3, cut="forward", update="async")], ids=["sync", "async"])
+def test_a_loss_scale_that_grows_and_falls_is_that_of_a_plain_loop_after_a_resume_too(monkeypatch, row):
+    monkeypatch.setattr(stability, "GROWTH_INTERVAL_STEPS", 2)
+    row = replace(row, dtype="fp16", stopped=True, batches=toy_batches(12, micro_batches=3))
+    expected = row.reference(growth=2)
+    assert_same(row.run_all(), expected)
+    assert 2 <= sum(expected.skipped) < 8 and any(after > before for before, after in pairwise(expected.scales))
+
+
+def breaking(hidden, micro_batch):
+    """Let the gradients of the second step be infinite, and leave its loss as it is."""
+    passed = hidden * 1.0
+    if passed.requires_grad and torch.equal(micro_batch.tokens, STEPS[1][0].tokens):
+        passed.register_hook(lambda gradient: gradient * math.inf)
+    return passed
+
+
+@pytest.mark.parametrize(("update", "optimizer"), [("async", "adamw8"), ("sync", "muon"), ("sync", "torch")])
+def test_a_step_whose_gradient_is_not_finite_touches_no_state(update, optimizer):
+    row = Row(3, 1, "each", update, optimizer, "bf16", build=lambda: planted_model(breaking))
+    expected = row.reference()
+    assert_same(row.run_all(), expected)
+    assert expected.skipped == [False, True, False, False]
 
 
 @pytest.mark.compiles

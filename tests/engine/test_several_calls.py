@@ -53,7 +53,7 @@ def test_steps_may_have_any_number_of_calls_and_losses_can_be_read_between_them(
     steps = [[micro_batches[:1]], [[batch] for batch in micro_batches], called([micro_batches], 3)[0]]
     loop = Reference.of(model, store)
     losses, allocations = [], []
-    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
         for calls in steps:
             for part in calls:
                 losses.append(engine.forward_backward(part).loss())
@@ -67,7 +67,7 @@ def test_steps_may_have_any_number_of_calls_and_losses_can_be_read_between_them(
 
 def test_the_report_of_the_update_has_the_losses_of_all_calls():
     model, [micro_batches] = toy_model(), toy_batches(1, 4)
-    with toy_engine(model, toy_store(model), PARTITION, 2, accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, model=model, accumulates=True) as engine:
         results = train(engine, [[micro_batches[:3], micro_batches[3:]]])
         report = results[0].update()
         assert report is results[1].update()
@@ -81,7 +81,7 @@ def test_a_divisor_of_1_gives_the_plain_sum():
         store = toy_store(model, dtype)
         # The gradient of a sum is large: float16 would overflow at the usual first scale.
         store.loss_scaling = LossScaling(dtype == torch.float16, initial_scale=2.0**3)
-        with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
             result = engine.forward_backward(batches[0], num_labels=1)
             assert result.loss() == sum(result.loss_sums())
             engine.step(LR)
@@ -103,12 +103,11 @@ def test_a_divisor_of_1_gives_the_plain_sum():
 def views_after(calls):
     """Train one whole step, then `calls` of the next, which ends without its `step()`."""
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
-    store = toy_store(model)
-    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, model=model, accumulates=True) as engine:
         train(engine, batches[:1])
         for micro_batches in batches[1][:calls]:
             engine.forward_backward(micro_batches)
-    return store
+    return engine.store
 
 
 def test_a_step_without_its_end_is_dropped():
@@ -126,7 +125,7 @@ def test_a_fault_in_a_later_call_leaves_the_last_whole_update():
             raise RuntimeError("planted")
         return hidden
 
-    engine = toy_engine(planted_model(failing), store, PARTITION, 2, accumulates=True)
+    engine = toy_engine(PARTITION, 2, model=planted_model(failing), store=store, accumulates=True)
     train(engine, batches[:1])
     engine.forward_backward(batches[1][0]).wait()
     fails.set()
@@ -137,7 +136,7 @@ def test_a_fault_in_a_later_call_leaves_the_last_whole_update():
     assert store.step == 1 and store.is_consistent
     assert_same_state(store.named_views(), views_after(0).named_views())
     # It trains on from there.
-    with toy_engine(model, store, PARTITION, 3, accumulates=True) as engine:
+    with toy_engine(PARTITION, 3, model=model, store=store, accumulates=True) as engine:
         train(engine, batches[1:])
     assert store.step == 2
 
@@ -154,7 +153,7 @@ def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(policy, bad_
     model = planted_model(poisoned)
     store = toy_store(model, policy=policy)
     before = {name: view.clone() for name, view in store.named_views().items()}
-    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
         report = train(engine, batches[:1])[0].update()
         assert report.skipped and report.fault == "the loss is not finite"
         # The micro-batches of all calls are numbered on.
@@ -176,7 +175,7 @@ def test_a_pass_is_forgotten_only_once_its_gradients_are_added():
             if kind_of(token) is CALL_ADDED and this_thread() == "MainThread":
                 added.append(token.number)
 
-    with toy_engine(model, toy_store(model), PARTITION, 2, Notes(), accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, observer=Notes(), model=model, accumulates=True) as engine:
         for micro_batches in calls:
             engine.forward_backward(micro_batches)
         assert added == [0]
@@ -193,7 +192,7 @@ def test_the_next_step_does_not_wait_for_the_update_before_its_second_call():
         for name in source.tensors:
             source.finished_reading(name)
 
-    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+    with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
         pending = engine.save(write)
         for micro_batches in batches[0]:
             engine.forward_backward(micro_batches)
@@ -209,7 +208,7 @@ def test_the_next_step_does_not_wait_for_the_update_before_its_second_call():
 
 def test_between_two_calls_the_store_is_not_saved():
     model, [calls] = toy_model(), called(toy_batches(1, 4))
-    with toy_engine(model, toy_store(model), PARTITION, 1, accumulates=True) as engine:
+    with toy_engine(PARTITION, 1, model=model, accumulates=True) as engine:
         with pytest.raises(EngineUsageError, match="needs a forward_backward"):
             engine.step(LR)
         for micro_batches in calls:
@@ -227,7 +226,7 @@ def test_evaluations_between_calls_change_nothing():
     states, evaluated = [], []
     for evaluates in (False, True):
         store, results = toy_store(model, policy=ASYNC), []
-        with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
             for calls in batches:
                 for micro_batches in calls:
                     results.append(engine.forward_backward(micro_batches))

@@ -30,7 +30,7 @@ def test_no_pass_after_the_first_of_a_shape_takes_memory_in_its_middle(tells):
     if tells:
         sizes = {rows: bytes_between(model, store, any_batches(1, rows=rows)[0]) for rows in (300, 900)}
         model = any_model(boundary_bytes=lambda index, shape: sizes[shape[0]][index])
-    with toy_engine(model, store, PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, model=model, store=store) as engine:
 
         def taken_after(rows, steps):
             """Return the bytes that the pool had to take while passes ran."""
@@ -54,7 +54,7 @@ def test_outputs_leave_nothing_taken_and_take_no_new_memory(num_devices, tells):
     if tells:
         sizes = bytes_between(model, store, any_batches(1)[0])
         model = any_model(outputs, boundary_bytes=lambda index, shape: sizes[index])
-    with toy_engine(model, store, PARTITION, num_devices) as engine:
+    with toy_engine(PARTITION, num_devices, model=model, store=store) as engine:
         engine.forward(any_batches(4)).outputs()
         engine.forward(any_batches(4)).outputs()
         allocations = engine.pool.num_allocations
@@ -74,12 +74,11 @@ def test_values_of_one_shape_may_differ_in_size():
 
     model = any_model()
     model.layers[0].compute = growing
-    store = toy_store(model)
     batches = any_batches(6)
     for number, batch in enumerate(batches):
         batch.targets[0] = (3, 1, 5, 0, 7, 2)[number]
-    with toy_engine(model, store, Partition((1,) * 5, 1, (1,) * 5), 2) as engine:
-        expected = [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
+    with toy_engine(Partition((1,) * 5, 1, (1,) * 5), 2, model=model) as engine:
+        expected = [Reference.of(model, engine.store).outputs(batch)[-1].item() for batch in batches]
         for _ in range(3):
             assert engine.evaluate(batches).loss_sums() == expected
         taken = engine.pool.num_allocations
@@ -99,7 +98,6 @@ def test_values_of_one_shape_may_differ_in_size():
     ],
 )
 def test_a_loss_that_is_no_number_is_named(wrong, says, call):
-    model = any_model(lambda layer, hidden, batch: wrong(hidden[0].sum()))
-    engine = toy_engine(model, toy_store(model), PARTITION, 2)
+    engine = toy_engine(PARTITION, 2, model=any_model(lambda layer, hidden, batch: wrong(hidden[0].sum())))
     with pytest.raises(PipelineError, match=rf"layer\.5.*{says}"):
         getattr(engine, call)(any_batches(2)).loss()

@@ -19,7 +19,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
     model, partition = toy_model(tied=True), PARTITIONS["backward coarser"]
     batches, held_out = toy_batches(3, micro_batches=2), toy_batches(1, micro_batches=2, seed=5)[0]
     store = toy_store(model, dtype, policy=BOUNDED, gradient_dtype=torch.bfloat16)
-    with toy_engine(model, store, partition, 2, stale_layers=3) as engine:
+    with toy_engine(partition, 2, model=model, store=store, stale_layers=3) as engine:
         train(engine, batches)
         device_weights = [bundle.device_weights[0].clone() for bundle in store.bundles]
         unread = engine.evaluate(held_out)  # its uploads must be over before the weights are replaced
@@ -32,7 +32,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
     assert all(map(torch.equal, [bundle.device_weights[0] for bundle in store.bundles], device_weights))
     other = toy_store(model, dtype, policy=SYNC)
     other.write_weights(weights)
-    with toy_engine(model, other, partition, 1) as engine:
+    with toy_engine(partition, 1, model=model, store=other) as engine:
         assert engine.evaluate(held_out).loss() == newest != between
         for bundle, values in zip(other.bundles, device_weights, strict=True):
             bundle.device_weights[0].copy_(values)
@@ -48,7 +48,7 @@ def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_tru
             saved[name] = tensor.clone()
             source.finished_reading(name)
 
-    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, stale_layers=3) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 2, store=store, stale_layers=3) as engine:
         train(engine, toy_batches(2, micro_batches=2))
         expected = {name: view.clone() for name, view in store.named_views().items()}
         pending = engine.save(write)
@@ -67,7 +67,7 @@ def test_a_step_that_is_dropped_before_its_update_leaves_the_newest_weights(rais
     options = {"num_devices": 2, "stale_layers": 4}
     for drops in (True, False):
         store = toy_store(toy_model(), policy=BOUNDED)
-        engine = toy_engine(toy_model(), store, PARTITIONS["one layer a stage"], **options)
+        engine = toy_engine(PARTITIONS["one layer a stage"], store=store, **options)
         with pytest.raises(ValueError, match="dropped") if raises else nullcontext(), engine:
             train(engine, batches[:2])
             if drops:
@@ -77,6 +77,6 @@ def test_a_step_that_is_dropped_before_its_update_leaves_the_newest_weights(rais
         assert store.is_consistent and store.step == 2
         if not drops:
             store.set_stale_layers(0)
-        with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], **options) as engine:
+        with toy_engine(PARTITIONS["backward coarser"], store=store, **options) as engine:
             losses.append(train(engine, batches))
     assert losses[0] == losses[1]

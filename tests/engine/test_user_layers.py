@@ -8,7 +8,7 @@ import torch
 from tests.support.any_layers import any_batches, any_model
 from tests.support.engine_rows import Row, assert_same
 from tests.support.reference import Reference
-from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, toy_store
+from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.pipeline.partition import Partition
@@ -29,24 +29,22 @@ def test_several_machines_train_them_to_the_bits_of_one():
 def test_frozen_weights_that_are_written_anew_reach_the_devices(num_devices):
     """Weights that stay on a device from pass to pass go up again."""
     model, batches = any_model(trained=False), any_batches(2)
-    store = toy_store(model)
-    with toy_engine(model, store, TWO_STAGES_EACH[num_devices], num_devices) as engine:
+    with toy_engine(TWO_STAGES_EACH[num_devices], num_devices, model=model) as engine:
         uploaded = []
         for _ in range(4):
             uploaded.append(sum(report.uploaded_bytes for report in engine.evaluate(batches).reports()))
         # The weights went up once: one stage is in each end of a device's space.
-        assert uploaded[0] - uploaded[-1] == sum(bundle.numel * 4 for bundle in store.bundles)
+        assert uploaded[0] - uploaded[-1] == sum(bundle.numel * 4 for bundle in engine.store.bundles)
         engine.drain()
-        store.write_weights({name: weight * 0.5 for name, weight in store.weights().items()})
-        expected = [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
+        engine.store.write_weights({name: weight * 0.5 for name, weight in engine.store.weights().items()})
+        expected = [Reference.of(model, engine.store).outputs(batch)[-1].item() for batch in batches]
         for _ in range(4):
             assert engine.evaluate(batches).loss_sums() == expected
 
 
 def test_what_layers_cannot_keep_is_refused_by_name():
-    model = any_model()
     kept = ((), ("down",), (), (), (), ())
-    engine = toy_engine(model, toy_store(model), PARTITION, 2, kept=kept)
+    engine = toy_engine(PARTITION, 2, model=any_model(), kept=kept)
     with pytest.raises(PipelineError, match=r"layer\.1 is to keep down, but it names no such part.*leave the layer"):
         engine.forward_backward(any_batches(2)).loss()
 
@@ -55,11 +53,11 @@ def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name():
     model = any_model()
     options = {"compiler": LayerCompiler(model, "eager")}
     with pytest.raises(EngineUsageError, match=r"layer layer\.0 \(AnyLayer\) holds buffers.*never_compiled"):
-        toy_engine(model, toy_store(model), PARTITION, 1, **options)
+        toy_engine(PARTITION, 1, model=model, **options)
     for layer in model.layers:
         layer.never_compiled = True
     with (
-        toy_engine(model, toy_store(model), PARTITION, 1, **options) as engine,
+        toy_engine(PARTITION, 1, model=model, **options) as engine,
         pytest.raises(EngineUsageError, match="compiled layers take a MicroBatch, not Samples"),
     ):
         engine.evaluate(any_batches(2))
@@ -67,11 +65,10 @@ def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name():
 
 def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot():
     model, batches = any_model(), any_batches(2)
-    store = toy_store(model)
     compiler = LayerCompiler(model, "eager", is_required=False)
-    with toy_engine(model, store, PARTITION, 2, compiler=compiler) as engine:
+    with toy_engine(PARTITION, 2, model=model, compiler=compiler) as engine:
         losses = engine.evaluate(batches).loss_sums()
-    assert losses == [Reference.of(model, store).outputs(batch)[-1].item() for batch in batches]
+    assert losses == [Reference.of(model, engine.store).outputs(batch)[-1].item() for batch in batches]
 
 
 def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monkeypatch, caplog):
@@ -86,7 +83,7 @@ def test_a_layer_that_returns_a_nested_value_is_not_compiled_to_a_flat_one(monke
     model = replace(model, layers=(DictEmbedding(), *model.layers[1:]))
     [batches], losses = toy_batches(1, 2), []
     for compiler in (None, LayerCompiler(model, "eager")):
-        with toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, compiler=compiler) as engine:
+        with toy_engine(PARTITIONS["one stage"], 1, model=model, compiler=compiler) as engine:
             losses.append(engine.evaluate(batches).loss_sums())
     assert losses[0] == losses[1]
     assert "embedding cannot be compiled (TypeError: it returns a nested value" in caplog.text

@@ -200,7 +200,7 @@ def engine_of(fault, store, bomb, **options):
     options = {"rounds": fault.rounds, "stale_layers": fault.stale_layers, "kept": kept, **options}
     options |= {"layerwise_recompute": fault.layerwise, **armed(bomb)}
     model = armed_model(fault.variant, bomb)
-    return toy_engine(model, store, PARTITIONS[fault.partition], fault.devices, **options)
+    return toy_engine(PARTITIONS[fault.partition], fault.devices, model=model, store=store, **options)
 
 
 def store_of(fault, **options):

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.models.conftest import tools
+from tests.support.toy_decoders import toy_decoder
 from torchround.models import FAMILIES
 
 __all__ = ["tools"]  # the fixture of the model tests
@@ -33,13 +34,7 @@ RELEASES = {
 def release(kind, folder, dtype=torch.bfloat16, **saving):
     """Write a random model of `kind` to `folder`; `saving` goes to `save_pretrained`."""
     family, model_type, settings = RELEASES[kind]
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **SHAPE | settings, initializer_range=0.2)
-    theirs = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):  # norms and biases, experts' biases less
-                parameter.add_((0.3 if parameter.ndim == 1 else 0.05) * torch.randn_like(parameter))
+    theirs = toy_decoder(AutoConfig.for_model(model_type, **SHAPE | settings), seed=1)
     theirs.to(dtype).save_pretrained(folder, **saving)
     config = FAMILIES[family].config_from_hf(theirs.config.to_dict())
     return SimpleNamespace(folder=folder, family=FAMILIES[family], config=config, theirs=theirs)

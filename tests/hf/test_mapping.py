@@ -65,7 +65,7 @@ def test_training_is_bitwise_that_of_a_copied_base(kind, releases, tools):
     before = {path: path.read_bytes() for path in release.folder.glob("*.safetensors")}
     for mapped in (False, True):
         model, store, in_files = opened(release, mapped)
-        with toy_engine(model, store, PARTITION, num_devices=2) as engine:
+        with toy_engine(PARTITION, model=model, store=store, num_devices=2) as engine:
             runs.append((train(engine, batches(tools)), store.named_views()))
         assert len(in_files) == (len(frozen_names(model)) if mapped else 0)
     assert runs[0][0] == runs[1][0]
@@ -153,7 +153,7 @@ def test_nothing_of_a_mapped_base_is_read_before_the_first_step(tmp_path, tools)
     store.initialize(model, 0, weights.load)
     file_bytes = path.stat().st_size
     assert file_bytes > 20e6 and store.nbytes() < 0.1 * file_bytes
-    with toy_engine(model, store, Partition((5,), 5, (5,)), num_devices=1) as engine:
+    with toy_engine(Partition((5,), 5, (5,)), model=model, store=store, num_devices=1) as engine:
         assert resident_bytes(path) < 0.01 * file_bytes
         engine.forward_backward([tools.micro_batch([[4]], 4000)]).loss()
         engine.drain()

@@ -38,7 +38,7 @@ def train_as_a_loop():
             batches.append(with_dropout_seeds([replace(part, max_documents=2) for part in parts], seed=7, step=step))
         store = toy_store(model, **options)
         loop = Reference.of(model, store, **({"stale": stale} if stale else {}))
-        with toy_engine(model, store, partition, devices, stale_layers=stale) as engine:
+        with toy_engine(partition, devices, model=model, store=store, stale_layers=stale) as engine:
             losses = train(engine, batches)
         assert losses == loop.train(batches)
         assert_same_state(store.named_views(), loop.state())

@@ -9,19 +9,20 @@ import copy
 import pytest
 import torch
 
+from tests.support.toy import toy_engine, train
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
 from tests.support.transformers_loop import (
+    LR,
+    MAX_NORM,
     assert_close_in_norm,
     compare,
     document_logits,
-    engine_of,
     loss_sum,
     make_pair,
     packed_steps,
     pair_of,
     reference_training,
     store_of,
-    train,
 )
 from torchround.pipeline.partition import Partition
 
@@ -92,8 +93,9 @@ def test_adamw_steps_of_the_engine_equal_those_of_transformers(pair, tools):
     steps = packed_steps(tools, 2, sequences=1)
     store = store_of(model := pair.build(), tools.stored_parameters(pair.ours))
     layers = len(model.layers)
-    with engine_of(model, store, Partition((1, layers - 4), 3, (layers - 4, 1)), num_devices=2) as engine:
-        losses = train(engine, steps)
+    partition = Partition((1, layers - 4), 3, (layers - 4, 1))
+    with toy_engine(partition, 2, model=model, store=store, max_norm=MAX_NORM) as engine:
+        losses = train(engine, steps, LR)
     theirs = copy.deepcopy(pair.theirs)
     assert losses == pytest.approx(reference_training(theirs, steps), rel=1e-5)
     released = tools.released_tensors(theirs)

@@ -12,6 +12,7 @@ import torch
 from tests.support.small_decoders import decoder
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.models import ModelConfigError, TransformerConfig
+from torchround.models.common import chunks
 from torchround.models.common.attention import Attention
 from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, assemble, decoder_names
 from torchround.models.common.experts import GatedExperts
@@ -26,17 +27,19 @@ CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the 
 
 
 @pytest.mark.parametrize(
-    ("name", "adapters", "dtype", "policy", "stale", "backward"),
+    ("name", "adapters", "dtype", "policy", "stale", "backward", "chunk"),
     [
-        ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1)),
-        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1)),
-        ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1)),
+        ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1), 24),
+        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1), 24),
+        ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1), 64),
+        ("llama3", (), torch.bfloat16, BOUNDED, 3, (2, 1), 24),
     ],
 )
 def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
-    name, adapters, dtype, policy, stale, backward, train_as_a_loop
+    name, adapters, dtype, policy, stale, backward, chunk, train_as_a_loop, monkeypatch
 ):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)  # micro-batches have up to 64 tokens
     model = decoder(name, "debug", adapters, vocab_size=50, num_layers=2, tied_embeddings=True)
     partition = Partition((1, 2), 1, backward)
     train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, policy=policy)

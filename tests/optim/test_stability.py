@@ -100,11 +100,6 @@ def test_the_scale_of_a_step_is_fixed_by_the_results_two_steps_before(overflows)
     assert scales_of(overflows, LossScaling(dynamic=True)) == expected_scales(overflows)
 
 
-def test_two_overflows_under_the_same_scale_halve_it_once():
-    scales = scales_of([True, True, False, False, True, False, False], LossScaling(dynamic=True))
-    assert scales == [INITIAL_SCALE / division for division in (1, 1, 2, 2, 2, 2, 4)]
-
-
 def test_it_stays_within_its_bounds():
     assert scales_of([True] * 100, LossScaling(dynamic=True))[-1] == LOWEST_SCALE
     assert scales_of(RUNS[2] * 10, LossScaling(dynamic=True))[-1] == HIGHEST_SCALE

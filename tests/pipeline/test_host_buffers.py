@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
 from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
-from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_bytes, keeping_layers
+from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_bytes
 
 FORWARD, BACKWARD = StageKind.FORWARD, StageKind.BACKWARD
 
@@ -119,37 +119,6 @@ def test_the_pool_is_as_large_as_the_worst_order_of_the_devices_needs(partition,
     for nbytes, counted in ((1, None), (2, "kept")):
         planned = most_buffers([held, held], num_devices, lambda cut, size: 1, lambda layer, size, n=nbytes: n)
         assert planned[nbytes] == most_alive([one, two], num_devices, ahead, kept, counted)
-
-
-PARTS = {"qkv": 4000, "output": 9000, "down": 9000}
-
-
-@given(
-    st.sampled_from(PARTITIONS),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.sampled_from(["sync", "async"]),
-    st.booleans(),
-    st.lists(st.lists(st.sampled_from(sorted(PARTS)), unique=True), min_size=4, max_size=4),
-)
-def test_the_planner_counts_kept_activations_as_the_engine_reserves_them(
-    partition, num_devices, rounds, update, validates, kept
-):
-    """The planner counts each size of buffer with arrays; the engine adds up buffers of all sizes, window by window."""
-    kept = tuple(tuple(names) for names in kept[: partition.num_layers])
-    keepable = tuple(
-        tuple({name: nbytes // (size + 1) for name, nbytes in PARTS.items()} for _ in kept) for size in range(2)
-    )
-    outputs = tuple((9000 // (size + 1),) * (partition.num_layers - 1) + (4,) for size in range(2))
-    batch = HostBatch((0, 0, 1), outputs, (512, 256), 1, validates, keepable)
-    pool = PoolCount(batch, num_devices, update)
-    most = Counter()
-    for pair in pool.pairs(partition, rounds, keeping_layers(kept)):
-        most |= most_buffers(
-            pair, num_devices, batch.buffer_bytes, lambda layer, size: batch.kept_bytes(kept, layer, size)
-        )
-    assert pool.boundary_bytes(partition, rounds, kept) == sum(n * nbytes for nbytes, n in most.items())
-    assert pool.boundary_bytes(partition, rounds, ((),) * len(kept)) == pool.boundary_bytes(partition, rounds)
 
 
 @given(st.sampled_from(PARTITIONS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3))

@@ -13,21 +13,6 @@ STALE = "--engine.stale_layers=2"
 PLANNED = "--engine.plan=none"
 
 
-def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs):
-    runs = {
-        "one": (STALE, "--engine.num_devices=1"),
-        "three": (STALE, "--engine.num_devices=3", PLANNED, "--engine.measure_steps=2"),
-        "fewer": ("--engine.stale_layers=1",),
-    }
-    for name, overrides in runs.items():
-        assert small_runs(name, *BOUNDED, *overrides) == 0
-    small_runs.assert_same("three", "one")
-    assert small_runs.losses("fewer") != small_runs.losses("one")
-    assert [small_runs.plan(name)["stale_layers"] for name in runs] == [2, 2, 1]
-    drift = [line["engine"]["weight_drift"] for line in small_runs.steps("one")]
-    assert max(drift) == 1 and len(drift) == STEPS
-
-
 def test_a_run_that_was_stopped_continues_with_its_stale_layers_and_refuses_others(small_runs, capsys, caplog):
     """Also on other devices, and with a plan of its own: the checkpoint decides the stale layers."""
     assert small_runs("whole", *BOUNDED, STALE) == 0

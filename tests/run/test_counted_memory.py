@@ -165,7 +165,7 @@ def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(
         try:
             plan = plan_for(smaller)
         except InfeasiblePlanError as error:
-            assert "of a device" in str(error) and not fits(smaller)
+            assert "engine.device_memory_gib" in str(error) and not fits(smaller)
             break
     setting.device_bytes = plan.device_bytes
     assert setting.measured_bytes(plan) == host_memory(setting.question(), plan).total_bytes

@@ -11,7 +11,7 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, size_text, whole_pages
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, whole_pages
 from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -108,25 +108,19 @@ UNCORRECTED = EngineTable(update="async", delay_correction="none")
     ],
     ids=["adamw", "compact", "muon", "muon, compact", "muon, compact, async"],
 )
-def test_a_run_that_does_not_fit_is_told_what_each_smaller_state_saves(table, engine, smaller):
-    """What a change saves is what the store of a run with it lacks. Compact AdamW needs a byte less than compact Muon."""
+def test_a_smaller_state_saves_what_the_store_of_a_run_with_it_lacks(table, engine, smaller):
+    """Compact AdamW needs a byte less than compact Muon."""
 
-    def numbers_of(settings, engine):
-        return RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=settings)
+    def store_bytes(settings, engine):
+        numbers = RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=settings)
+        return build_store(model(), numbers, CPU).nbytes()
 
-    numbers = numbers_of(table, engine)
-    whole_bytes = build_store(model(), numbers, CPU).nbytes()
-    told = [
-        f"{setting} (saves {size_text(whole_bytes - build_store(model(), numbers_of(*changed), CPU).nbytes())})"
-        for setting, changed in smaller.items()
-    ]
-    scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes - 2**20)
-    question = run_question(model(), numbers, scarce)
-    assert [setting for setting, _ in question.smaller_states()] == told
-    with pytest.raises(InfeasiblePlanError) as caught:
-        plan_for(question)
-    assert all(setting in str(caught.value) for setting in told)
-    assert str(caught.value).count("(saves ") == len(told)
+    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=table)
+    question = run_question(model(), numbers, CPU)
+    own_bytes = question.state().state_bytes
+    saved = {setting: own_bytes - changed.state().state_bytes for setting, changed in question.smaller_states()}
+    own_bytes = store_bytes(table, engine)
+    assert saved == {setting: own_bytes - store_bytes(*changed) for setting, changed in smaller.items()}
 
 
 def test_each_length_is_tried_with_its_own_batches_of_data():
@@ -134,10 +128,8 @@ def test_each_length_is_tried_with_its_own_batches_of_data():
     numbers = RunNumbers(TrainingTable(seq_len=2**24, global_batch_size=2), EngineTable())
     scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes + 2**29)
     question = run_question(model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)
-    with pytest.raises(InfeasiblePlanError, match=r"What would help: a smaller training\.seq_len") as caught:
+    with pytest.raises(InfeasiblePlanError, match="are missing"):
         plan_for(question)
-    # None of these is advice: each is the default, which is in force.
-    assert not any(key in str(caught.value) for key in ("dtype", "engine.update", "engine.rounds"))
     assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
 
 

@@ -61,6 +61,7 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
         num_devices=2,
         device=DeviceSpec("card", 24, 1.0),
         device_bytes=None,
+        host_bytes=2**30,
         keep_activations="all",
     )
     earlier = plan_for(replace(question, given=(Partition((2, 2), 1, (2, 2)), 1)))

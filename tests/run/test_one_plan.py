@@ -8,7 +8,7 @@ import pytest
 import torchround.run.run_plan
 from tests.support.small_run import TIED, files_of, small_runs
 from torchround.commands import plan_run, train_model
-from torchround.config import EngineTable, TrainingTable, load_config
+from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
 from torchround.pipeline.memory import MIB
@@ -16,6 +16,7 @@ from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.run_plan import given_kept
 
 __all__ = ["small_runs"]
 
@@ -33,8 +34,8 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
         asked.append(question)
         return plan_for(question, *costs)
 
-    replaced = [(module, "plan_for", seen) for module in (train_model, plan_report, torchround.run.run_plan)]
-    for module, name in ((train_model, "find_hardware"), (plan_run, "hardware")):
+    replaced = [(module, "plan_for", seen) for module in (plan_run, plan_report, torchround.run.run_plan)]
+    for module, name in ((train_model, "find_hardware"), (plan_run, "find_hardware"), (plan_run, "hardware")):
         replaced.append((module, name, lambda *_: MACHINE))
     for module, name, value in replaced:
         monkeypatch.setattr(module, name, value)
@@ -89,3 +90,16 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""
     assert f"bubble (idle share of the devices) {100 * small_runs.plan('run')['bubble']:.2f} %" in first
+
+
+def test_the_plan_of_a_file_says_what_is_kept_unless_a_setting_does(tmp_path):
+    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
+    numbers = RunNumbers(
+        TrainingTable(), EngineTable(keep_activations="all", plan=PlanTable(forward=[6], fused=2, backward=[6]))
+    )
+    plan = plan_for(run_question(model, numbers, Hardware("cuda", 2, 2**34, 2**34)))
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert any(plan.kept)
+    assert given_kept(EngineTable(plan=str(path))) == plan.kept
+    assert given_kept(EngineTable(plan=str(path), keep_activations="none")) is None

@@ -3,7 +3,7 @@
 import torch
 
 from tests.support.joint_teams import run_agreeing
-from tests.support.toy import PARTITIONS, VOCABULARY, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, VOCABULARY, toy_engine, toy_model
 from torchround.config import ValidationTable
 from torchround.data import DataError
 from torchround.layer import IGNORED_LABEL, MicroBatch
@@ -31,7 +31,7 @@ def loss_on(num_machines, batches_of, size=2, names=()):
     def work(machine, gather):
         model, agree = toy_model(), gather if num_machines > 1 else None
         options = {"names": names} if names else {}
-        with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 1) as engine:
+        with toy_engine(PARTITIONS["forward coarser"], 1, model=model) as engine:
             validation = RunValidation(TABLE, batches_of(machine), size, agree, machine, num_machines, **options)
             try:
                 return validation.loss(engine)

@@ -1,6 +1,5 @@
 """Each shipped config fits the machine that its first line names: with a validation, before and after measuring."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,36 +7,27 @@ import pytest
 
 from torchround.commands.configured_model import build_model
 from torchround.commands.machine_lines import planned_machines
-from torchround.commands.plan_run import question_of
+from torchround.commands.plan_run import dry_run_hardware, question_of
 from torchround.config import parse_command_line
-from torchround.pipeline.cards import find_device
-from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan_report import fits, host_memory, plan_for
-from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware
 from torchround.run.run_plan import PlanByMeasuring
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-MACHINE = re.compile(r"# (\d+) x (RTX 4090) \((\d+) GB\), (\d+) GB of host memory")
 
 
 def question_for(config, *keys):
-    """Ask for the plan of a config on the machine in its first line; None if any machine will do."""
+    """Ask for the plan of a config on the machine that it names, which is the one of its first line."""
+    options = parse_command_line(["--config", str(config), *keys])
+    table = options.config.machines
+    name = (table.card or "").upper().replace("RTX", "RTX ")
     first = config.read_text(encoding="utf-8").splitlines()[0]
-    machine = MACHINE.match(first)
-    if machine is None:
+    if table.card is None:
         assert first.startswith("# Any machine")
         return None
-    cards, card, device_gib, host_gib = machine.groups()
-    hardware = Hardware(
-        "cuda",
-        int(cards),
-        int(USABLE_DEVICE_FRACTION * int(device_gib) * GIB),
-        int(USABLE_HOST_FRACTION * int(host_gib) * GIB),
-        find_device(card),
-    )
-    options = parse_command_line(["--config", str(config), *keys])
-    machines = planned_machines(options.config.machines)
-    return question_of(options.config, build_model(options), hardware, (), machines)
+    assert first.startswith(f"# {table.num_cards} x {name} (24 GB), {table.host_memory_gib:g} GB of host memory")
+    machine = dry_run_hardware(options.config)
+    machines = planned_machines(table)
+    return question_of(options.config, build_model(options), machine, (), machines)
 
 
 def by_tier(path):

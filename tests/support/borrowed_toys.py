@@ -2,6 +2,8 @@
 
 import torch
 
+from tests.support.toy_decoders import toy_decoder
+
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
@@ -42,15 +44,7 @@ def toy_config(kind, **settings):
 
 def toy_model(kind, **settings):
     """Return a random model of `transformers` with weights that are large enough to matter."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(toy_config(kind, initializer_range=0.2, **settings)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return toy_decoder(toy_config(kind, **settings), seed=1)
 
 
 def meta_model(kind, **settings):

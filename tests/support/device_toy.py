@@ -19,4 +19,4 @@ def workers_of(kind, num_devices=1, make=AcceleratorDevice):
 def device_engine(kind, model, store, partition, num_workers, num_devices=1, make=AcceleratorDevice, **options):
     """Make a toy engine whose workers share the first `num_devices` devices of a kind."""
     wrap = workers_of(kind, num_devices, make)
-    return toy_engine(model, store, partition, num_workers, wrap=wrap, **options)
+    return toy_engine(partition, num_workers, model=model, store=store, wrap=wrap, **options)

@@ -314,7 +314,9 @@ class Row:
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip
         settings |= {**self.settings, **options}
-        return toy_engine(model, store, self.partition or cuts[self.cut], self.devices, optimizer=optimizer, **settings)
+        return toy_engine(
+            self.partition or cuts[self.cut], self.devices, model=model, store=store, optimizer=optimizer, **settings
+        )
 
     def calls_of(self, batch):
         size = -(-len(batch) // self.calls)
@@ -393,7 +395,7 @@ class Row:
         """Return the row on one machine, with as many rounds in all."""
         return replace(self, machines=1, rounds=self.rounds * self.machines)
 
-    def reference(self, device="cpu"):
+    def reference(self, device="cpu", **options):
         model = self.model()
         weights = {name: view.clone() for name, view in self.store(model).weights().items()}
         loop = Reference(
@@ -401,7 +403,7 @@ class Row:
             DTYPES[self.dtype], rounds=self.rounds * self.machines, clip=self.clip, device=device,
             max_norm=0.0 if self.clip == "none" else MAX_NORM, stale=self.stale_layers,
             gradient_dtype=torch.float32 if self.gradient == "wide" else None,
-            accumulate=torch.bfloat16 if self.gradient == "narrow" else torch.float32, loss_scale=self.loss_scale,
+            accumulate=torch.bfloat16 if self.gradient == "narrow" else torch.float32, loss_scale=self.loss_scale, **options,
         )  # fmt: skip
         outcome = Outcome()
         for number, batch in enumerate(self.batches):
@@ -415,13 +417,7 @@ class Row:
             if self.stopped and number == 1:
                 outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.evaluated.append(loop.evaluate(self.held_out))
-        outcome.norms, outcome.scales, outcome.skipped, outcome.state = (
-            loop.norms,
-            loop.scales,
-            loop.skipped,
-            loop.state(),
-        )
-        return outcome
+        return replace(outcome, norms=loop.norms, scales=loop.scales, skipped=loop.skipped, state=loop.state())
 
 
 def read_row(values):

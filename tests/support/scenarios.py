@@ -1,5 +1,6 @@
 """What forked children do (`processes.py`): train as `train.py` does, with something planted that goes wrong."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from tests.support.disks import Disk
 from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_family
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands import configured_model, export_hf
+from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger, run_page
 from torchround.run import early_end
@@ -46,6 +48,23 @@ def warm_up():
 def trains(arguments):
     """Train a run. Returns its exit code."""
     return train.main(["--config", "small.toml", *arguments])
+
+
+def has_a_bad_device(device, trouble, operation, arguments):
+    """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
+    run, seen = CpuDevice.run, itertools.count(1)
+
+    def troubled(self, *details, **further):
+        if self.name == device and (count := next(seen)) >= operation:
+            if trouble == "slow":
+                time.sleep(0.002)
+            elif count == operation:
+                raise RuntimeError("planted")
+        return run(self, *details, **further)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuDevice, "run", troubled)
+        return trains(arguments)
 
 
 def is_killed_at(event, delay_s, arguments):

@@ -15,7 +15,7 @@ MAKERS = {
 
 
 def host_engine(model, store, optimizer, num_devices=2, partition=PARTITIONS["backward coarser"], **options):
-    return toy_engine(model, store, partition, num_devices, optimizer=optimizer, **options)
+    return toy_engine(partition, num_devices, model=model, store=store, optimizer=optimizer, **options)
 
 
 def train(engine, batches, after=lambda: None):

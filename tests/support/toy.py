@@ -11,7 +11,7 @@ from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED
+from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import aligned
 from torchround.keeping import keep
@@ -166,16 +166,22 @@ def linked(device):
 
 
 def toy_engine(
-    model,
-    store,
     partition,
     num_devices,
+    *,
+    model=None,
+    store=None,
+    dtype=torch.float32,
+    policy=SYNC,
     observer=None,
     wrap=lambda device: device,
     machines=None,
     optimizer=OPTIMIZER,
     **settings,
 ):
+    """Make an engine of the toy model and a store of `dtype` and `policy`, or of those given."""
+    model = model or toy_model()
+    store = store or toy_store(model, dtype, policy=policy)
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
     if store.policy is BOUNDED:
         settings = {"clip": "layer", **settings}

@@ -9,16 +9,15 @@ import torch
 import transformers
 
 from tests.support.model_tools import gather, released_tensors
+from tests.support.toy_decoders import toy_decoder
 from torchround.engine.device import CpuDevice
 from torchround.generation import TextEngine, inference_store
 from torchround.models import FAMILIES
 
 VOCAB = 97
 STOP = 11
-# Ten times the usual weights: attention is far from uniform, and logits are far apart.
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
-SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
-SHAPE |= {"max_position_embeddings": 512, "initializer_range": 0.2}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OWN = {
@@ -36,18 +35,7 @@ OWN = {
 def their_model(family):
     """Return the model of `transformers`."""
     config_class, settings = OWN[family]
-    return filled(config_class(**SHAPE | settings))
-
-
-def filled(config):
-    """Return a model of `transformers` with random weights, and with biases and norms that matter."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return toy_decoder(config_class(**SHAPE | settings))
 
 
 def own_model(family, devices=None):

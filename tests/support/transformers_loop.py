@@ -14,10 +14,6 @@ from torch.nn import functional as F
 from tests.support import model_tools
 from tests.support.rounding import assert_close_in_sums
 from tests.support.toy_decoders import VOCAB, toy_config, toy_decoder
-from torchround.config import AdamWTable
-from torchround.engine.device import CpuDevice
-from torchround.engine.engine import Engine
-from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, HFNames, LayeredModel
 from torchround.models import FAMILIES
@@ -129,28 +125,6 @@ def store_of(model, weights, dtype=torch.float32):
     store = HostStore(model, dtype)
     store.write_weights({name: weights[name].detach() for name in store.weights()})
     return store
-
-
-def engine_of(model, store, partition, num_devices):
-    """Make an engine with AdamW of the reference loop; every device is a thread."""
-    return Engine(
-        model,
-        store,
-        [CpuDevice(index) for index in range(num_devices)],
-        partition,
-        optimizer=AdamWTable(**ADAMW, weight_decay=DECAY),
-        settings=EngineSettings(max_norm=MAX_NORM, hang_timeout_s=300.0),
-    )
-
-
-def train(engine, steps):
-    """Train and wait for the last update. Return the loss of each step."""
-    results = []
-    for batches in steps:
-        results.append(engine.forward_backward(batches))
-        engine.step(LR)
-    engine.drain()
-    return [result.loss() for result in results]
 
 
 def packed_steps(tools, num_steps, micro_batches=2, sequences=2):

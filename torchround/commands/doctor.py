@@ -23,6 +23,7 @@ from torchround.data import TokenizerError
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
+from torchround.pipeline.cards import UnknownPeakError
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import report_plan
@@ -36,7 +37,7 @@ NAME_WIDTH, WIDTH = 27, 100  # in characters; the width if the output is not a t
 # A card that cannot be used makes PyTorch raise RuntimeError.
 UNPLANNABLE = (
     *(ConfigError, ModelConfigError, EngineError, TokenizerError, HFError, PlanError),
-    RuntimeError,
+    *(UnknownPeakError, RuntimeError),
 )
 
 
@@ -120,7 +121,7 @@ def config_facts(path: Path) -> Iterator[Fact]:
         yield path.name, f"fits: host memory {host}, {devices}, a checkpoint {disk}"
     else:
         # `plan` lists the changes that would help, and tries each.
-        yield path.name, f"does not fit: {answer.problem.partition('. What would help')[0]}"
+        yield path.name, f"does not fit: {answer.problem}"
     first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     if first.startswith("# "):
         yield "", f"written for: {first.removeprefix('# ').partition('. ')[0]}"

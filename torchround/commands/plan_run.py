@@ -2,8 +2,9 @@
 
     torchround plan --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
 
-Any key of the config can follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is
-given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.
+The shipped configs name a machine ([machines]), so that `--config` alone is enough for them. Any key of the config can
+follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is given by numbers:
+`--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchround.accelerators import deterministic_operations
 from torchround.commands import CommandError
-from torchround.commands.configured_model import build_model, find_weights
-from torchround.commands.machine_lines import machine_parts, planned_machines
+from torchround.commands.configured_model import build_model, find_weights, flavors_of
+from torchround.commands.machine_lines import fewest_machines, machine_parts, planned_machines
 from torchround.config import Config, ConfigError, Options, parse_command_line
 from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
@@ -29,18 +31,28 @@ from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import Costs, CostsError
 from torchround.pipeline.kept_report import ratio_text
-from torchround.pipeline.memory import GIB, PROGRAM_BYTES, HostMemory, size_text
+from torchround.pipeline.memory import GIB, PROGRAM_BYTES, gib_text, parts_text, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, layer_names
-from torchround.pipeline.plan_report import PlanReport, report_plan
+from torchround.pipeline.plan_report import PlanReport, changes_that_fit, fits, plan_for, report_plan
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
-from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.hardware import (
+    USABLE_DEVICE_FRACTION,
+    USABLE_HOST_FRACTION,
+    Hardware,
+    find_hardware,
+    planned_kind,
+)
+from torchround.run.numbers import RunNumbers, num_parameters, run_question
+from torchround.untrusted.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+MOST_ADVICE = 3
+ADVISED_RANK = 16  # of adapters
 # The value of `--costs` for measured times that are part of the repository, and their folder.
 SHIPPED, MEASURED_TIMES = "shipped", Path(__file__).parents[2] / "docs" / "costs"
 WIDTH = 110  # in characters, of the tables when the output is not a terminal
@@ -50,35 +62,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake of the user."""
     given, overrides = parser().parse_known_args(arguments)
     try:
-        options = parse_command_line(["--config", given.config, *overrides])
+        rank = ["--lora.rank", f"{given.lora_rank}"] if given.lora_rank else []
+        options = parse_command_line(["--config", given.config, *overrides, *rank])
         if options.print_config or options.dry_run:
             raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
-        if given.lora_rank:
-            options = _with_adapters(options, given.lora_rank)
         machine = hardware(given, options.config)
         with deterministic_operations(options.config.training.deterministic):
             question = configured_question(options, known_vocab_size(options), machine)
             if given.costs:
-                question = question.with_times(measured_costs(given))
+                question = question.with_times(measured_costs(given, machine))
             answer = report_plan(question)
+            show_plan(answer, machine)
+            show_advice(options, machine, answer)
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError, CostsError),
         *(TokenizerError, HFError, PlanError, UnknownPeakError),
     ) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    show_plan(answer)
-    show_advice(options, machine, answer)
     return 0 if answer.plan is not None else 1
 
 
-def measured_costs(given: argparse.Namespace) -> Costs:
+def measured_costs(given: argparse.Namespace, machine: Hardware) -> Costs:
     """Read the measured times that `--costs` asks for. Raises `CommandError` or `CostsError`."""
     path = Path(given.costs)
     if given.costs == SHIPPED:
-        path = MEASURED_TIMES / f"{given.device}_{Path(given.config).stem}.json"
+        card = machine.spec.name if machine.spec else "unknown"
+        path = MEASURED_TIMES / f"{card}_{Path(given.config).stem}.json"
         if not path.is_file():
-            known = ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json")))
+            known = (
+                ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json"))) or "files of a clone"
+            )
             raise CommandError(
                 f"--costs {SHIPPED}: there is no {path.name}; measured times are shipped as {known}"
             )
@@ -130,12 +144,6 @@ def known_vocab_size(options: Options) -> int | None:
         return None
 
 
-def _with_adapters(options: Options, rank: int) -> Options:
-    """Return the options with `lora.rank` set, which `--lora-rank` is short for."""
-    lora = options.config.lora.model_copy(update={"rank": rank})
-    return replace(options, config=options.config.model_copy(update={"lora": lora}))
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options; other arguments are overrides of the config."""
     result = argparse.ArgumentParser(
@@ -143,12 +151,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("--config", required=True, help="TOML file, looked up as given, then in configs/")
-    add("--device", help=f"card: {', '.join(device_names())}")
-    add("--num-devices", type=count, help="default: engine.num_devices, else 1")
+    add("--device", help=f"card, default: machines.card; {', '.join(device_names())}")
+    add("--num-devices", type=count, help="default: engine.num_devices, else machines.num_cards, else 1")
     add(
         "--host-memory-gib",
         type=positive,
-        help="host memory that the run may use; default: engine.host_memory_gib, else no limit",
+        help="host memory that the run may use; default: engine.host_memory_gib, else 95 %% of machines.host_memory_gib",
     )
     add("--device-memory-gib", type=positive, help="of each device; default: the card's")
     add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
@@ -180,51 +188,152 @@ def positive(text: str) -> float:
 
 
 def hardware(given: argparse.Namespace, config: Config) -> Hardware:
-    """Describe the hardware: a card of the table, with the numbers that were given in place of the card's own."""
-    card = find_device(given.device) if given.device else None
-    if given.device and card is None:
-        raise CommandError(
-            f"--device {given.device} is not in the table: {', '.join(device_names())}; any other card is given "
-            "by --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+    """Describe the hardware: a card of the table, with the numbers that were given in place of the card's own.
+
+    Raises `EngineUsageError` for a card that is not in the table.
+    """
+    memory_gib, tflops, pcie = given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s
+    is_described, legal = memory_gib and tflops and pcie, ", ".join(device_names())
+    name = given.device or (None if is_described else config.machines.card)
+    card = find_device(name) if name else None
+    if name and card is None:
+        key = "--device" if given.device else "machines.card"
+        raise EngineUsageError(
+            f"{key} {name} is not in the table: {legal}; any other card is given by --device-memory-gib, --device-tflops and "
+            "--pcie-gb-per-s"
         )
-    numbers = (given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s)
-    if card is None and any(number is None for number in numbers):
-        raise CommandError(
-            f"give --device ({', '.join(device_names())}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+    if card is None and not is_described:
+        raise EngineUsageError(
+            f"give --device ({legal}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
         )
-    memory_gib, tflops, pcie = numbers
     spec = card or DeviceSpec("given by numbers", 0.0, 0.0)
     spec = replace(spec, memory_gib=memory_gib or spec.memory_gib, pcie_gb_per_s=pcie or spec.pcie_gb_per_s)
     if tflops:  # it is that of the run's dtype, the only one that the plan asks for
         peaks: dict[str, float] = {config.training.dtype: tflops * 1e12}
         spec = replace(spec, peak_flops=peaks, fp16_accumulation_flops=None)
-    host_gib = given.host_memory_gib or config.engine.host_memory_gib
+    engine, machines = config.engine, config.machines
+    host_gib = given.host_memory_gib or engine.host_memory_gib
+    if host_gib is None and machines.host_memory_gib is not None:
+        host_gib = USABLE_HOST_FRACTION * machines.host_memory_gib
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
-    usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
+    usable_gib = engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
     return Hardware(
-        kind=planned_kind(config.engine),
-        num_devices=given.num_devices or config.engine.num_devices or 1,
+        kind=planned_kind(engine),
+        num_devices=given.num_devices or engine.num_devices or machines.num_cards or 1,
         spec=spec,
-        device_bytes=int(usable * GIB),
+        device_bytes=int(usable_gib * GIB),
         host_bytes=None if host_gib is None else int(host_gib * GIB),
     )
 
 
-def show_plan(answer: PlanReport) -> None:
+def dry_run_hardware(config: Config) -> Hardware:
+    """Describe the machine that the config names; without one, find this machine's hardware."""
+    if config.machines.card is None:
+        return find_hardware(config.engine)
+    say("planned for the machine that the config names (--machines.card none: for this one)")
+    return hardware(parser().parse_args(["--config", ""]), config)
+
+
+def machine_text(machine: Hardware) -> str:
+    """Say on one line which machine a plan is for, and what of its memory the run may use."""
+    assert machine.spec is not None and machine.device_bytes is not None, "a described machine has a card"
+    if machine.host_bytes is None:
+        host = (
+            "no limit of host memory was given (--host-memory-gib): it takes the least among the fastest, and "
+            'engine.keep_activations = "auto" keeps nothing'
+        )
+    else:
+        host = f"{gib_text(machine.host_bytes)} of host memory"
+    return (
+        f"planned for {machine.num_devices} x {machine.spec.name} with {gib_text(machine.device_bytes)} usable of "
+        f"{machine.spec.memory_gib:g} GiB; {host}"
+    )
+
+
+def show_plan(answer: PlanReport, machine: Hardware) -> None:
     """Print the report. `train.py --dry-run` prints it here too."""
     from rich.console import Console  # importing rich draws random numbers, which an import must not
 
     is_terminal = sys.stdout.isatty()
     console = Console(width=None if is_terminal else WIDTH)
+    if machine.spec is not None:
+        console.print(machine_text(machine), highlight=False, soft_wrap=not is_terminal)
     console.print(rendered(answer), highlight=False, soft_wrap=not is_terminal)
 
 
 def show_advice(options: Options, machine: Hardware, answer: PlanReport) -> None:
     """Print what would make a run fit that does not."""
-    from torchround.commands.plan_advice import advice  # which asks this module for its questions
+    if answer.plan is None:
+        for line in advice(options, machine, answer.question):
+            print(line)
 
-    for line in advice(options, machine, answer):
-        print(line)
+
+def plan_with_advice(options: Options, machine: Hardware, question: RunQuestion) -> Plan:
+    """Return the plan of a run. Raises `InfeasiblePlanError` with the changes that would help."""
+    try:
+        return plan_for(question)
+    except InfeasiblePlanError as error:
+        if error.least is None:
+            raise  # keys that contradict each other, not memory
+        lines = (str(error), *advice(options, machine, question))
+        raise InfeasiblePlanError("\n".join(lines), error.least) from error
+
+
+def advice(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
+    """Yield the changes that help a run most that does not fit: those that change least come first."""
+    settings = chain(changes_that_fit(question), _other_runs(options, machine, question))
+    lines = [f"  with {setting}: fits" for setting in islice(settings, MOST_ADVICE)]
+    yield from lines or ["  no three changes of the config make it fit"]
+
+
+def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
+    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines, a smaller flavor."""
+    config = options.config
+    changes: list[tuple[str, str, str, object]] = []
+    if config.training.dtype == "float32":
+        changes.append(('training.dtype = "bfloat16"', "training", "dtype", "bfloat16"))
+    if not config.lora.rank:
+        changes.append((f"lora.rank = {ADVISED_RANK} (adapters)", "lora", "rank", ADVISED_RANK))
+    for setting, table, key, value in changes:
+        if _fits_with(options, machine, question.machines, table, key, value):
+            yield setting
+    if machines := fewest_machines(question):
+        yield f"{machines} such machines"
+    if config.model.flavor is None or config.model.shape is not None:
+        return
+    sizes = {
+        name: num_parameters(build_model(_changed(options, "model", "flavor", name), warns=False))[0]
+        for name in flavors_of(config.model.family)
+        if not name.startswith("debug")
+    }
+    own = sizes.get(config.model.flavor, 0)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sizes[name] < own and _fits_with(options, machine, question.machines, "model", "flavor", name):
+            yield f'model.flavor = "{name}"'
+            return
+
+
+def _fits_with(
+    options: Options, machine: Hardware, machines: PlannedMachines, table: str, key: str, value: object
+) -> bool:
+    """Check whether the run fits with a key changed. A value that the model cannot take does not."""
+    changed = _changed(options, table, key, value)
+    try:
+        model = build_model(changed, warns=False)
+        question = question_of(changed.config, model, machine, (), machines)
+        return fits(question)
+    except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
+        return False
+
+
+def _changed(options: Options, table: str, key: str, value: object) -> Options:
+    """Return the options with a key changed, and without a plan, which is for other layers or costs."""
+    config = options.config
+    tables = {
+        table: getattr(config, table).model_copy(update={key: value}),
+        "engine": config.engine.model_copy(update={"plan": None}),
+    }
+    return replace(options, config=config.model_copy(update=tables))
 
 
 def rendered(report: PlanReport) -> "Group":
@@ -232,48 +341,41 @@ def rendered(report: PlanReport) -> "Group":
     from rich.console import Group  # draws random numbers when imported, which an import must not
 
     timed = report.question.device is not None
-    parts: list[object] = [_host_table(report)]
+    parts: list[object] = [_verdict(report), _host_table(report)]
     if report.plan is not None:
-        parts += [
-            _plan_table(report.plan, timed),
-            _device_line(report),
-            *(report.kept.lines(timed) if report.kept is not None else ()),
-            report.plan.summary(timed),
-            *_speed_lines(report),
-        ]
+        parts += [_plan_table(report.plan, timed), _device_line(report), *report.plan.kept_lines()]
+        parts += [] if report.kept is None else [report.kept.text(timed)]
+        parts += [report.plan.summary(timed), *_speed_lines(report)]
     else:
-        parts += [f"does not fit: {report.problem}"]
+        parts += [_device_line(report)]
     parts += [*machine_parts(report), *_faster_lines(report), _length_line(report)]
     return Group(*(part for part in parts if part))  # type: ignore[arg-type]
 
 
+def _verdict(report: PlanReport) -> str:
+    if report.plan is None:
+        return f"does not fit: {report.problem}"
+    limits = report.question.host_bytes, report.question.device_bytes
+    host, device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
+    return (
+        f"fits: the host needs {gib_text(report.host.total_bytes)}{host}, each device "
+        f"{gib_text(report.plan.device_bytes)}{device}"
+    )
+
+
 def _host_table(report: PlanReport) -> "Table":
-    host: HostMemory = report.host
-    rows: dict[str, int | str] = {
-        "weights": host.weight_bytes,
-        "gradients": host.gradient_bytes,
-        "optimizer state": host.optimizer_bytes,
-        **({} if report.plan is None else _plan_rows(host)),
-        **({"messages of other machines": host.exchange_bytes} if host.exchange_bytes else {}),
-        **({"readers of files": host.reader_bytes} if host.reader_bytes else {}),
-        "batches of data": host.loader_bytes,
-        **({"virtual devices": host.device_bytes} if host.device_bytes else {}),
-        "all": host.total_bytes,
-    }
-    allowed = report.question.host_bytes
-    rows["allowed"] = "no limit was given" if allowed is None else allowed
+    host, allowed = report.host, report.question.host_bytes
+    rows = {kind: size_text(size) for kind, size in host.parts().items() if size}
+    rows["all"] = size_text(host.total_bytes)
+    rows["allowed"] = "no limit was given" if allowed is None else gib_text(allowed)
     if host.mapped_bytes:
-        rows["besides, in files: frozen weights"] = host.mapped_bytes
+        rows["besides, in files: frozen weights"] = size_text(host.mapped_bytes)
     if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
-        rows["besides, about: Python and PyTorch"] = PROGRAM_BYTES
+        rows["besides, about: Python and PyTorch"] = size_text(PROGRAM_BYTES)
     table = _table("host memory", ("kind",), ("size",))
-    for name, size in rows.items():
-        table.add_row(name, size if isinstance(size, str) else size_text(size))
+    for row in rows.items():
+        table.add_row(*row)
     return table
-
-
-def _plan_rows(host: HostMemory) -> dict[str, int]:
-    return {"activations between stages": host.activation_bytes, "tokens": host.integer_bytes}
 
 
 def _plan_table(plan: Plan, timed: bool) -> "Table":
@@ -308,21 +410,11 @@ def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Tab
 
 
 def _device_line(report: PlanReport) -> str:
+    if report.device is None:
+        return ""
     memory, limit = report.device, report.question.device_bytes
-    assert memory is not None, "a plan has device memory"
-    parts = (
-        f"weights {size_text(memory.weights_bytes)}, gradients {size_text(memory.gradients_bytes)}, "
-        f"activations and workspace {size_text(memory.compute_bytes)}, staging {size_text(memory.staging_bytes)}, "
-        f"tokens {size_text(memory.integers_bytes)}"
-    )
-    if memory.kept_bytes:
-        parts += f", kept activations {size_text(memory.kept_bytes)}"
-    if memory.job_bytes:
-        parts += f", matrices of the optimizer {size_text(memory.job_bytes)}"
-    if memory.constant_bytes:
-        parts += f", constant buffers {size_text(memory.constant_bytes)}"
-    of = "" if limit is None else f" of {size_text(limit)} usable"
-    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts}"
+    of = "" if limit is None else f" of {gib_text(limit)} usable"
+    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts_text(memory.parts())}"
 
 
 def _speed_lines(report: PlanReport) -> Iterator[str]:
@@ -341,7 +433,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
         f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {layer_names(stage, stage)})"
     )
     if ratio := ratio_text(report.question, report.question.costs()):
-        yield f"{ratio}, counted"
+        yield ratio if report.question.is_measured else f"{ratio}, counted"
     if report.micro_batches_to_hide == math.inf:
         yield "activations alone take longer than computing: no number of micro-batches hides the weight upload"
     elif report.micro_batches_to_hide is not None:
@@ -359,10 +451,12 @@ def _faster_lines(report: PlanReport) -> Iterator[str]:
 
 def _length_line(report: PlanReport) -> str:
     if not report.longest_tokens:
-        return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
+        return "no sequence of 1024 tokens fits, not even in micro-batches of one"
     question = report.question
     num_sequences = question.num_devices * question.machines.count
+    longer = report.longest_by_16_bits > report.longest_tokens
     return (
         f"longest sequence that fits with a batch of {num_sequences} sequences, one per micro-batch, one round, "
         f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
+        + (f'; engine.accumulate_dtype = "bfloat16": {report.longest_by_16_bits:,} tokens' if longer else "")
     )

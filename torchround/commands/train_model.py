@@ -32,7 +32,14 @@ from torchround.commands.configured_model import (
 from torchround.commands.export_hf import Export, export, own_paths
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.machine_lines import network_text
-from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
+from torchround.commands.plan_run import (
+    configured_question,
+    dry_run_hardware,
+    plan_with_advice,
+    question_of,
+    show_advice,
+    show_plan,
+)
 from torchround.commands.tried_text import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
@@ -51,8 +58,10 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
+from torchround.pipeline.cards import UnknownPeakError
+from torchround.pipeline.memory import parts_text, size_text
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import best_mode, host_memory, plan_for, report_plan
+from torchround.pipeline.plan_report import best_mode, host_memory, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
@@ -65,7 +74,7 @@ from torchround.run.joining import (
     start_identity,
     with_agreed_rule,
 )
-from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
+from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import require_same_optimizer, resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.run_parts import RunParts
@@ -81,7 +90,7 @@ from torchround.untrusted.terminal import escape_unprintable, say
 # traceback.
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunError, HFError, LaunchError),
+    *(PlanError, RunError, HFError, LaunchError, UnknownPeakError),
 )
 # A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
 SLOW_SAVE_BYTES = 9 * 10**9
@@ -177,7 +186,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
-    plan = plan_for(question)  # raises if the run does not fit this machine
+    plan = plan_with_advice(options, hardware, question)
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
@@ -237,7 +246,7 @@ def dry_run(options: Options) -> int:
     tokenizer = tokenizer_if_here(options)
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     check_weights(options, vocab_size)
-    machine, folder = find_hardware(config.engine), RunFolder(config.run)
+    machine, folder = dry_run_hardware(config), RunFolder(config.run)
     question = configured_question(options, vocab_size, machine)
     if tokenizer is not None:
         # Finds the mistakes that only show when the data is looked at.
@@ -245,12 +254,13 @@ def dry_run(options: Options) -> int:
         if text := dry_text(config, loader, folder):
             say(text)
     answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(answer)
+    show_plan(answer, machine)
     show_advice(options, machine, answer)
     stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
     need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
     say(f"disk: {need.text()}")
-    need.require_one()
+    if config.machines.card is None:  # the disk of another machine is not known
+        need.require_one()
     return 0 if answer.plan is not None else 2
 
 
@@ -290,12 +300,12 @@ def description(parts: RunParts) -> str:
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     need = disk_need(parts.config, parts.folder, parts.question)
-    machines = parts.machines
+    machines, host = parts.machines, host_memory(parts.question, parts.plan)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
-        f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
+        f"host     {size_text(host.total_bytes)} ({parts_text(host.parts())})",
         f"disk     {need.text()}",
     ]
     if machines.group is not None:

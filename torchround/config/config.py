@@ -147,7 +147,8 @@ class EngineTable(Table):
     the last bits from uncompiled ones, so a run should keep this setting. Compiled layers are cached in
     `TORCHINDUCTOR_CACHE_DIR`, the optimizer there or in `~/.cache/torchround`. Needs a C++ compiler (`CXX`) and, on GPUs,
     Triton with a C compiler (`CC`) and Python's headers (`python3-dev`). Code that cannot be compiled runs
-    uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled."""
+    uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled. So do
+    blocks in micro-batches of more than 8192 tokens, which they compute in chunks."""
 
     share_links: bool | Literal["auto"] = "auto"
     """Turns for GPUs that share a link to the host, for example below one PCIe switch: one uploads weights at a time.

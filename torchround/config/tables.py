@@ -218,6 +218,17 @@ class MachinesTable(Table):
     planned: PositiveInt = 1
     """Machines that `--dry-run` and `torchround plan` plan for. A run counts its own."""
 
+    card: Name | None = None
+    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md). `--dry-run` and `torchround plan` then plan for such
+    machines. A run uses what it finds. Default: a dry run plans for the machine that it runs on."""
+
+    num_cards: PositiveInt | None = None
+    """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
+
+    host_memory_gib: PositiveFloat | None = None
+    """Host memory of each planned machine, in GiB, above 0. A plan uses at most 95 % of it. Default: no limit; then a plan
+    takes the least among the fastest, and keeps nothing for backward stages."""
+
     gbit_per_s: PositiveFloat | None = None
     """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `torchround plan` plan with.
     A run measures its own. Default: plans are made for 10, 25 and 100."""

@@ -80,6 +80,8 @@ class LayerCompiler:
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
             if _is_compilable(hidden, micro_batch):
                 assert isinstance(micro_batch, MicroBatch), "checked in the line above"
+                if device is not None and runs_fused(layer, device, micro_batch.shape.numel()):
+                    return layer(hidden, micro_batch)
                 output = kind.run(parameters, hidden, micro_batch, board)
                 if output is not None:
                     return output

@@ -74,7 +74,7 @@ class KeptLayers:
         if not hasattr(module, "work"):
             return None
         work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
-        if self._compiles and not runs_fused(module, self._kind):
+        if self._compiles and not runs_fused(module, self._kind, shape.numel()):
             work = kept_whole(work)
         names = self.names_of(layer)
         return sum(part.nbytes for part in work.keepable if part.name in names)

@@ -15,7 +15,7 @@ from torchround.pipeline.memory import MemoryLimits, rounding
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.planner import InfeasiblePlanError, make_plan
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import layer_parameters, shared_layers
+from torchround.run.numbers import layer_parameters, parameter_counts, shared_layers
 
 # Gradients add up on devices in float32.
 ACCUMULATE_BYTES = 4
@@ -37,7 +37,7 @@ def measured_costs(model: LayeredModel, store: HostStore, measures: Sequence[Lay
         for name, count, measure in zip(model.names, layer_parameters(model), measures, strict=True)
     )
     largest = max(layer.boundary_bytes for layer in layers)
-    return Costs(layers, hop_seconds(largest, ASSUMED_DEVICE), shared_layers(model))
+    return Costs(layers, hop_seconds(largest, ASSUMED_DEVICE), shared_layers(parameter_counts(model)))
 
 
 def cut_model(

@@ -44,6 +44,7 @@ OWN_KEYS = {
     *("engine.devices", "engine.num_devices", "engine.device_memory_gib", "engine.host_memory_gib"),
     *("engine.keep_activations", "engine.share_links", "engine.cpu_threads", "data.num_workers"),
     *("metrics.wandb", "metrics.wandb_project", "machines.planned", "machines.gbit_per_s"),
+    *("machines.card", "machines.num_cards", "machines.host_memory_gib"),
 }
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

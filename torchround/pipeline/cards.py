@@ -6,7 +6,8 @@ card that is not listed has no peak: callers print no MFU rather than a wrong on
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 # Peak FLOP/s in 16 bits over bytes/s of memory: 70 to 300 in the table of cards, around 160 of recent consumer cards.
 USUAL_FLOPS_PER_BYTE = 160
@@ -63,24 +64,16 @@ def _card(
     half_tflops: float,
     float32_tflops: float,
     memory: float,
+    fp16_accumulation: float | None = None,
 ) -> DeviceSpec:
     half = half_tflops * 1e12
     peaks = {"bfloat16": half, "float16": half, "float32": float32_tflops * 1e12}
-    return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks, memory_gb_per_s=memory)
+    faster = fp16_accumulation and fp16_accumulation * half
+    return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks, faster, memory_gb_per_s=memory)
 
 
-def _geforce(
-    name: str,
-    memory_gib: float,
-    pcie_gb_per_s: float,
-    half_tflops: float,
-    float32_tflops: float,
-    memory: float,
-) -> DeviceSpec:
-    """Return a card whose tensor cores add up in float16 twice as fast as in fp32."""
-    card = _card(name, memory_gib, pcie_gb_per_s, half_tflops, float32_tflops, memory)
-    return replace(card, fp16_accumulation_flops=2 * half_tflops * 1e12)
-
+# A card whose tensor cores add up in float16 twice as fast as in fp32.
+_geforce = partial(_card, fp16_accumulation=2)
 
 # PCIe x16: generation 3 16, 4 32, 5 64 GB/s. float32 is without TF32. The last column is the makers' memory bandwidth.
 DEVICES = (

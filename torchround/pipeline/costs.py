@@ -1,4 +1,4 @@
-"""Costs of each layer for one micro-batch: seconds and bytes, measured or counted from FLOPs.
+"""Costs of each layer for one micro-batch: seconds and bytes, measured or counted from shapes.
 
 The planner and the simulator read these numbers and nothing else of a model, so a plan can be made for a
 model or a card that is not at hand. `backward_s` is without recomputation: a backward stage pays `forward_s`
@@ -306,6 +306,8 @@ class CountedWork(Protocol):
     def workspace_bytes(self) -> int: ...
     @property
     def keepable(self) -> Sequence[CountedPart]: ...
+    @property
+    def unkept_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -369,11 +371,12 @@ def costs_from_work(
     parts = zip(names, works, parameters, whole, updates_s, strict=True)
     for name, work, parameter, keeps_all, update_s in parts:
         gradient_bytes = parameter.trained * accumulate_bytes
+        moved_bytes = work.activation_bytes + work.unkept_bytes
         layers.append(
             LayerCost(
                 name=name,
-                forward_s=card.forward_s(work.products, work.activation_bytes),
-                backward_s=card.backward_s(work.products, work.activation_bytes, gradient_bytes),
+                forward_s=card.forward_s(work.products, moved_bytes),
+                backward_s=card.backward_s(work.products, moved_bytes, gradient_bytes),
                 weight_bytes=(parameter.trained + parameter.frozen) * element_bytes,
                 gradient_bytes=gradient_bytes,
                 activation_bytes=work.activation_bytes,

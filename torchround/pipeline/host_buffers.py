@@ -1,20 +1,26 @@
 """The pool of host buffers: how many of which size the passes of a run hold at once, at most.
 
 A micro-batch holds the boundaries that are kept for its backward stages, the one that is on its way, and the
-kept activations of its layers, from a layer's forward stage to its backward stage. For each stage slot that may be the first unfinished one, this module counts how far each round can be by then.
-The count holds for any speeds of the devices, so the pool is never too small; in small cases, tried
-exhaustively by a test, it is exact. The engine reserves by this count (`pass_buffers`), and plans are limited
-by it (`pool_count.py`), so neither can be larger than the other.
+kept activations of its layers, from a layer's forward stage to its backward stage. For each stage slot that may be the
+first unfinished one, this module counts how far each round can be by then. The count holds for any speeds of the devices,
+so the pool is never too small; in small cases, tried exhaustively by a test, it is exact. The engine reserves by this
+count (`pass_buffers`), and plans are limited by it (`pool_count.py`), so neither can be larger than the other.
 
-Shapes: N devices, S stages of a pass.
+Shapes: N devices, S stages of a pass, L layers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchround.pipeline.partition import Stage, StageKind
 
+# By bytes and by size of micro-batch, the buffers that it holds after 0 to S stages.
+BuffersAfter = dict[int, dict[int, NDArray[np.int64]]]
 PAGE_BYTES = 4096  # a buffer of the pool starts and ends at a page
 LOSS_BYTES = 4  # the loss of a micro-batch
 
@@ -49,49 +55,34 @@ def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
     return frozenset(starts.union(range(1, min(stale_layers + 1, split)))) - {0}
 
 
-def held_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> list[list[int]]:
-    """List the cuts that a micro-batch holds on the host after 0 to S stages.
+def held_after(held: HeldPass) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return what a micro-batch holds on the host after 0 to S stages, by layer: `[S + 1, L + 1]` each.
 
-    A cut is the index of the layer whose input, or the gradient of whose input, is held. `stale_layers` is as in
-    `kept_cuts`.
+    First the layers whose input, or the gradient of whose input, is held; then those whose kept activations are.
     """
-    kept = kept_cuts(stages, stale_layers)
-    held: list[list[int]] = [[]]
-    waiting: set[int] = set()
+    stages = held.stages
+    num_layers = max(stage.stop for stage in stages)
+    is_cut, keeps, waiting, holding = np.zeros((4, num_layers + 1), dtype=np.bool_)
+    is_cut[list(kept_cuts(stages, held.stale_layers))] = True
+    # A layer of the fused stage keeps nothing on the host, and neither does a pass without backward stages.
     for stage in stages:
+        if stage.kind is StageKind.BACKWARD:
+            keeps[[layer for layer in held.kept if stage.start <= layer < stage.stop]] = True
+    inputs, activations = np.zeros((2, len(stages) + 1, num_layers + 1), dtype=np.bool_)
+    for done, stage in enumerate(stages, 1):
+        layers, after = slice(stage.start, stage.stop), slice(stage.start + 1, stage.stop + 1)
         if stage.kind is StageKind.FORWARD:
             # Inputs of later backward stages are kept as soon as the forward has made them.
-            waiting |= {cut for cut in kept if stage.start < cut <= stage.stop}
-            under_way = stage.stop
+            waiting[after] |= is_cut[after]
+            holding[layers] |= keeps[layers]
         else:
-            waiting.difference_update(range(stage.start, stage.stop))
-            under_way = stage.start
-        # A boundary that is kept anyway needs no second buffer on its way; the last stage hands nothing on.
-        is_new = under_way not in waiting and stage is not stages[-1]
-        held.append(sorted([*waiting, *([under_way] if is_new else [])]))
-    return held
-
-
-def held_kept(stages: Sequence[Stage], kept: Collection[int]) -> list[list[int]]:
-    """List the layers whose kept activations a micro-batch holds on the host after 0 to S stages.
-
-    `kept` are the layers that keep any. Those of the fused stage need none, and a pass without backward stages keeps
-    none at all.
-    """
-    again = {
-        layer
-        for stage in stages
-        if stage.kind is StageKind.BACKWARD
-        for layer in range(stage.start, stage.stop)
-    }
-    held: list[list[int]] = [[]]
-    waiting: set[int] = set()
-    for stage in stages:
-        layers = again & set(kept) & set(range(stage.start, stage.stop))
-        # A stage brings all of a micro-batch's kept activations up before it sends anything down.
-        waiting = waiting | layers if stage.kind is StageKind.FORWARD else waiting - layers
-        held.append(sorted(waiting))
-    return held
+            # A stage brings all of a micro-batch's kept activations up before it sends anything down.
+            waiting[layers] = holding[layers] = False
+        inputs[done], activations[done] = waiting, holding
+        if stage is not stages[-1]:
+            # The boundary on its way, unless it is kept anyway. The last stage hands nothing on.
+            inputs[done, stage.stop if stage.kind is StageKind.FORWARD else stage.start] = True
+    return inputs, activations
 
 
 def most_buffers(
@@ -99,22 +90,40 @@ def most_buffers(
     num_devices: int,
     bytes_of: Callable[[int, int], int],
     kept_bytes_of: Callable[[int, int], int] = lambda layer, size: 0,
+    table: "WindowTable | None" = None,
 ) -> Counter[int]:
     """Count the buffers, by their bytes, that consecutive passes hold at once at most.
 
     `bytes_of(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size, and
-    `kept_bytes_of(layer, size)` the bytes of what that layer keeps.
+    `kept_bytes_of(layer, size)` the bytes of what that layer keeps. `table` is that of passes of the same shape.
     """
-    most: Counter[int] = Counter()
-    tables = [buffers_after(held, bytes_of, kept_bytes_of) for held in passes]
-    for window in windows(passes, num_devices):
-        needed: Counter[int] = Counter()
-        for index, round_index, fewest, furthest in window:
-            for size, number in passes[index].rounds[round_index].items():
-                for nbytes, buffers in _most(tables[index][size], fewest, furthest).items():
-                    needed[nbytes] += number * buffers
-        most |= needed
-    return most
+    table = table or WindowTable(passes, num_devices)
+    after: list[BuffersAfter] = []
+    for held in passes:
+        # Two steps of a run hold the same.
+        same = [
+            done
+            for done, other in zip(after, passes, strict=False)
+            if replace(other, ahead=held.ahead) == held
+        ]
+        after.append(same[0] if same else buffers_after(held, bytes_of, kept_bytes_of))
+    return Counter({nbytes: table.most(after, nbytes) for nbytes in set().union(*after)})
+
+
+def buffers_after(
+    held: HeldPass, bytes_of: Callable[[int, int], int], kept_bytes_of: Callable[[int, int], int]
+) -> BuffersAfter:
+    """Count the buffers that a micro-batch holds after 0 to S stages, `[S + 1]`: by their bytes, then by its size."""
+    found: BuffersAfter = {}
+    for is_held, layer_bytes in zip(held_after(held), (bytes_of, kept_bytes_of), strict=True):
+        layers = np.flatnonzero(is_held.any(axis=0))
+        counts = is_held[:, layers].astype(np.int64)
+        for size in {size for part in held.rounds for size in part}:
+            nbytes = np.array([layer_bytes(layer, size) for layer in layers.tolist()], dtype=np.int64)
+            for each in set(nbytes.tolist()):
+                of_size = found.setdefault(each, {})
+                of_size[size] = of_size.get(size, 0) + counts @ (nbytes == each)
+    return found
 
 
 def pass_buffers(
@@ -153,30 +162,35 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def buffers_after(
-    held: HeldPass, bytes_of: Callable[[int, int], int], kept_bytes_of: Callable[[int, int], int]
-) -> dict[int, list[Counter[int]]]:
-    """Count the buffers, by their bytes, that a micro-batch of each size holds after 0 to S stages."""
-    passed = list(
-        zip(held_cuts(held.stages, held.stale_layers), held_kept(held.stages, held.kept), strict=True)
-    )
-    sizes = {size for round_sizes in held.rounds for size in round_sizes}
-    return {
-        size: [
-            Counter(bytes_of(cut, size) for cut in cuts)
-            + Counter(kept_bytes_of(layer, size) for layer in layers)
-            for cuts, layers in passed
-        ]
-        for size in sizes
-    }
+class WindowTable:
+    """The windows of passes as arrays. Passes of as many stages and rounds share it, whatever they hold."""
+
+    def __init__(self, passes: Sequence[HeldPass], num_devices: int) -> None:
+        entries = [(n, *entry) for n, window in enumerate(windows(passes, num_devices)) for entry in window]
+        self._rounds = [held.rounds for held in passes]
+        # Columns: window, pass, round, fewest, furthest.
+        self._entries = np.array(entries).T
+        self._of_pass = [np.flatnonzero(self._entries[1] == number) for number in range(len(passes))]
+
+    def most(self, after: Sequence[BuffersAfter], nbytes: int) -> int:
+        """Count the most buffers of so many bytes; `after` is what `buffers_after` gives for each pass."""
+        window, _, round_index, fewest, furthest = self._entries
+        counts = np.zeros(len(window), dtype=np.int64)
+        maxima: dict[int, NDArray[Any]] = {}
+        for of_pass, mine, rounds in zip(after, self._of_pass, self._rounds, strict=True):
+            for size, held in of_pass.get(nbytes, {}).items():
+                micro_batches = np.array([part.get(size, 0) for part in rounds])
+                if id(held) not in maxima:
+                    maxima[id(held)] = _range_maxima(held)
+                most = maxima[id(held)][fewest[mine], furthest[mine]]
+                counts[mine] += most * micro_batches[round_index[mine]]
+        return int(np.bincount(window, counts).max())
 
 
-def _most(after: Sequence[Counter[int]], fewest: int, furthest: int) -> Counter[int]:
-    """Count the most buffers of each kind after at least `fewest` and at most `furthest` stages."""
-    most: Counter[int] = Counter()
-    for counts in after[fewest : furthest + 1]:
-        most |= counts
-    return most
+def _range_maxima(values: NDArray[Any]) -> NDArray[Any]:
+    """Tabulate the largest value between two positions, both included; rows are the first position."""
+    rows = np.where(np.arange(len(values)) >= np.arange(len(values))[:, None], values, 0)
+    return np.asarray(np.maximum.accumulate(rows, axis=1))
 
 
 def windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:

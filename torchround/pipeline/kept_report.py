@@ -11,16 +11,6 @@ from torchround.pipeline.run_question import RunQuestion
 
 
 @dataclass(frozen=True)
-class KeptGroup:
-    """The layers that keep the same parts: their number, the names of the first and the last, and the parts."""
-
-    number: int
-    first: str
-    last: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class KeptReport:
     """What a plan keeps.
 
@@ -31,49 +21,38 @@ class KeptReport:
     - `saved_s`: seconds of recomputation that a step saves on each device, in the mean.
     """
 
-    groups: tuple[KeptGroup, ...]
     micro_batch_bytes: int
     host_bytes: int
     step_bytes: int
     load: float
     saved_s: float
 
-    def lines(self, timed: bool) -> list[str]:
+    def text(self, timed: bool) -> str:
         """Format the figures; with `timed = False` without seconds and loads."""
-        lines = [
-            f"kept for backward stages, {', '.join(group.names)}: {group.number} layers, {group.first} .. {group.last}"
-            for group in self.groups
-        ]
         moved = f"{size_text(self.step_bytes)} per step each way"
         if timed:
             moved += f", {100 * self.load:.0f} % of PCIe on average; saves {self.saved_s:.4g} s of each device's step"
-        sizes = f"{size_text(self.micro_batch_bytes)} per micro-batch, {size_text(self.host_bytes)} of the host at once"
-        return [*lines, f"kept activations: {sizes}, {moved}"]
+        return (
+            f"kept activations: {size_text(self.micro_batch_bytes)} per micro-batch, {size_text(self.host_bytes)} of the "
+            f"host at once, {moved}"
+        )
 
 
 def report_kept(question: RunQuestion, plan: Plan, costs: Costs) -> KeptReport | None:
     """Count what a plan keeps; None if it keeps nothing."""
     if not plan.kept:
         return None
-    costs = costs.keeping(plan.kept)
-    keeping = [layer for layer in costs.layers if layer.kept]
-    groups = []
-    for names in dict.fromkeys(layer.kept for layer in keeping):
-        alike = [layer.name for layer in keeping if layer.kept == names]
-        groups.append(KeptGroup(len(alike), alike[0], alike[-1], names))
-    batch = question.host_batch()
+    costs, batch = costs.keeping(plan.kept), question.host_batch()
     pool = PoolCount(batch, plan.num_devices, plan.update, plan.stale_layers)
-    with_and_without = [pool.boundary_bytes(plan.partition, plan.rounds, kept) for kept in (plan.kept, ())]
-    nbytes = sum(layer.kept_bytes for layer in keeping)
+    kept, nothing = (pool.boundary_bytes(plan.partition, plan.rounds, names) for names in (plan.kept, ()))
     step_bytes = sum(
         batch.kept_bytes(plan.kept, layer, size) for size in batch.sizes for layer in range(len(plan.kept))
     )
-    rate = None if question.device is None else question.device.pcie_gb_per_s * 1e9
-    capacity = plan.num_devices * plan.step_s * rate if rate else 0.0
+    rate = 0.0 if question.device is None else question.device.pcie_gb_per_s * 1e9
+    capacity = plan.num_devices * plan.step_s * rate
     return KeptReport(
-        groups=tuple(groups),
-        micro_batch_bytes=nbytes,
-        host_bytes=with_and_without[0] - with_and_without[1],
+        micro_batch_bytes=sum(layer.kept_bytes for layer in costs.layers),
+        host_bytes=kept - nothing,
         step_bytes=step_bytes,
         load=step_bytes / capacity if capacity else 0.0,
         saved_s=plan.num_micro_batches * _saved_s(plan, costs, question.recompute) / plan.num_devices,
@@ -100,8 +79,8 @@ def ratio_text(question: RunQuestion, costs: Costs) -> str:
     ]
     least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
     return (
-        f"k = {least if least == most else f'{least} to {most}'}: a layer's parts to the host and back at "
-        f"{link.bytes_per_s / 1e9:.3g} GB/s each way, over its forward and backward ({len(able)} layers)"
+        f"keeping all of a layer's parts copies for {least if least == most else f'{least} to {most}'} of the time that the "
+        f"layer computes (k; at most 1 can be hidden), at {link.bytes_per_s / 1e9:.3g} GB/s each way ({len(able)} layers)"
     )
 
 

@@ -11,7 +11,6 @@ from torchround.pipeline.costs import ParameterCounts
 from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
 from torchround.pipeline.machine_shares import assign_owners
 from torchround.pipeline.memory import MIB, HostMemory
-from torchround.pipeline.update_costs import UpdateCosts
 
 # Share of all gradient bytes of a round that may have landed without having been sent or added up, unless two
 # bundles are larger. All devices can fill it while the network is busy with what landed before.
@@ -26,25 +25,12 @@ STAGED_BYTES = 4 * 8 * MIB
 MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 
 
-def owned_parameters(parameters: ParameterCounts, num_machines: int) -> int:
-    """Return the trained parameters of the machine that owns most, with owners balanced by size."""
-    if num_machines == 1:
-        return parameters.trained
-    sizes = bundle_sizes(parameters)
-    loads = [0] * num_machines
-    for size, owner in zip(sizes, assign_owners(sizes, num_machines), strict=True):
-        loads[owner] += size
-    return max(loads)
-
-
-def owned_state_bytes(
-    parameters: ParameterCounts, num_machines: int, update: str, updates: UpdateCosts
-) -> int:
-    """Return the optimizer's bytes on the machine that keeps most of them, with owners balanced by size."""
+def fullest_owner(parameters: ParameterCounts, num_machines: int, amounts: Sequence[int]) -> int:
+    """Return the most that a machine owns of `amounts`, one for each bundle, with owners balanced by size."""
     loads = [0] * num_machines
     owners = assign_owners(bundle_sizes(parameters), num_machines)
-    for counts, owner in zip(parameters.rules_of_bundles(), owners, strict=True):
-        loads[owner] += updates.state_bytes(counts, update)
+    for amount, owner in zip(amounts, owners, strict=True):
+        loads[owner] += amount
     return max(loads)
 
 
@@ -81,20 +67,20 @@ def state_of_machine(
     num_machines: int,
     element_bytes: int,
     gradient_bytes: int,
-    optimizer_bytes: int,
+    optimizer_bytes: Sequence[int],
     sends_changed: bool = False,
 ) -> HostMemory:
     """Turn the state of a run on one machine into that of the fullest one of several.
 
     Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `optimizer_bytes`
-    are the owner's (`owned_state_bytes`); `sends_changed` as in `PlannedMachines`.
+    is what the optimizer keeps of each bundle; `sends_changed` as in `PlannedMachines`.
     """
-    owned = owned_parameters(parameters, num_machines)
-    largest = max(bundle_sizes(parameters))
+    sizes = bundle_sizes(parameters)
+    owned, largest = fullest_owner(parameters, num_machines, sizes), max(sizes)
     encoding_bytes = element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned) if sends_changed else 0
     return replace(
         state,
         gradient_bytes=SUM_BYTES * owned + landing_bytes(parameters, gradient_bytes),
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=fullest_owner(parameters, num_machines, optimizer_bytes),
         exchange_bytes=min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1) + int(encoding_bytes),
     )

@@ -1,6 +1,6 @@
 """Several machines before a run: what they exchange in a step, what of it is exposed, and the speed of 1 to 16 machines.
 
-A plan takes the exchange as hidden, as it does transfers over PCIe. This module simulates it beside the plan's step.
+A plan takes the exchange as hidden. This module simulates it beside the plan's step.
 """
 
 import math

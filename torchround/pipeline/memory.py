@@ -5,7 +5,7 @@ one after the other, and for their gradients, a buffer to round gradients in, fi
 largest boundary, the round's integers, and the peak of one stage's compute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ class MemoryLimits:
 
     - `device_bytes`: memory of each device.
     - `host_bytes`: host memory for what depends on the plan: the pool of buffers, the memory of virtual
-      devices, and gradients that are added up over several rounds.
+      devices, and gradients that are added up over several rounds. Below 0 if the state alone does not fit.
+    - `state_bytes`: host memory that every plan takes besides, for messages alone.
     - `batch`: what the pool holds; None counts boundaries of micro-batches that the costs are for.
     - `devices_on_host`: the number of devices whose memory is host memory.
     - `rounds_bytes`: host memory that several rounds take and one does not.
@@ -52,7 +53,6 @@ class MemoryLimits:
     - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
     - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that
       they are accumulated in, up to this size.
-    - `host_changes`: changes of the config that would leave more host memory for plans.
     """
 
     device_bytes: int | None = None
@@ -65,7 +65,7 @@ class MemoryLimits:
     devices_on_host: int = 0
     rounds_bytes: int = 0
     constant_bytes: int = 0
-    host_changes: tuple[str, ...] = ()
+    state_bytes: int = 0
 
     def micro_batches_at_once(self, num_micro_batches: int, rounds: int) -> int:
         """Return how many micro-batches a device holds the integers of: of a round, in a validation of all."""
@@ -75,9 +75,8 @@ class MemoryLimits:
     def __post_init__(self) -> None:
         if self.recompute not in ("stage", "layer"):
             raise ValueError(f'recompute = {self.recompute!r} must be "stage" or "layer"')
-        for name in ("device_bytes", "host_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} = {value} must not be negative")
+        if self.device_bytes is not None and self.device_bytes < 0:
+            raise ValueError(f"device_bytes = {self.device_bytes} must not be negative")
 
 
 def rounding(accumulate_bytes: int, gradient_bytes: int) -> dict[str, Any]:
@@ -103,16 +102,20 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.gradients_bytes
-            + self.staging_bytes
-            + self.integers_bytes
-            + self.compute_bytes
-            + self.kept_bytes
-            + self.job_bytes
-            + self.constant_bytes
-        )
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each kind by the name that reports give it."""
+        return {
+            "weights": self.weights_bytes,
+            "gradients": self.gradients_bytes,
+            "activations and workspace": self.compute_bytes,
+            "staging": self.staging_bytes,
+            "tokens": self.integers_bytes,
+            "kept activations": self.kept_bytes,
+            "matrices of the optimizer": self.job_bytes,
+            "constant buffers": self.constant_bytes,
+        }
 
 
 def device_memory(
@@ -241,13 +244,27 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"
 
 
+def gib_text(num_bytes: int) -> str:
+    """Format bytes in GiB, as the keys of the config and the options give limits."""
+    gib = num_bytes / GIB
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib:.3g} GiB"
+
+
+def parts_text(parts: Mapping[str, int], most: int | None = None) -> str:
+    """List sizes by name, without those that are 0: all in their order, or the `most` largest."""
+    names = [name for name, nbytes in parts.items() if nbytes]
+    if most is not None:
+        names = sorted(names, key=lambda name: -parts[name])[:most]
+    return ", ".join(f"{name} {size_text(parts[name])}" for name in names)
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """The host memory of a run in bytes, by kind.
 
     `reader_bytes` is for readers of weights in files, `loader_bytes` for batches of data that are being made,
-    `device_bytes` the memory of virtual devices, `exchange_bytes` for messages from other machines. No sum includes `mapped_bytes`: the kernel keeps as much of those files
-    in memory as is free.
+    `device_bytes` the memory of virtual devices, `exchange_bytes` for messages from other machines. No sum includes
+    `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
     """
 
     weight_bytes: int
@@ -264,16 +281,25 @@ class HostMemory:
     @property
     def state_bytes(self) -> int:
         """Return the part that does not depend on the plan's stages."""
-        buffers = self.reader_bytes + self.loader_bytes + self.exchange_bytes
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + buffers
+        return self.total_bytes - self.activation_bytes - self.integer_bytes - self.device_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.state_bytes + self.activation_bytes + self.integer_bytes + self.device_bytes
+        return sum(self.parts().values())
 
-    def short_by(self, host_bytes: int | None) -> float:
-        """Return the GiB that the state alone lacks; 0 if it fits."""
-        return 0.0 if host_bytes is None else max(0, self.state_bytes - host_bytes) / GIB
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each kind by the name that reports give it."""
+        return {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations between stages": self.activation_bytes,
+            "tokens": self.integer_bytes,
+            "messages of other machines": self.exchange_bytes,
+            "readers of files": self.reader_bytes,
+            "batches of data": self.loader_bytes,
+            "virtual devices": self.device_bytes,
+        }
 
 
 def host_state(

@@ -5,37 +5,32 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.costs import Costs
 from torchround.pipeline.kept_report import KeptReport, report_kept
-from torchround.pipeline.memory import (
-    GIB,
-    DeviceMemory,
-    HostMemory,
-    device_memory,
-    size_text,
-)
+from torchround.pipeline.memory import DeviceMemory, HostMemory, device_memory
 from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, least_candidate, make_plan
 from torchround.pipeline.run_question import RunQuestion
-from torchround.pipeline.search.annealing import coarse_partitions
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
-# What makes the buffers of the data loader smaller.
-OF_DATA = "a smaller training.seq_len, training.global_batch_size or data.shuffle_sequences"
+# A shorter length is proposed in steps of a power of two with so many bits less than the length.
+LENGTH_BITS = 6
+# Changes that are proposed together if none suffices alone.
+MOST_TOGETHER = 3
 # The least gain in step time that a report mentions.
 CLEARLY_FASTER = 0.03
 
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """One change of the config: whether the run fits with it alone, and the share of a step that it saves."""
+    """A change of the config that makes steps shorter, and the share of a step that it saves."""
 
     setting: str
-    fits: bool = True
-    gain: float = 0.0
+    gain: float
     basis: str = ""
 
     def __str__(self) -> str:
@@ -46,8 +41,9 @@ class ConfigChange:
 class PlanReport:
     """The answers about one run.
 
-    `plan` is None if the run does not fit; then `problem` says why and `changes` lists what could help.
-    `faster` lists changes that would make steps clearly shorter.
+    `plan` is None if the run does not fit. Then `problem` says what is short, and `host` and `device` are those of the plan
+    that needs least. `faster` lists changes that would make steps clearly shorter. `longest_tokens` is the longest sequence
+    that fits, `longest_by_16_bits` that with sums of gradients in 16 bits.
     """
 
     question: RunQuestion
@@ -58,7 +54,7 @@ class PlanReport:
     transfers: Transfers | None
     micro_batches_to_hide: float | None
     longest_tokens: int
-    changes: tuple[ConfigChange, ...]
+    longest_by_16_bits: int
     faster: tuple[ConfigChange, ...]
     kept: KeptReport | None = None
 
@@ -72,21 +68,26 @@ class PlanReport:
 
 def report_plan(question: RunQuestion) -> PlanReport:
     """Answer the question."""
-    costs, plan, problem = question.costs(), None, ""
+    costs, problem = question.costs(), ""
+    plan: Plan | None = None
+    least: Plan | None = None
     try:
-        plan = plan_for(question, costs)
+        plan = least = plan_for(question, costs)
     except InfeasiblePlanError as error:
-        problem = str(error)
+        problem, least = str(error), error.least
+    longest, sums_in_16_bits = longest_tokens(question), question.accumulate_bytes <= 2
     return PlanReport(
         question=question,
         plan=plan,
         problem=problem,
-        host=host_memory(question, plan),
-        device=_device(question, costs, plan),
+        host=question.state() if least is None else host_memory(question, least),
+        device=None if least is None else _device(question, costs, least),
         transfers=_transfers(question, costs, plan),
         micro_batches_to_hide=_to_hide(question, costs),
-        longest_tokens=longest_tokens(question),
-        changes=() if plan else tuple(_changes(question)),
+        longest_tokens=longest,
+        longest_by_16_bits=longest
+        if sums_in_16_bits
+        else longest_tokens(replace(question, accumulate_bytes=2)),
         faster=() if plan is None else tuple(_faster(question, plan)),
         kept=None if plan is None else report_kept(question, plan, costs),
     )
@@ -98,8 +99,6 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     A run, its measuring steps, a dry run and the `plan` command all get their plans here, under the same
     limits. `costs` are measured ones; without them they are counted.
     """
-    if (problem := _state_problem(question)) is not None:
-        raise problem
     costs = costs or question.costs()
     run = costs, question.num_devices, question.num_micro_batches, question.update
     limits, stale_layers = question.limits(), question.stale_layers
@@ -109,58 +108,17 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     return make_plan(*run, question.rounds, limits, stale_layers=stale_layers, keep=question.keep_rule())
 
 
-def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
-    """Return the error of a run whose weights, gradients and optimizer state alone exceed host memory."""
-    state = question.state()
-    missing_gib = state.short_by(question.host_bytes)
-    if not missing_gib or question.host_bytes is None:
-        return None
-    keys = tuple(_state_changes(question, state))
-    loader = f", batches of data {size_text(state.loader_bytes)}" if state.loader_bytes else ""
-    message = (
-        f"weights, gradients and optimizer state need {size_text(state.state_bytes - state.loader_bytes)} of host "
-        f"memory{loader}, and {size_text(question.host_bytes)} are available: "
-        f"{size_text(round(missing_gib * GIB))} are missing for these alone. What would help: {', '.join(keys)}"
-    )
-    return InfeasiblePlanError(message, "", missing_gib, keys)
-
-
-def _state_changes(question: RunQuestion, state: HostMemory) -> Iterator[str]:
-    """Name the changes that make the state smaller, the largest part first; none that is in force already."""
-    if mostly_data := 2 * state.loader_bytes > state.state_bytes:
-        yield OF_DATA
-    yield "a smaller model (model.flavor or model.shape)"
-    if _trains_all(question):
-        yield "adapters on frozen weights (lora.rank)"
-    yield from (setting for setting, _ in question.smaller_states())
-    if question.element_bytes > 2:
-        yield 'training.dtype = "bfloat16"'
-    if question.update == "async":
-        yield 'engine.update = "sync"'
-    if isinstance(question.rounds, int) and question.rounds > 1:
-        yield "engine.rounds = 1"
-    if state.loader_bytes and not mostly_data:
-        yield OF_DATA
-
-
-def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
-    """Count the host memory of a run by kind; without a plan, what any plan needs."""
-    state = question.state()
-    if plan is None:
-        return state
-    if plan.rounds > 1:
-        state = question.state_of(plan.rounds)
+def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:
+    """Count the host memory of a run by kind."""
     return replace(
-        state,
+        question.state_of(plan.rounds),
         activation_bytes=plan.host_activation_bytes,
         integer_bytes=question.host_batch().integers_and_losses_bytes(),
         device_bytes=plan.num_devices * plan.device_bytes if question.devices_on_host else 0,
     )
 
 
-def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMemory | None:
-    if plan is None:
-        return None
+def _device(question: RunQuestion, costs: Costs, plan: Plan) -> DeviceMemory:
     limits = question.limits()
     size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
     kept = costs.keeping(plan.kept)
@@ -233,109 +191,150 @@ def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
 
 
 def fits(question: RunQuestion) -> bool:
-    """Check whether some plan keeps within all limits.
+    """Check whether some plan, or the given one, keeps within all limits.
 
-    The finest partition needs least of a device, and the ones with the fullest stages least of the host. The
+    The partition of single layers needs least of a device, and the ones with the fullest stages least of the host. The
     planner has to search for one in between only if both limits are tight and none of them fits.
     """
-    if _state_problem(question):
+    if question.host_bytes is not None and question.state().state_bytes > question.host_bytes:
         return False
-    limits, costs = question.limits(), question.costs()
-    costs = costs.keeping(replace(question, given=None).keep_rule().fixed(costs))
-    stale_layers = question.stale_layers if question.update == "bounded" else 0
-    problem = PlanningProblem(
-        costs, question.num_devices, question.num_micro_batches, question.update, limits, stale_layers
-    )
-    rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
-    candidates = coarse_partitions(problem, rounds)
-    if any(problem.fits_limits(Candidate(partition, rounds)) for partition in candidates):
-        return True
-    if limits.host_bytes is None or not problem.fits_device(candidates[-1], rounds):
-        return False
+    if question.given is None:
+        device_bytes, host_bytes = missing_bytes(question)
+        if device_bytes or not host_bytes:
+            return not device_bytes
     try:
-        plan_for(replace(question, given=None).without_choice())
+        plan_for(question.without_choice())
     except InfeasiblePlanError:
         return False
     return True
 
 
+def missing_bytes(question: RunQuestion) -> tuple[int, int]:
+    """Return what the plan of least memory lacks of each device, and of the host; 0 if it fits there."""
+    limits, costs = question.limits(), question.costs()
+    costs = costs.keeping(question.keep_rule().fixed(costs))
+    stale_layers = question.stale_layers if question.update == "bounded" else 0
+    run = costs, question.num_devices, question.num_micro_batches, question.update
+    problem = PlanningProblem(*run, limits, stale_layers)
+    rounds = question.fixed_rounds
+    choices = (1, question.num_micro_batches) if rounds is None else (rounds,)
+    least = Candidate(*question.given) if question.given else least_candidate(problem, choices)
+    needed = problem.device_bytes(least.partition, least.rounds), problem.host_bytes(least)
+    allowed = limits.device_bytes, limits.host_bytes
+    device, host = (
+        0 if most is None else max(0, nbytes - most) for nbytes, most in zip(needed, allowed, strict=True)
+    )
+    return device, host
+
+
 def longest_tokens(question: RunQuestion) -> int:
     """Find the longest sequence that fits with one sequence per micro-batch and a batch of one per device; 0 if none does."""
+    shortest = replace(
+        question,
+        micro_batch_size=1,
+        global_batch_size=question.num_devices * question.machines.count,
+        rounds=1,
+        given=None,
+    )
+    longer = LENGTH_STEP
+    while longer < LONGEST_LENGTH and fits(replace(shortest, seq_len=longer)):
+        longer *= 2
+    if longer == LENGTH_STEP:
+        return 0
+    return _longest_that_fits(shortest, longer // 2, longer, LENGTH_STEP)
 
-    def possible(steps: int) -> bool:
-        longer = replace(
-            question,
-            seq_len=steps * LENGTH_STEP,
-            micro_batch_size=1,
-            global_batch_size=question.num_devices * question.machines.count,
-            rounds=1,
-            given=None,
-        )
-        return fits(longer)
 
-    # Memory grows with the length, so the longest one is found by doubling and then halving the interval.
-    low, high = 0, 1
-    while possible(high) and high * LENGTH_STEP < LONGEST_LENGTH:
-        low, high = high, 2 * high
+def _longest_that_fits(question: RunQuestion, fitting: int, most: int, step: int) -> int:
+    """Return the longest sequence below `most`, in multiples of `step`, with which a run fits: at least `fitting`."""
+    # Memory grows with the length.
+    low, high = fitting // step, -(-most // step)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle)
-    return low * LENGTH_STEP
+        low, high = (middle, high) if fits(replace(question, seq_len=middle * step)) else (low, middle)
+    return low * step
 
 
-def _trains_all(question: RunQuestion) -> bool:
-    """Return whether no weight is frozen; adapters are no advice for a run that has them."""
-    return not question.parameters.frozen + question.parameters.mapped
+def changes_that_fit(question: RunQuestion) -> Iterator[str]:
+    """Yield changes of the config with each of which a run fits that does not; several together if no change suffices.
 
-
-def _frozen(question: RunQuestion) -> RunQuestion:
-    """Return the run with frozen weights alone; adapters of a usual rank add little to it."""
-
-    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        # Without gradients a frozen layer neither accumulates nor downloads; its compute is left as it is.
-        costs = question.costs_for(tokens, sequences, accumulate_bytes)
-        return replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
-
-    counts = question.parameters
-    frozen = ParameterCounts(0, counts.trained + counts.frozen, mapped=counts.mapped)
-    return replace(question, costs_for=costs_for, parameters=frozen)
-
-
-def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
-    """Halve the batch until it fits, or until each round has one micro-batch left; return it with its config key."""
-    changed, rounds = question, question.rounds if isinstance(question.rounds, int) else 1
-    least = rounds * question.micro_batch_size * question.machines.count
-    while changed.global_batch_size // 2 >= least:
-        changed = replace(changed, global_batch_size=changed.global_batch_size // 2)
+    The ones that change least come first.
+    """
+    found = False
+    for setting, changed in _changes(question):
         if fits(changed):
-            break
-    return f"training.global_batch_size = {changed.global_batch_size}", changed
+            found = True
+            yield setting
+    if not found:
+        yield from _together(question)
 
 
-def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
-    """Try changes that need less memory, each alone; a smaller state with a smaller batch too if neither does."""
-    alternatives = [
-        _smaller_batch(question),
-        ("training.micro_batch_size = 1", replace(question, micro_batch_size=1)),
-        (f"training.seq_len = {question.seq_len // 2}", replace(question, seq_len=question.seq_len // 2)),
-        ('engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)),
-        ('engine.update = "sync"', replace(question, update="sync")),
-        *question.smaller_states(),
-        ('engine.keep_activations = "none"', replace(question, keep_activations="none")),
-        (
-            f"engine.rounds = {question.num_micro_batches}",
-            replace(question, rounds=question.num_micro_batches),
-        ),
-        ("engine.plan left out", replace(question, given=None)),
-    ]
-    if _trains_all(question):
-        alternatives.append(("lora.rank (adapters on frozen weights)", _frozen(question)))
-    for setting, changed in alternatives:
-        # Steps of `bounded` have one round.
-        has_rounds = changed.update == "bounded" and changed.rounds not in ("auto", 1)
-        if changed != question and not has_rounds:
-            yield ConfigChange(setting, fits(changed))
-    for setting, smaller in question.smaller_states():
-        batch, changed = _smaller_batch(smaller)
-        if not fits(smaller) and fits(changed) and not fits(_smaller_batch(question)[1]):
-            yield ConfigChange(f"{setting} and {batch}")
+def _together(question: RunQuestion) -> Iterator[str]:
+    """Combine up to `MOST_TOGETHER` changes, each the one that leaves least missing."""
+    settings: list[str] = []
+    left = _missing_share(question)
+    while len(settings) < MOST_TOGETHER:
+        ranked = [
+            (_missing_share(changed), number, setting, changed)
+            for number, (setting, changed) in enumerate(_changes(question))
+        ]
+        if not ranked or min(ranked)[0] >= left:
+            return
+        left, _, setting, question = min(ranked)
+        settings.append(setting)
+        if fits(question):
+            yield " and ".join(settings)
+            return
+
+
+def _missing_share(question: RunQuestion) -> float:
+    """Return the missing memory of a device and of the host, each as a share of what is allowed."""
+    limits = question.device_bytes, question.host_bytes
+    return sum(
+        missing / limit for missing, limit in zip(missing_bytes(question), limits, strict=True) if limit
+    )
+
+
+def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
+    """Yield changes that need less memory, the ones that change least first; none that is in force already."""
+    if question.given is not None:
+        yield "engine.plan left out", replace(question, given=None)
+    if question.keep_activations not in ("auto", "none"):
+        yield 'engine.keep_activations = "none"', replace(question, keep_activations="none", given_kept=None)
+    if question.micro_batch_size > 1:
+        yield _halved(question, "micro_batch_size", 1)
+    rounds, most = question.fixed_rounds, question.num_micro_batches
+    # Steps of `bounded` have one round.
+    if rounds is not None and rounds < most and question.update != "bounded":
+        values = [*(rounds << n for n in range(1, most.bit_length()) if rounds << n < most), most]
+        more = _first_that_fits(question, "rounds", values)
+        yield f"engine.rounds = {more}", replace(question, rounds=more)
+    if question.accumulate_bytes > 2:
+        yield 'engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)
+    yield from question.smaller_states()
+    if question.update != "sync":
+        yield 'engine.update = "sync"', replace(question, update="sync")
+    # Each round of each machine has a micro-batch.
+    least = (rounds or 1) * question.micro_batch_size * question.machines.count
+    if question.global_batch_size > least:
+        yield _halved(question, "global_batch_size", least)
+    # A length below a quarter would be another training.
+    step = 1 << max(0, question.seq_len.bit_length() - LENGTH_BITS)
+    length = _longest_that_fits(question, question.seq_len // 4, question.seq_len, step)
+    if 0 < length < question.seq_len:
+        yield f"training.seq_len = {length}", replace(question, seq_len=length)
+
+
+def _halved(question: RunQuestion, key: str, least: int) -> tuple[str, RunQuestion]:
+    """Halve a number of `[training]` until the run fits, or down to `least`."""
+    value = getattr(question, key)
+    values = [value >> n for n in range(1, value.bit_length()) if value >> n >= least] or [least]
+    value = _first_that_fits(question, key, values)
+    changed: dict[str, Any] = {key: value}
+    return f"training.{key} = {value}", replace(question, **changed)
+
+
+def _first_that_fits(question: RunQuestion, key: str, values: list[int]) -> int:
+    """Return the first value with which the run fits; otherwise the last one."""
+    changes: Iterator[dict[str, Any]] = ({key: value} for value in values)
+    fitting = (change[key] for change in changes if fits(replace(question, **change)))
+    return next(fitting, values[-1])

@@ -1,18 +1,19 @@
 """The planner: the fastest plan within the memory limits, a given partition as a plan, and the reason why nothing fits.
 
-The search for the fastest plan is in `search/`. The error for a plan that does not fit names the layer that
-needs most, the GiB that are short, and the config keys that would help.
+The search for the fastest plan is in `search/`. The error for a run that does not fit says what is short and by how much.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import (
-    GIB,
-    DeviceMemory,
     MemoryLimits,
     device_memory,
+    gib_text,
+    parts_text,
     size_text,
     stage_compute_bytes,
     stage_gradient_bytes,
@@ -35,33 +36,18 @@ from torchround.pipeline.search.choices import (
 )
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
-DEVICE_KEYS = {
-    "weights_bytes": ("engine.device_memory_gib", "model.flavor"),
-    "gradients_bytes": ("engine.accumulate_dtype", "lora.rank"),
-    "staging_bytes": ("training.micro_batch_size", "training.seq_len"),
-    "integers_bytes": ("engine.rounds",),
-    "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
-    "kept_bytes": ("engine.keep_activations",),
-    "constant_bytes": ("engine.device_memory_gib",),
-    "job_bytes": ("optimizer.name",),
-}
-# Config keys that need less of the host; `DEVICE_KEYS` has
-# those that need less of a device, by kind of its memory.
-HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
 UPDATES = ("sync", "async", "bounded")
 
 
 class InfeasiblePlanError(ValueError):
-    """No partition fits, or the given one does not.
+    """A run that no plan fits, or that the given plan does not fit.
 
-    - `layer`: the layer that needs most.
-    - `missing_gib`: the memory that is short.
-    - `keys`: config keys, or changes of them, that would help.
+    `least` is the plan that needs least memory, with all that it needs; None if more memory would not help.
     """
 
-    def __init__(self, message: str, layer: str, missing_gib: float, keys: tuple[str, ...]) -> None:
+    def __init__(self, message: str, least: Plan | None = None) -> None:
         super().__init__(message)
-        self.layer, self.missing_gib, self.keys = layer, missing_gib, keys
+        self.least = least
 
 
 def make_plan(
@@ -83,13 +69,21 @@ def make_plan(
     """
     problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers, keep)
     choices = _rounds_choices(problem, rounds)
+    if (problem.limits.host_bytes or 0) < 0:
+        raise why_infeasible(problem, choices)  # the state alone does not fit
     if problem.stale_layers is None:
         stale = find_stale_plan(problem, as_fast)
         problem, found = stale or (problem, None)
     else:
         found = find_plan(problem, choices, as_fast)
     if found is None:
-        raise why_infeasible(problem, choices)
+        # The search is not exhaustive.
+        if problem.stale_layers is None:
+            problem = problem.with_stale_layers(0)
+        least = least_candidate(problem, choices)
+        if not problem.fits_limits(least):
+            raise why_infeasible(problem, choices)
+        found = least
     if keep is not None and keep.is_open:
         problem, found = keep_activations(problem, found, choices, as_fast)
     return _plan(problem, found)
@@ -212,86 +206,99 @@ def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
 def why_infeasible(
     problem: PlanningProblem, rounds_choices: Sequence[int], partition: Partition | None = None
 ) -> InfeasiblePlanError:
-    """Make the error for `partition`, or for the finest partition, which needs least of a device."""
-    ones = (1,) * (problem.num_layers - 1)
-    finest = Partition(ones, 1, ones)
-    chosen = partition or finest
-    if (stale_layers := problem.stale_layers or 0) > problem.num_layers - chosen.fused:
+    """Make the error for `partition`, or for the plan of least memory: what is short, and by how much."""
+    limits = problem.limits
+    split = problem.num_layers - partition.fused if partition else 0
+    if partition and (problem.stale_layers or 0) > split:
         return InfeasiblePlanError(
-            f"{stale_layers} stale layers need a fused stage that begins after them, and the given plan's begins at "
-            f"layer {problem.num_layers - chosen.fused}. What would help: a smaller engine.stale_layers, or another "
-            "engine.plan",
-            *(problem.costs.layers[stale_layers].name, 0.0, ("engine.stale_layers", "engine.plan")),
+            f"engine.stale_layers = {problem.stale_layers}: the fused stage of engine.plan begins at layer {split}, and must "
+            "begin after all stale layers"
         )
-    # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
-    size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
-    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits, stale_layers)
-    limit = problem.limits.device_bytes
-    if limit is not None and needed.total_bytes > limit:
-        return _device_error(problem.costs, needed, limit, given=partition is not None)
-    candidates = [partition] if partition else coarse_partitions(problem, max(rounds_choices))
-    return _host_error(problem, rounds_choices, candidates)
+    if partition is not None:
+        candidate = Candidate(partition, rounds_choices[0])
+    else:
+        candidate = least_candidate(problem, rounds_choices)
+    plan = _plan(problem, candidate)
+    size = limits.micro_batches_at_once(problem.num_micro_batches, plan.rounds)
+    stale_layers = problem.stale_layers or 0
+    device = device_memory(plan.partition, problem.costs, problem.num_devices, size, limits, stale_layers)
+    host_bytes = problem.host_bytes(candidate)
+    needs = []
+    if limits.device_bytes is not None and device.total_bytes > limits.device_bytes:
+        largest = f"the most for {parts_text(device.parts(), 2)}"
+        needs.append(
+            _short(
+                "each device", "engine.device_memory_gib", device.total_bytes, limits.device_bytes, largest
+            )
+        )
+    if limits.host_bytes is not None and host_bytes > limits.host_bytes:
+        state = limits.state_bytes
+        note = f"weights, gradients and optimizer state {size_text(state)}" if state else "for activations"
+        needs.append(
+            _short("the host", "engine.host_memory_gib", state + host_bytes, state + limits.host_bytes, note)
+        )
+    return InfeasiblePlanError("; ".join(needs), plan)
 
 
-def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -> InfeasiblePlanError:
-    missing_gib = (needed.total_bytes - limit) / GIB
-    largest = max(
-        costs.layers,
-        key=lambda layer: (
-            2 * (layer.weight_bytes + layer.gradient_bytes) + layer.activation_bytes + layer.workspace_bytes
-        ),
+def _short(what: str, key: str, needed: int, allowed: int, note: str) -> str:
+    return (
+        f"{what} needs {gib_text(needed)} ({note}) and may use {gib_text(allowed)} ({key}): "
+        f"{gib_text(needed - allowed)} are missing"
     )
-    parts = {
-        "weights_bytes": f"{needed.weights_bytes / GIB:.3g} for the weights of two stages",
-        "gradients_bytes": f"{needed.gradients_bytes / GIB:.3g} for their gradients",
-        "staging_bytes": f"{needed.staging_bytes / GIB:.3g} for activations on their way",
-        "integers_bytes": f"{needed.integers_bytes / GIB:.3g} for tokens and labels",
-        "compute_bytes": f"{needed.compute_bytes / GIB:.3g} for activations and workspace",
-    }
-    if needed.kept_bytes:
-        parts["kept_bytes"] = f"{needed.kept_bytes / GIB:.3g} for kept activations on their way"
-    if needed.constant_bytes:
-        parts["constant_bytes"] = f"{needed.constant_bytes / GIB:.3g} for constant buffers of the model"
-    if needed.job_bytes:
-        parts["job_bytes"] = f"{needed.job_bytes / GIB:.3g} for matrices of the optimizer on their way"
-    by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
-    keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
-    if needed.kept_bytes:
-        keys = _keys(("engine.keep_activations", *keys))
-    subject = "the given plan" if given else f"layer {largest.name}, a stage of its own,"
-    message = (
-        f"{subject} needs {needed.total_bytes / GIB:.3g} GiB of a device that may use {limit / GIB:.3g} GiB: "
-        f"{missing_gib:.3g} GiB are missing ({', '.join(parts[kind] for kind in by_size)}). "
-        f"What would help: {', '.join(keys)}"
-    )
-    return InfeasiblePlanError(message, largest.name, missing_gib, keys)
 
 
-def _host_error(
-    problem: PlanningProblem, rounds_choices: Sequence[int], candidates: Sequence[Partition]
-) -> InfeasiblePlanError:
-    limit = problem.limits.host_bytes
-    assert limit is not None, "what fits every limit is not infeasible"
-    needed, stages = min(
-        (problem.host_bytes(Candidate(chosen, rounds)), chosen.num_stages)
-        for chosen in candidates
+def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate:
+    """Return the candidate of least host memory among those that fit a device, or need no more of it than they must."""
+    layers, rounds, split = problem.num_layers, max(rounds_choices), problem.stale_layers or 0
+    ones, limit = (1,) * (layers - 1), problem.limits.device_bytes
+    # Single layers need least of a device; if they keep activations, one fused stage may need less. The most rounds hold the
+    # fewest integers.
+    extremes = [Partition(ones, 1, ones), *([] if split else [Partition((), layers, ())])]
+    least_bytes = min(problem.device_bytes(partition, rounds) for partition in extremes)
+    if limit is not None and least_bytes > limit:
+        problem = problem.within(replace(problem.limits, device_bytes=least_bytes))
+    candidates = [
+        Candidate(partition, rounds)
         for rounds in rounds_choices
-    )
-    largest = max(problem.costs.layers, key=lambda layer: layer.boundary_bytes)
-    missing_gib = (needed - limit) / GIB
-    besides = " and the virtual devices" if problem.limits.devices_on_host else ""
-    keys = (*HOST_KEYS, *problem.limits.host_changes)
-    if problem.costs.kept:
-        besides, keys = f", those that layers keep{besides}", ("engine.keep_activations", *keys)
-    message = (
-        f"the activations between {stages} stages{besides} need {size_text(needed)} of host memory and "
-        f"{size_text(limit)} are left for them: {size_text(needed - limit)} are missing (the output of layer "
-        f"{largest.name} is the largest, {size_text(largest.boundary_bytes)} per micro-batch). "
-        f"What would help: {', '.join(keys)}"
-    )
-    return InfeasiblePlanError(message, largest.name, missing_gib, keys)
+        for partition in coarse_partitions(problem, rounds)
+        if problem.fits_device(partition, rounds) and layers - partition.fused >= split
+    ]
+    best = min(candidates, key=problem.host_bytes)
+    if problem.limits.host_bytes is None or problem.host_bytes(best) <= problem.limits.host_bytes:
+        return best
+    uneven = [Candidate(partition, best.rounds) for partition in _around_fused(problem, best.rounds, split)]
+    best = min([best, *uneven], key=problem.host_bytes)
+    return min(best, _with_joined_stages(problem, best), key=problem.host_bytes)
 
 
-def _keys(names: Iterable[str]) -> tuple[str, ...]:
-    """Drop repeated names, keep the order."""
-    return tuple(dict.fromkeys(names))
+def _with_joined_stages(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+    """Join neighbouring backward stages wherever a device has room, from the deepest one on."""
+    partition, rounds, index = candidate.partition, candidate.rounds, 0
+    while index + 1 < len(backward := partition.backward):
+        both = (*backward[:index], backward[index] + backward[index + 1], *backward[index + 2 :])
+        joined = replace(partition, backward=both)
+        if problem.fits_device(joined, rounds):
+            partition = joined
+        else:
+            index += 1
+    return Candidate(partition, rounds)
+
+
+def _around_fused(problem: PlanningProblem, rounds: int, least_split: int) -> Iterator[Partition]:
+    """Yield for each size of the backward stages the partition with the largest fused stage that fits a device.
+
+    Fine forward stages keep nothing on the host, and leave room on a device for the fused stage.
+    """
+    layers = problem.num_layers
+    for size in range(1, layers):
+
+        def cut(fused: int, size: int = size) -> Partition:
+            stages, rest = divmod(layers - fused, size)
+            return Partition((1,) * (layers - fused), fused, (size,) * stages + ((rest,) if rest else ()))
+
+        def is_too_large(fused: int, cut: Callable[[int], Partition] = cut) -> bool:
+            return not problem.fits_device(cut(fused), rounds)
+
+        largest = bisect_left(range(1, layers - max(1, least_split) + 1), True, key=is_too_large)
+        if largest:
+            yield cut(largest)

@@ -95,7 +95,7 @@ class CardRates:
 
 def launch_seconds(products_of_layers: Sequence[Sequence[CountedProducts]], rates: Rates = RATES) -> float:
     """Estimate the host time to launch all kernels of a micro-batch; embedding and head are not counted."""
-    kinds = [{part.kind for part in products} for products in products_of_layers]
+    kinds = [{part.kind for part in products if part.flops} for products in products_of_layers]
     experts = sum("grouped" in found for found in kinds)
     blocks = sum("dense" in found for found in kinds if "grouped" not in found)
     return blocks * rates.block_launch_s + experts * rates.experts_launch_s

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.machine_memory import owned_state_bytes, state_of_machine
-from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding, size_text
+from torchround.pipeline.machine_memory import state_of_machine
+from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
 from torchround.pipeline.simulation.kept_link import KeptLink
@@ -126,31 +126,39 @@ class RunQuestion:
                 f"measured times name {unknown[0]}, but the model has {first} .. {last} ({len(counted)} layers)"
             )
 
-        def share(measured_s: float, counted_s: float) -> float:
-            return measured_s / counted_s if counted_s else 0.0
+        own_tokens = self.seq_len * self.longest_micro_batch
 
-        def costs_for(*size: int) -> Costs:
-            costs = self.costs_for(*size)
-            layers = tuple(
-                layer.timed(
-                    layer.forward_s * share(times[layer.name].forward_s, counted[layer.name].forward_s),
-                    layer.backward_s * share(times[layer.name].backward_s, counted[layer.name].backward_s),
-                )
-                if layer.name in times
-                else layer
-                for layer in costs.layers
-            )
-            return replace(costs, layers=layers, launch_s=0.0)
+        def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+            costs = self.costs_for(tokens, sequences, accumulate_bytes)
+
+            def scaled(measured_s: float, counted_s: float, now_s: float) -> float:
+                # A layer without counted work, such as an embedding, takes time by its tokens.
+                return measured_s * (now_s / counted_s if counted_s else tokens * sequences / own_tokens)
+
+            layers = []
+            for layer in costs.layers:
+                if (time := times.get(layer.name)) is not None:
+                    own = counted[layer.name]
+                    layer = layer.timed(
+                        scaled(time.forward_s, own.forward_s, layer.forward_s),
+                        scaled(time.backward_s, own.backward_s, layer.backward_s),
+                    )
+                layers.append(layer)
+            return replace(costs, layers=tuple(layers), launch_s=0.0)
 
         return replace(self, costs_for=costs_for, is_measured=True)
 
     def keep_rule(self) -> KeepRule:
-        """Return what may be kept. `"auto"` keeps nothing if it is not known how long the copies take."""
+        """Return what may be kept.
+
+        `"auto"` keeps nothing if it is not known how long the copies take, or how much host memory there is: it would fill
+        any amount of it for a shorter step.
+        """
         setting, link = self.keep_activations, None
         if self.device is not None and not self.devices_on_host:
             rate = self.device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY
             link = KeptLink(rate, self.gradient_bytes / self.accumulate_bytes)
-        elif setting == "auto":
+        if setting == "auto" and (link is None or self.host_bytes is None):
             setting = "none"
         return KeepRule(setting, link, None if self.given is None else self.given_kept)
 
@@ -158,29 +166,37 @@ class RunQuestion:
         """Return the question without a choice of what to keep: quick to answer, and whatever fits it fits this one."""
         return replace(self, keep_activations="none") if self.keep_rule().is_open else self
 
+    @property
+    def fixed_rounds(self) -> int | None:
+        """Rounds of the given plan, otherwise of the config; None lets the planner choose. Steps of `bounded` have one."""
+        if self.given is not None:
+            return self.given[1]
+        if self.update == "bounded":
+            return 1
+        return self.rounds if isinstance(self.rounds, int) else None
+
     def state(self) -> HostMemory:
         """Count the host memory that any plan needs."""
-        return self.state_of(self.rounds if isinstance(self.rounds, int) else 1)
+        return self.state_of(self.fixed_rounds or 1)
 
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
         sizes = self.element_bytes, self.gradient_bytes
         state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
         if (count := self.machines.count) > 1:
-            owned = owned_state_bytes(self.parameters, count, self.update, self.updates)
-            state = state_of_machine(
-                state, self.parameters, count, *sizes, owned, self.machines.sends_changed
-            )
+            kept = [
+                self.updates.state_bytes(each, self.update) for each in self.parameters.rules_of_bundles()
+            ]
+            state = state_of_machine(state, self.parameters, count, *sizes, kept, self.machines.sends_changed)
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
     def smaller_states(self) -> Iterator[tuple[str, "RunQuestion"]]:
-        """Yield changes of the optimizer that take less of the host, each with what it saves, and the changed run."""
+        """Yield changes of the optimizer that take less of the host, and the changed run."""
         for setting, updates in self.updates.smaller:
             changed = replace(self, updates=updates)
-            saved_bytes = self.state().state_bytes - changed.state().state_bytes
-            if saved_bytes > 0:
-                yield f"{setting} (saves {size_text(saved_bytes)})", changed
+            if changed.state().state_bytes < self.state().state_bytes:
+                yield setting, changed
 
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""
@@ -205,23 +221,21 @@ class RunQuestion:
         )
 
     def limits(self) -> MemoryLimits:
-        host_bytes = self.host_bytes
-        if host_bytes is not None:
-            host_bytes = max(0, host_bytes - self.state().state_bytes)
-        # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
-        is_open = not isinstance(self.rounds, int)
-        rounds_bytes = self.state_of(2).state_bytes - self.state_of(1).state_bytes if is_open else 0
+        """Return the limits of a plan: the host memory that the state leaves, and what the plan itself is counted with."""
+        state_bytes = self.state().state_bytes
+        # Without a fixed number, `state()` counts one round; a plan of several also keeps their sums.
+        is_open = self.fixed_rounds is None
         # Devices never add up in float16, so sums that travel as float16 are always converted.
         rounded = self.gradient_bytes != self.accumulate_bytes or self.float16_gradients
         return MemoryLimits(
             self.device_bytes,
-            host_bytes,
+            None if self.host_bytes is None else self.host_bytes - state_bytes,
             self.integer_bytes(self.longest_micro_batch),
             self.recompute,
             batch=self.host_batch(),
             devices_on_host=self.num_devices if self.devices_on_host else 0,
-            rounds_bytes=rounds_bytes,
+            rounds_bytes=self.state_of(2).state_bytes - state_bytes if is_open else 0,
             constant_bytes=self.constant_bytes,
-            host_changes=tuple(setting for setting, _ in self.smaller_states()),
+            state_bytes=state_bytes,
             **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
         )

@@ -7,6 +7,7 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
@@ -20,7 +21,7 @@ from torchround.engine.worker.slots import aligned
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.rates import launch_seconds
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
@@ -128,7 +129,7 @@ def _counted_costs(
     optimizer: OptimizerNumbers,
 ) -> Callable[[int, int, int], Costs]:
     """Return `RunQuestion.costs_for` of a model."""
-    parameters, shared = layer_parameters(model), shared_layers(model)
+    parameters, shared = layer_parameters(model), shared_layers(counts)
     sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
     adding_share = optimizer.updates.adding_share(counts.by_rule, numbers.engine.update, *sizes)
     # Virtual devices and their updates share processors of unknown speed: their costs are proportions.
@@ -137,8 +138,10 @@ def _counted_costs(
     for layers, by_rule in zip(counts.bundle_layers, counts.bundle_rules, strict=True):
         moved[layers[0]] += optimizer.updates.traffic_bytes(by_rule, numbers.engine.update, *sizes)
 
+    works_of = cache(partial(layer_works, model, numbers, hardware.kind))
+
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        works = layer_works(model, numbers, hardware.kind, tokens, sequences)
+        works = works_of(tokens, sequences)
         costs = costs_from_work(
             model.names,
             works,
@@ -149,7 +152,10 @@ def _counted_costs(
             fp16_accumulation=numbers.training.fp16_accumulation,
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
-            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
+            keeps_whole=[
+                runs_compiled(layer, numbers.engine, hardware.kind, tokens * sequences)
+                for layer in model.layers
+            ],
             update_bytes=() if is_virtual else moved,
             adding_share=adding_share,
             jobs=optimizer.jobs,
@@ -157,7 +163,7 @@ def _counted_costs(
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
         return replace(costs, shared=shared, launch_s=launch_s)
 
-    return costs_for
+    return cache(costs_for)  # a report asks for the same lengths many times
 
 
 def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
@@ -182,7 +188,7 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if runs_compiled(layer, numbers.engine, kind):
+        if runs_compiled(layer, numbers.engine, kind, tokens * sequences):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
@@ -199,34 +205,26 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
-def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str) -> bool:
-    """Return whether a layer runs compiled on devices of a kind, so that it keeps all its parts or nothing."""
-    return compiles_layers(table, kind) and not runs_fused(layer, kind)
+def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tokens: int) -> bool:
+    """Return whether a layer runs compiled for micro-batches of this size, so that it keeps all its parts or nothing."""
+    return compiles_layers(table, kind) and not runs_fused(layer, kind, num_tokens)
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     """Count the parameters of each layer, padding included. A tied one counts in every layer that uses it."""
-    return [
-        ParameterCounts(
-            trained=sum(
-                stored_numel(parameter) for parameter in layer.parameters() if parameter.requires_grad
-            ),
-            frozen=sum(
-                stored_numel(parameter) for parameter in layer.parameters() if not parameter.requires_grad
-            ),
+    counts = []
+    for layer in model.layers:
+        trained, frozen = (
+            sum(stored_numel(each) for each in layer.parameters() if each.requires_grad is is_trained)
+            for is_trained in (True, False)
         )
-        for layer in model.layers
-    ]
+        counts.append(ParameterCounts(trained, frozen))
+    return counts
 
 
-def shared_layers(model: LayeredModel) -> tuple[tuple[int, ...], ...]:
+def shared_layers(counts: ParameterCounts) -> tuple[tuple[int, ...], ...]:
     """Return the groups of layers that share trained parameters."""
-    users: dict[int, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                users.setdefault(id(parameter), []).append(index)
-    return tuple(sorted({tuple(layers) for layers in users.values() if len(layers) > 1}))
+    return tuple(sorted(layers for layers in counts.bundle_layers if len(layers) > 1))
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:
@@ -284,20 +282,3 @@ def parameter_counts(
         bundle_layers=tuple(bundles),
         bundle_rules=tuple(map(tuple, of_bundles.values())),
     )
-
-
-def host_memory_text(memory: HostMemory) -> str:
-    """Return the host memory of a run, and its parts, on one line."""
-    kinds = {
-        "weights": memory.weight_bytes,
-        "gradients": memory.gradient_bytes,
-        "optimizer state": memory.optimizer_bytes,
-        "activations between stages": memory.activation_bytes,
-        "tokens": memory.integer_bytes,
-        "messages of other machines": memory.exchange_bytes,
-        "readers of files": memory.reader_bytes,
-        "batches of data": memory.loader_bytes,
-        "virtual devices": memory.device_bytes,
-    }
-    parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
-    return f"{size_text(memory.total_bytes)} ({parts})"

@@ -71,7 +71,7 @@ class PlanByMeasuring:
         if self.until == self._first_step:
             return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"
         first = f"each layer is timed for {self.until - self._first_step} steps; the plan is made from their times"
-        forecast = f"; until then it is counted from FLOPs\n{self.settled}" if is_timed else ""
+        forecast = f"; until then from counted ones\n{self.settled}" if is_timed else ""
         return f"plan     {first}{forecast}"
 
     def add(self, result: StepResult) -> None:

@@ -106,9 +106,9 @@ def test_what_several_machines_cannot_do_is_refused():
             (toy_store(model), "the host store is of machine 0 of 1, this is machine"),
         ]:
             with pytest.raises(EngineUsageError, match=message):
-                toy_engine(model, store, PARTITIONS["one stage"], 1, machines=group)
+                toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, machines=group)
         store = toy_store(model, ownership=ownership)
-        with toy_engine(model, store, PARTITIONS["one stage"], 2, machines=group) as engine:
+        with toy_engine(PARTITIONS["one stage"], 2, model=model, store=store, machines=group) as engine:
             share = step_share(4, 1, group.rank, group.size)
             for arguments, message in [
                 ((BATCHES[0],), "needs the share of each step"),

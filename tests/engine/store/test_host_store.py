@@ -149,8 +149,7 @@ def read(store, saved):
 @pytest.mark.parametrize(("policy", "resumes"), [(SYNC, False), (ASYNC, True)], ids=["write_weights", "resume"])
 def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resumes):
     """A store that kept an older copy would overwrite the loaded weights with it at the next step."""
-    model = toy_model()
-    store = toy_store(model, policy=policy)
+    store = toy_store(toy_model(), policy=policy)
     loaded = {name: view + 0.125 for name, view in store.weights().items()}
     if not resumes:
         store.write_weights(loaded)
@@ -165,7 +164,7 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resu
         store.resume(step=0, applied_updates=0)
     reference = Reference(toy_model(), loaded, toy.OPTIMIZER)
     expected = reference.train(BATCHES[:1])
-    with toy_engine(model, store, PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, store=store) as engine:
         assert train(engine, BATCHES[:1]) == expected
     state = copy_of(store)
     assert_same_state({name: state[name] for name in reference.state()}, reference.state())
@@ -184,11 +183,11 @@ def by_version(store):
 def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     model = toy_model(tied=True)
     original = toy_store(model, dtype, policy=ASYNC)
-    with toy_engine(model, original, PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, model=model, store=original) as engine:
         train(engine, BATCHES[:step])
     saved = copy_of(original)
     resumed = toy_store(toy_model(tied=True), dtype, policy=ASYNC, seed=1)
-    with toy_engine(model, resumed, PARTITION, 1) as engine:
+    with toy_engine(PARTITION, 1, model=model, store=resumed) as engine:
         train(engine, BATCHES[:before])
     read(resumed, saved)
     resumed.resume(step, applied_updates=step)
@@ -199,7 +198,7 @@ def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     assert_same_state(copy_of(resumed), saved)
     losses = []
     for store in (original, resumed):
-        with toy_engine(model, store, PARTITIONS["one stage"], 3) as engine:
+        with toy_engine(PARTITIONS["one stage"], 3, model=model, store=store) as engine:
             losses.append(train(engine, BATCHES[step : step + 2]))
     assert losses[0] == losses[1]
     assert_same_state(resumed.named_views(), original.named_views())
@@ -220,14 +219,13 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "key"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
-    store = toy_store(toy_model(), torch.bfloat16, policy=ASYNC_PREDICT)
-    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
+    with toy_engine(PARTITION, 2, dtype=torch.bfloat16, policy=ASYNC_PREDICT) as engine:
         train(engine, BATCHES[:2])
-    sound, before = store.resume_state()["prediction"], copy_of(store)
-    weights = [bundle.version(2).clone() for bundle in store.bundles]
+    sound, before = engine.store.resume_state()["prediction"], copy_of(engine.store)
+    weights = [bundle.version(2).clone() for bundle in engine.store.bundles]
     with pytest.raises((ValueError, TypeError), match=key) if key else contextlib.nullcontext():
-        store.resume(2, applied_updates=2, prediction=damage(sound))
+        engine.store.resume(2, applied_updates=2, prediction=damage(sound))
     with pytest.raises(ValueError, match="prediction"):  # its bias correction would divide by zero
-        store.resume(2, applied_updates=0, prediction=sound)
-    assert_same_state(copy_of(store), before)
-    assert all(torch.equal(b.version(2), old) for b, old in zip(store.bundles, weights, strict=True))
+        engine.store.resume(2, applied_updates=0, prediction=sound)
+    assert_same_state(copy_of(engine.store), before)
+    assert all(torch.equal(b.version(2), old) for b, old in zip(engine.store.bundles, weights, strict=True))

@@ -5,9 +5,7 @@ import torch
 
 from tests.support.small_decoders import decoder
 from tests.support.toy import assert_same_state, toy_model, toy_store
-from torchround.engine.store.bundles import ASYNC_PREDICT, SYNC
 from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction
 
 BFLOAT16 = torch.bfloat16
 
@@ -76,48 +74,3 @@ def test_layers_of_other_machines_are_not_even_drawn():
         own = {name for bundle in store.owned for name in (model.names[layer] for layer in bundle.layers)}
         assert set(drawn) == own
         drawn.clear()
-
-
-@pytest.mark.parametrize("policy", [SYNC, ASYNC_PREDICT], ids=["sync", "predict"])
-def test_a_resume_gives_each_machine_the_device_weights_of_its_own(policy):
-    each = [*stores(2, toy_model(), BFLOAT16, policy=policy), *stores(1, toy_model(), BFLOAT16, policy=policy)]
-    generator = torch.Generator().manual_seed(5)
-    values = {name: torch.rand(view.shape, generator=generator) for name, view in each[2].named_views().items()}
-    prediction = Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state()
-    for store in each:
-        for bundle in store.bundles:
-            for device_weights in bundle.device_weights:
-                device_weights.fill_(-1.0)
-        for name, view in store.loadable_views().items():
-            view.copy_(values[name])
-        store.resume(5, applied_updates=5, prediction=prediction)
-    for ours, theirs in (
-        (ours, theirs) for store in each[:2] for ours, theirs in zip(store.bundles, each[2].bundles, strict=True)
-    ):
-        for age in range(policy.versions):
-            assert torch.equal(ours.version(5 - age), theirs.version(5 - age)) == ours.is_owned
-    # Old device weights of other machines are left alone until their owners send them.
-    assert all((b.version(5) == -1).all() for store in each[:2] for b in store.bundles if b.is_remote)
-
-
-def test_true_weights_are_written_by_their_owners_alone():
-    shared = []
-    for store in stores(2, toy_model(), BFLOAT16, policy=ASYNC_PREDICT):
-        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
-        for bundle in store.owned:
-            for segment in bundle.segments:
-                segment.parts["exp_avg"].fill_(1.0)
-        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
-        for bundle in store.bundles:
-            if bundle.is_remote:
-                bundle.version(1).fill_(7.0)
-        predicted = [bundle.version(1).clone() for bundle in store.bundles]
-        with store.true_device_weights(share=lambda: shared.append(True)):
-            for bundle in store.owned:
-                assert torch.equal(bundle.version(1), bundle.weight.bfloat16())
-            assert len(shared) == 1
-        assert len(shared) == 2
-        shared.clear()
-        for bundle, before in zip(store.bundles, predicted, strict=True):
-            assert torch.equal(bundle.version(1), before)
-            assert bundle.is_remote or not torch.equal(before, bundle.weight.bfloat16())

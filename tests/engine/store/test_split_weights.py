@@ -155,7 +155,7 @@ def test_a_parameter_without_elements_is_in_one_segment_and_trains(table):
         for parameter in bundle.parameters:
             found = [s.rule for s in bundle.segments if s.start <= parameter.start < s.stop]
             assert found == [rules[parameter.name]], parameter.name
-    with toy_engine(model, store, PARTITIONS["one stage"], 1, optimizer=table) as engine:
+    with toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, optimizer=table) as engine:
         losses = train(engine, toy_batches(2, micro_batches=1))
     assert losses[0] != losses[1] and store.step == 2
 

@@ -68,7 +68,7 @@ def record(
 
     options |= {"observer": log, "wrap": wrap, "accumulates": calls > 1}
     options["optimizer"] = HostOptimizer(MAKERS["sgd"]) if is_host else table
-    with toy_engine(model, store, PARTITIONS[partition], devices, **options) as engine:
+    with toy_engine(PARTITIONS[partition], devices, model=model, store=store, **options) as engine:
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4 * calls)):
             if flags["evaluates"] and step == 1:
                 engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step

@@ -35,10 +35,9 @@ BATCHES = toy_batches(3, micro_batches=3)
 @pytest.fixture(scope="module", autouse=True)
 def undisturbed():
     """Return the state after three steps, made first because a process's first step imports parts of torch."""
-    store = toy_store(toy_model())
-    with toy_engine(toy_model(), store, PARTITION, 1) as engine:
+    with toy_engine(PARTITION, 1) as engine:
         train(engine, BATCHES)
-    return store.named_views()
+    return engine.store.named_views()
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def stuck(brief_joins, over):
 
 
 def hanging_engine(store=None, model=None, **options):
-    model = model or toy_model()
-    return toy_engine(model, store or toy_store(model), PARTITION, 2, hang_timeout_s=0.4, **options)
+    return toy_engine(PARTITION, 2, model=model, store=store, hang_timeout_s=0.4, **options)
 
 
 def hang(engine, question="update"):
@@ -134,7 +132,7 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, pl
     assert any(re.match(waiting, line) for line in error.report), error.report
     assert engine_threads() == []
     assert store.is_consistent
-    with toy_engine(toy_model(), store, PARTITION, 3) as engine:
+    with toy_engine(PARTITION, 3, store=store) as engine:
         train(engine, BATCHES[store.step :])
     toy.assert_same_state(store.named_views(), undisturbed)
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy
-from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, train, watched
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
@@ -84,7 +84,7 @@ class TransferOrder(DeviceWatcher):
 def copies():
     """The copies of one step on one device."""
     order, model = TransferOrder(), toy_model()
-    with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda device: watched(device, order)) as engine:
+    with toy_engine(PARTITION, 1, model=model, wrap=lambda device: watched(device, order)) as engine:
         engine.forward_backward(toy_batches(1, MICRO_BATCHES)[0])
         order.dispatched.set()
         engine.step(1e-2)
@@ -150,8 +150,7 @@ def test_a_recomputation_does_not_wait_for_its_incoming_gradient():
 
             return super().forward(Gradient.apply(hidden, wait), micro_batch)
 
-    model = model_of(Block)
-    with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
+    with toy_engine(PARTITION, 3, model=model_of(Block)) as engine:
         train(engine, [micro_batches])
     assert len(recomputed) == 5 * 2
 
@@ -168,7 +167,7 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer()
             return super().forward(hidden, micro_batch)
 
     model, partition = model_of(lambda layer: Block()), Partition((6,), 1, (1,) * 6)
-    with toy_engine(model, toy_store(model), partition, 1, wrap=lambda device: watched(device, order)) as engine:
+    with toy_engine(partition, 1, model=model, wrap=lambda device: watched(device, order)) as engine:
         train(engine, toy_batches(1, micro_batches=1))
     assert calls == [1, 2, 3, 4, 5]
 
@@ -217,11 +216,10 @@ class GradientCopies(DeviceWatcher):
 
 def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=linked, **settings):
     """Return the copies of gradients that each device makes in one step. `link` prepares each device."""
-    model, found = toy_model(), [GradientCopies() for _ in range(num_devices)]
-    store, copies = toy_store(model, policy=policy), iter(found)
-    with toy_engine(
-        model, store, partition, num_devices, wrap=lambda device: watched(link(device), next(copies)), **settings
-    ) as engine:
+    found = [GradientCopies() for _ in range(num_devices)]
+    copies = iter(found)
+    settings |= {"wrap": lambda device: watched(link(device), next(copies))}
+    with toy_engine(partition, num_devices, policy=policy, **settings) as engine:
         train(engine, toy_batches(1, micro_batches))
     return found
 

@@ -64,7 +64,7 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
 
     store = mapped_store(model, base, policy=policy)
     partition = PARTITIONS[partition]
-    return toy_engine(model, store, partition, num_devices, observer=log, wrap=locking, **settings)
+    return toy_engine(partition, num_devices, model=model, store=store, observer=log, wrap=locking, **settings)
 
 
 def resident_bytes(path):
@@ -87,7 +87,7 @@ def resident_bytes(path):
 def test_losses_and_weights_are_bitwise_those_of_a_base_in_memory(base, num_devices, partition, policy):
     model = frozen_model()
     store = toy_store(model, policy=policy)
-    with toy_engine(model, store, PARTITIONS[partition], num_devices) as engine:
+    with toy_engine(PARTITIONS[partition], num_devices, model=model, store=store) as engine:
         losses = train(engine, BATCHES)
     with mapped_engine(base, num_devices, partition, policy) as engine:
         assert train(engine, BATCHES) == losses
@@ -110,7 +110,7 @@ def test_a_reader_of_its_own_reads_for_each_device_whose_thread_uploads_and_noth
 
 def test_a_virtual_device_uploads_straight_from_the_map(base):
     model = frozen_model()
-    with toy_engine(model, mapped_store(model, base), PARTITIONS["one stage"], 1) as engine:
+    with toy_engine(PARTITIONS["one stage"], 1, model=model, store=mapped_store(model, base)) as engine:
         train(engine, BATCHES)
         names = [thread.name for thread in threading.enumerate()]
         assert resident_bytes(base) > 0

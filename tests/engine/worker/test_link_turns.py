@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.support.faults import Bomb
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, train, watched
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
@@ -80,8 +80,6 @@ def test_a_device_far_behind_waits_for_nothing_and_nothing_piles_up():
 
 @pytest.mark.parametrize(("dying", "last"), [(0, 1), (1, 9), (0, 30)])
 def test_a_worker_that_dies_in_its_turn_is_named_and_no_other_waits_for_it(dying, last):
-    model = toy_model()
-    store = toy_store(model)
 
     def wrap(device):
         bomb = Bomb(Stream.WEIGHT_UPLOAD, ConnectionError, hit=last)
@@ -89,9 +87,9 @@ def test_a_worker_that_dies_in_its_turn_is_named_and_no_other_waits_for_it(dying
 
     with (
         pytest.raises(PipelineError, match=f"device cpu:{dying}.*ConnectionError: planted") as raised,
-        toy_engine(model, store, FINEST, 2, wrap=wrap, turns=[(0, 1)]) as engine,
+        toy_engine(FINEST, 2, wrap=wrap, turns=[(0, 1)]) as engine,
     ):
         train(engine, toy_batches(3, MICRO_BATCHES))
     assert isinstance(raised.value.__cause__, ConnectionError)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
-    assert store.is_consistent
+    assert engine.store.is_consistent

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import toy
-from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches, toy_model, toy_store, train
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches, train
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -29,8 +29,7 @@ def numel_of(partition):
 
 @pytest.mark.parametrize("partition", ["one layer a stage", "backward coarser"])
 def test_one_device_holds_the_two_largest_consecutive_stages_and_no_more(partition):
-    model = toy_model()
-    with toy.toy_engine(model, toy_store(model), PARTITIONS[partition], 1) as engine:
+    with toy.toy_engine(PARTITIONS[partition], 1) as engine:
         # Nothing but the slots: the rest is allocated when the first pass is known.
         allocated = engine.devices[0].peak_bytes()
         engine.evaluate(toy_batches(1, 2)[0])

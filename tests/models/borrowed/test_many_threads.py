@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from tests.support.toy import assert_same_state
+from tests.support.toy import assert_same_state, toy_engine, train
 from tests.support.toy_decoders import VOCAB
-from tests.support.transformers_loop import engine_of, make_pair, store_of, train
+from tests.support.transformers_loop import make_pair, store_of
 from torchround.pipeline.partition import Partition
 
 BLOCKS, DEVICES, MICRO_BATCHES = 4, 8, 8
@@ -31,7 +31,7 @@ def test_eight_devices_give_the_bits_of_one(model_type, tools):
     one_each = (1,) * (BLOCKS + 1)
     for partition, devices in ((Partition((), BLOCKS + 2, ()), 1), (Partition(one_each, 1, one_each), DEVICES)):
         store = store_of(model := pair.build(), tools.stored_parameters(pair.ours))
-        with engine_of(model, store, partition, devices) as engine:
+        with toy_engine(partition, devices, model=model, store=store) as engine:
             found.append((train(engine, steps), store.named_views()))
     assert found[0][0] == found[1][0]
     assert_same_state(found[1][1], found[0][1])

@@ -44,7 +44,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_stay(tools):
     _, model, _ = build("gpt_oss", "debug", (*ATTENTION, "gate_up_proj", "down_proj"), tied_embeddings=True)
     store = toy_store(model)
     before = {key: view.clone() for key, view in store.weights().items()}
-    with toy_engine(model, store, Partition((1, 2), 1, (1, 1, 1)), num_devices=2) as engine:
+    with toy_engine(Partition((1, 2), 1, (1, 1, 1)), model=model, store=store, num_devices=2) as engine:
         batch = tools.micro_batch([[12, 20], [32]], 50)
         losses = train(engine, [[batch]] * 3, lr=2e-2)
     assert losses[-1] < losses[0]

@@ -1,5 +1,7 @@
 """Plans of bounded updates: the fewest stale layers that cost no time, within every limit."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,10 +70,20 @@ def test_a_plan_counts_the_inputs_of_its_stale_layers(costs, share, stale, devic
         plan = make_plan(
             *(costs, devices, micro_batches, "bounded"), limits=MemoryLimits(host_bytes=limit), stale_layers=stale
         )
-    except InfeasiblePlanError:
+    except InfeasiblePlanError as error:
+        assert "are missing" in str(error)
         return
     run = plan.partition, costs, devices, micro_batches, 1, "bounded", plan.stale_layers
     assert plan.host_activation_bytes == boundary_pool_bytes(*run) <= limit
+
+
+def test_within_a_tight_host_limit_no_stale_layers_are_no_faster():
+    """The most stale layers that fit leave little room for the plan."""
+    costs = published_costs("qwen3_1_7b")
+    costs = replace(costs, layers=tuple(replace(layer, boundary_bytes=1) for layer in costs.layers))
+    run = costs, 8, 16, "bounded"
+    limits = MemoryLimits(host_bytes=int(0.4 * make_plan(*run).host_activation_bytes))
+    assert make_plan(*run, limits=limits).step_s <= make_plan(*run, limits=limits, stale_layers=0).step_s
 
 
 def test_the_stale_layers_of_a_given_partition_are_the_fewest_without_a_longer_step():

@@ -1,6 +1,7 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.engine.worker.structure import as_tuple, flatten, has_gradient, unflatten
+from torchround.keeping import without_output
 from torchround.layer import Batch, Hidden
 
 # A layer with its parameters bound, compiled or not.
@@ -99,6 +101,8 @@ class ForwardWithGraph:
 
     `receives` says, by the stage's layer number, which tensors of a layer's input receive gradients
     (`LayeredModel.receives_gradients`).
+
+    If nothing `reads_output`, the last layer may leave its values out: only its graph is needed.
     """
 
     def __init__(
@@ -109,10 +113,12 @@ class ForwardWithGraph:
         layerwise: bool,
         restarts: Mapping[int, Hidden] | None = None,
         receives: Mapping[int, Sequence[bool]] | None = None,
+        reads_output: bool = True,
     ) -> None:
         self._layers = layers
         self._restarts = restarts or {}
         self._receives = receives or {}
+        self._reads_output = reads_output
         self._micro_batch = micro_batch
         self._hidden = hidden  # input of the next layer to run
         # All layers but the last run without gradients if layerwise: their activations are made anew in the backward.
@@ -138,7 +144,8 @@ class ForwardWithGraph:
                     if self._graphs and below is not None
                     else self._receives.get(self._next)
                 )
-                self._graphs.append(self._run(layer, hidden, wanted))
+                is_read = self._reads_output or self._next + 1 < len(self._layers)
+                self._graphs.append(self._run(layer, hidden, wanted, is_read))
                 self._hidden = self._graphs[-1][1]
             del below, hidden  # otherwise these names would hold a layer's input while the next ones run
             self._next += 1
@@ -166,7 +173,9 @@ class ForwardWithGraph:
                 leaf, output = self._graphs.pop()
             else:
                 layer = self._layers[self._next]
-                leaf, output = self._run(layer, self._inputs.pop(), self._receives.get(self._next))
+                leaf, output = self._run(
+                    layer, self._inputs.pop(), self._receives.get(self._next), is_read=False
+                )
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -176,14 +185,15 @@ class ForwardWithGraph:
         return tuple(gradients)
 
     def _run(
-        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None
+        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
 
-        `wanted` says which tensors of the input receive gradients; all floating-point ones do if it is None.
+        `wanted` says which tensors of the input receive gradients; all floating-point ones do if it is None. Unless the
+        output `is_read`, it may have no values.
         """
         leaf = None if hidden is None else _as_leaf(hidden, wanted)
-        with torch.enable_grad():
+        with torch.enable_grad(), nullcontext() if is_read else without_output():
             return leaf, _some(layer(leaf, self._micro_batch))
 
 

@@ -161,7 +161,9 @@ class StageRun:
             inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise, restarts, self._receives)
+        recomputed = ForwardWithGraph(
+            layers, hidden, micro_batch, self._layerwise, restarts, self._receives, reads_output=False
+        )
         first = stage.start
         for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
             run = partial(recomputed.run_to, layer - stage.start)

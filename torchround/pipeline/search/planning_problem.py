@@ -53,6 +53,7 @@ class PlanningProblem:
         link: KeptLink | None = None,
         items: Sequence[KeptItem] = (),
     ) -> None:
+        self._question = costs, num_devices, num_micro_batches, update, limits, stale_layers, link, items
         self.costs, self.limits, self.update, self.link, self.items = costs, limits, update, link, items
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
         self.num_layers, self.stale_layers = costs.num_layers, stale_layers
@@ -71,13 +72,15 @@ class PlanningProblem:
 
     def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
         """Return the same problem with this number of stale layers."""
-        question = self.costs, self.num_devices, self.num_micro_batches, self.update, self.limits
-        return PlanningProblem(*question, stale_layers, self.link, self.items)
+        return PlanningProblem(*self._question[:5], stale_layers, self.link, self.items)
 
     def with_items(self, items: Sequence[KeptItem]) -> "PlanningProblem":
         """Return the same problem with these items to keep."""
-        question = self.costs, self.num_devices, self.num_micro_batches, self.update, self.limits
-        return PlanningProblem(*question, self.stale_layers, self.link, items)
+        return PlanningProblem(*self._question[:7], items)
+
+    def within(self, limits: MemoryLimits) -> "PlanningProblem":
+        """Return the same problem with these limits."""
+        return PlanningProblem(*self._question[:4], limits, self.stale_layers, self.link, self.items)
 
     def costs_of(self, kept: int) -> Costs:
         """Return the costs with what the first `kept` items keep."""
