@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
