@@ -15,7 +15,7 @@ from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.planner import make_plan
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.stage_times import KeptLink
 
 # Shares of a dense block's forward and of what it keeps, part by part, as counted for Llama 3 8B at 2048 tokens; the rest
 # are norms and rotations.
@@ -120,7 +120,7 @@ def compare(
 ) -> dict[str, Any]:
     """Measure the planner's choice of what to keep beside a plan that keeps nothing."""
     limits = MemoryLimits(int(options.stage_blocks * BLOCK_BYTES), host_bytes)
-    link = KeptLink(bytes_per_s, bytes_per_s)
+    link = KeptLink(bytes_per_s)
 
     def run(setting: str) -> tuple[Plan, MeasuredKept]:
         rule = KeepRule(setting, link)

@@ -17,9 +17,7 @@ from torchround.pipeline.costs import (
     ParameterCounts,
     costs_from_work,
     hop_seconds,
-    stage_seconds,
 )
-from torchround.pipeline.partition import Stage, StageKind
 from torchround.pipeline.rates import RATES, Rates
 from torchround.pipeline.update_costs import JobWork, newton_schulz_flops
 
@@ -59,16 +57,6 @@ def test_a_file_that_holds_no_costs_is_refused():
     for text in ("", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}'):
         with pytest.raises(CostsError):
             Costs.from_json(text)
-
-
-def test_a_stage_costs_its_layers_and_recomputes_where_it_must():
-    costs = Costs((LayerCost("a", 1.0, 2.0), LayerCost("b", 3.0, 5.0), LayerCost("c", 7.0, 11.0)))
-    assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 4.0)
-    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 3 + 7 + 5 + 11)
-    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2)) == (4.0, 7.0)
-    # One layer's activations at a time: all but the last layer are computed once more.
-    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2), "layer") == (4.0, 7.0 + 1.0)
-    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3), "layer") == (0.0, 26.0 + 3.0)
 
 
 def test_seconds_are_those_of_each_kind_of_work_and_frozen_parameters_have_no_update():
@@ -133,17 +121,6 @@ def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported, name):
 
 
 KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
-
-
-def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does():
-    costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping([("down",), ("attention", "down"), ()])
-    assert [layer.kept_bytes for layer in costs.layers] == [20, 30, 0]
-    assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 8.0)
-    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 4 + 8 + 5 + 11)
-    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2)) == (2.0 + 1.0, 16.0)
-    # The second recomputation of the first layer skips the same parts.
-    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2), "layer") == (3.0, 16.0 + 2.0)
-    assert stage_seconds(costs, Stage(StageKind.FUSED, 0, 3), "layer") == (0.0, 13 + 27 + 8.0)
 
 
 def test_kept_names_that_a_layer_lacks_are_refused():

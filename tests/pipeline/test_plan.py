@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.published_models import by_night, published_costs
-from tests.support.random_costs import all_partitions, costs, limits
+from tests.support.random_costs import all_partitions, costs, exact_step_s, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
@@ -22,8 +22,7 @@ from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.rates import RATES
 from torchround.pipeline.search.annealing import AS_FAST
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
-from torchround.pipeline.simulation.kept_link import KeptLink
-from torchround.pipeline.simulation.step_time import stage_times, step_seconds
+from torchround.pipeline.simulation.stage_times import KeptLink
 
 # The search for the fastest; a plan that needs less host memory may take 1 % longer (below).
 fastest_plan = partial(make_plan, as_fast=0.0)
@@ -41,8 +40,7 @@ def brute_force_s(costs, devices, micro_batches, update, limits):
         device = device_memory(partition, costs, devices, size, limits).total_bytes
         if limits.device_bytes is not None and device > limits.device_bytes:
             continue
-        times = stage_times(partition, costs, limits.recompute)
-        step_s = step_seconds(times, devices, micro_batches, rounds, update)
+        step_s = exact_step_s(partition, costs, devices, micro_batches, rounds, update, limits.recompute)
         best = step_s if best is None else min(best, step_s)
     return best
 
@@ -85,7 +83,7 @@ def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(num_
     layers = [LayerCost(f"layer.{i}", 1 + (i * 7 % 5) / 10, 2 + (i * 3 % 4) / 10) for i in range(num_layers)]
     model = Costs((*layers[:-1], LayerCost("head", 2.5, 5.0)), 0.1)
     plan = fastest_plan(model, 3, 6, update, 1)
-    best = min(step_seconds(stage_times(partition, model), 3, 6, 1, update) for partition in all_partitions(num_layers))
+    best = min(exact_step_s(partition, model, 3, 6, 1, update) for partition in all_partitions(num_layers))
     assert best <= plan.step_s * (1 + 1e-9)
     assert plan.step_s <= 1.01 * best
 

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.partition import Stage, StageKind
 from torchround.pipeline.rates import RATES, CardRates, CountedProducts, Rates
 from torchround.pipeline.update_costs import JOB_DTYPE, JobWork
 from torchround.untrusted.strict_json import parse_json
@@ -58,7 +57,7 @@ class LayerCost:
     - `workspace_bytes`: scratch inside one call.
     - `optimizer_s`: one update of the layer on the host, once per step.
     - `job_s`, `job_link_s`: what a device computes for the layer's update, and one copy for it in each direction, once per
-      step (`simulation/update_jobs.py`).
+      step (`run_jobs` in `simulation/step_time.py`).
     - `job_slot_bytes`, `job_scratch_bytes`: device memory of such a job, for copies and while it computes.
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
     - `kept`: names of those that are kept if the layer lies in a backward stage.
@@ -251,29 +250,6 @@ def _layer_from(index: int, item: Any) -> LayerCost:
         raise CostsError(f"layer {index}: keeps_whole = {item['keeps_whole']!r} must be true or false")
     given = {**item, "keepable": tuple(KeptCost(**part) for part in parts), "kept": tuple(kept)}
     return LayerCost(**{"name": f"layer.{index}", **given})
-
-
-def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple[float, float]:
-    """Return the seconds of one micro-batch in `stage`: before and after it needs its input from the previous stage.
-
-    Only a backward stage has a first part: it recomputes from its boundary activation, which has been on the
-    host since the forward, and needs the incoming gradient after that. It skips what its layers keep. With
-    `recompute = "layer"` the activations of one layer are held at a time, so each layer but the stage's last is
-    computed once more.
-    """
-    layers = costs.layers[stage.start : stage.stop]
-    forward_s = sum(layer.forward_s for layer in layers)
-    backward_s = sum(layer.backward_s for layer in layers)
-    if stage.kind is StageKind.FORWARD:
-        return 0.0, forward_s
-    is_fused = (
-        stage.kind is StageKind.FUSED
-    )  # its activations stay on the device, so it keeps nothing elsewhere
-    if recompute == "layer":
-        backward_s += sum(layer.forward_s if is_fused else layer.recompute_s for layer in layers[:-1])
-    if is_fused:
-        return 0.0, forward_s + backward_s
-    return sum(layer.recompute_s for layer in layers), backward_s
 
 
 class CountedPart(Protocol):

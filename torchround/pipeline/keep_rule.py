@@ -6,7 +6,7 @@ from math import sqrt
 
 from torchround.pipeline.costs import Costs, CostsError, LayerCost
 from torchround.pipeline.partition import KeptNames, PlanError
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.stage_times import KeptLink
 
 # Parts whose seconds per byte differ by less than this share count as equal: measured times of equal layers differ.
 ALIKE = 0.1

@@ -19,8 +19,7 @@ from torchround.pipeline.simulation.exchange_time import (
     ExchangedBundle,
     exchange_step_seconds,
 )
-from torchround.pipeline.simulation.kept_link import LinkWaits
-from torchround.pipeline.simulation.step_time import stage_times
+from torchround.pipeline.simulation.stage_times import LayerSums
 
 # Share of a network's line rate that carries data.
 USABLE_RATE = 0.9
@@ -103,16 +102,11 @@ def round_sizes(question: RunQuestion, rounds: int) -> list[int]:
 
 def machine_step_seconds(question: RunQuestion, plan: Plan, costs: Costs, bytes_per_s: float) -> float:
     """Compute the seconds per step of the question's machines, each with this plan, over links of this rate."""
-    kept, link = costs.keeping(plan.kept), question.keep_rule().link
-    sizes = round_sizes(question, plan.rounds)
-    waits = None
-    if link is not None:
-        waits = LinkWaits(kept, link, question.recompute, sum(sizes))
-    times = stage_times(plan.partition, kept, question.recompute, waits, len(sizes))
+    sizes, link = round_sizes(question, plan.rounds), question.keep_rule().link
+    sums = LayerSums(costs.keeping(plan.kept), question.recompute, link, sum(sizes))
+    times = sums.times(plan.partition, question.update, len(sizes))
     exchange = exchange_of(question, costs, bytes_per_s)
-    return exchange_step_seconds(
-        plan.partition, times, sizes, question.num_devices, question.update, exchange
-    )
+    return exchange_step_seconds(times, sizes, question.num_devices, exchange)
 
 
 @dataclass(frozen=True)

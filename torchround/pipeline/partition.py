@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import sub
 
 # For each layer the names of the parts whose results it keeps (`torchround/keeping.py`); empty if none keeps anything.
 KeptNames = tuple[tuple[str, ...], ...]
@@ -74,18 +76,18 @@ class Partition:
         return self._stages
 
     @cached_property
-    def _stages(self) -> tuple[Stage, ...]:
-        stages, start = [], 0
-        for count in self.forward:
-            stages.append(Stage(StageKind.FORWARD, start, start + count))
-            start += count
-        stages.append(Stage(StageKind.FUSED, start, start + self.fused))
+    def ranges(self) -> list[tuple[int, int]]:
+        """The first layer and the end of each stage in dispatch order."""
+        starts = [0, *accumulate(self.forward)]
         # Backward stages go from the fused stage down to layer 0.
-        stop = start
-        for count in self.backward:
-            stages.append(Stage(StageKind.BACKWARD, stop - count, stop))
-            stop -= count
-        return tuple(stages)
+        cuts = [starts[-1] + self.fused, *accumulate(self.backward, sub, initial=starts[-1])]
+        return [*pairwise(starts), *zip(cuts[1:], cuts, strict=False)]
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        kinds = [StageKind.FORWARD] * len(self.forward) + [StageKind.FUSED]
+        kinds += [StageKind.BACKWARD] * len(self.backward)
+        return tuple(Stage(kind, *layers) for kind, layers in zip(kinds, self.ranges, strict=True))
 
     @staticmethod
     def from_lists(forward: Sequence[int], fused: int, backward: Sequence[int]) -> "Partition":

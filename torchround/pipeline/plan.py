@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
+from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import Partition, PlanError, Stage, StageKind
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
 from torchround.untrusted.strict_json import parse_json
 
 # Largest figure accepted in a plan's file: sums of such figures stay finite.
@@ -237,52 +238,25 @@ def plan_transfers(
     A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round
     hide the weights. `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
     """
-    costs = costs.keeping(plan.kept)
-    rate = pcie_gb_per_s * 1e9
-    size = plan.num_micro_batches / plan.rounds
-    up_total, down_total = 0.0, 0.0
-    busiest = (-1.0, 0)
+    rate, micro_batches = pcie_gb_per_s * 1e9, plan.num_micro_batches
+    link = KeptLink(rate, gradient_share)
+    sums = LayerSums(costs.keeping(plan.kept), recompute, link, micro_batches)
+    up, down = sums.stage_bytes(plan.partition, plan.rounds, plan.stale_layers)
+    up_total, down_total = micro_batches * sum(up), micro_batches * sum(down)
     # Uploads and downloads use different directions of the link, so the larger of the two is a stage's load.
-    for index, stage in enumerate(plan.partition.stages()):
-        up, down = _stage_bytes(stage, costs, size, gradient_share)
-        stale = size * _stale_input_bytes(stage, costs, plan.stale_layers)
-        up, down = (up, down + stale) if stage.kind is StageKind.FORWARD else (up + stale, down)
-        up_total, down_total = up_total + plan.rounds * up, down_total + plan.rounds * down
-        seconds = size * sum(stage_seconds(costs, stage, recompute))
-        load = max(up, down) / rate / seconds if seconds else 0.0
-        busiest = max(busiest, (load, -index))
+    loads = [
+        max(moved) / rate / (early_s + late_s) if early_s + late_s else 0.0
+        for *moved, early_s, late_s in zip(up, down, *sums.seconds(plan.partition), strict=True)
+    ]
     capacity = plan.num_devices * plan.step_s * rate
     return Transfers(
         up_bytes=round(up_total),
         down_bytes=round(down_total),
         up_load=up_total / capacity if capacity else 0.0,
         down_load=down_total / capacity if capacity else 0.0,
-        busiest_stage=-busiest[1],
-        busiest_load=busiest[0],
+        busiest_stage=loads.index(max(loads)),
+        busiest_load=max(loads),
     )
-
-
-def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float) -> tuple[float, float]:
-    """Count the bytes up and down in one round of `size` micro-batches."""
-    layers = costs.layers[stage.start : stage.stop]
-    incoming = costs.layers[stage.start - 1].boundary_bytes if stage.start else 0
-    outgoing = layers[-1].boundary_bytes
-    up = sum(layer.weight_bytes for layer in layers) + size * incoming
-    kept = sum(layer.kept_bytes for layer in layers)
-    if stage.kind is StageKind.FORWARD:
-        return up, size * (outgoing + kept)
-    if stage.kind is StageKind.BACKWARD:
-        up += size * (outgoing + kept)  # the gradient of its output, and what the forward has kept
-    down = gradient_share * sum(layer.gradient_bytes for layer in layers) + size * incoming
-    return up, down
-
-
-def _stale_input_bytes(stage: Stage, costs: Costs, stale_layers: int) -> int:
-    """Count the inputs inside a stage that `bounded` keeps on the host from forward to backward, for one micro-batch."""
-    if stage.kind is StageKind.FUSED:
-        return 0
-    inside = range(stage.start + 1, min(stage.stop, stale_layers + 1))
-    return sum(costs.layers[layer - 1].boundary_bytes for layer in inside)
 
 
 def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.costs import Costs
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import (
     MemoryLimits,
@@ -172,19 +172,19 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
 def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
     costs, limits, partition = problem.costs_of(candidate.kept), problem.limits, candidate.partition
     devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
-    step_s = problem.exact_s(candidate)
+    step_s, seconds = problem.exact_s(candidate), problem.sums_of(candidate.kept).seconds(partition)
     stages = tuple(
         PlannedStage(
             kind=stage.kind.value,
             first_layer=costs.layers[stage.start].name,
             last_layer=costs.layers[stage.stop - 1].name,
             num_layers=stage.stop - stage.start,
-            seconds=sum(stage_seconds(costs, stage, limits.recompute)),
+            seconds=early_s + late_s,
             weight_bytes=stage_weight_bytes(stage, costs),
             gradient_bytes=stage_gradient_bytes(stage, costs),
             compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
         )
-        for stage in partition.stages()
+        for stage, early_s, late_s in zip(partition.stages(), *seconds, strict=True)
     )
     busy_s = micro_batches * sum(stage.seconds for stage in stages) + costs.job_s
     return Plan(

@@ -10,7 +10,7 @@ from torchround.pipeline.machine_memory import state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.stage_times import KeptLink
 from torchround.pipeline.update_costs import UpdateCosts
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,

@@ -21,7 +21,7 @@ SUM_TRAFFIC_BYTES = 8
 
 @dataclass(frozen=True)
 class JobWork:
-    """What a device does for the update of one layer, counted from shapes (`simulation/update_jobs.py`).
+    """What a device does for the update of one layer, counted from shapes (`run_jobs` in `simulation/step_time.py`).
 
     - `flops`: matrix products; a multiply-add is 2.
     - `copied_bytes`: bytes that go up, and as many come down.

@@ -18,7 +18,7 @@ from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.pipeline.simulation.stage_times import KeptLink
 
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, by_night, published_costs
-from tests.support.random_costs import all_partitions, costs
+from tests.support.random_costs import all_partitions, costs, exact_step_s
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.host_buffers import kept_cuts
 from torchround.pipeline.memory import MemoryLimits
@@ -16,8 +16,6 @@ from torchround.pipeline.plan import Plan, plan_transfers
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.search.choices import AS_SHORT
-from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
-from torchround.pipeline.simulation.step_time import LayerSums
 
 SIZES = {"devices": st.integers(1, 4), "micro_batches": st.integers(1, 5)}
 
@@ -30,9 +28,9 @@ def split_of(partition):
 def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(costs, devices, micro_batches):
     """Every partition is tried by hand, without kept activations; the plan may take 0.1 % longer to have fewer stale layers."""
     costs = costs.keeping([])
-    sums = LayerSums(costs)
+    run = costs, devices, micro_batches, 1, "bounded"
     every = [
-        bounded_step_seconds(sums, partition, split_of(partition), devices, micro_batches)
+        exact_step_s(partition, *run, stale_layers=split_of(partition))
         for partition in all_partitions(costs.num_layers)
     ]
     plan = make_plan(costs, devices, micro_batches, "bounded", as_fast=0.0)
@@ -40,7 +38,7 @@ def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(costs, devic
     assert plan.step_s <= min(every) * (1 + AS_SHORT) + 1e-12
     if plan.stale_layers:
         fewer = plan.stale_layers - 1
-        longer_s = bounded_step_seconds(sums, plan.partition, fewer, devices, micro_batches)
+        longer_s = exact_step_s(plan.partition, *run, stale_layers=fewer)
         assert longer_s > min(every), "fewer stale layers would do"
 
 
@@ -54,8 +52,8 @@ def test_a_given_number_of_stale_layers_is_kept(costs, stale, devices, micro_bat
     plan = make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale, as_fast=0.0)
     assert plan.stale_layers == stale <= split_of(plan.partition)
     possible = [other for other in all_partitions(costs.num_layers) if split_of(other) >= stale]
-    sums = LayerSums(costs)
-    best_s = min(bounded_step_seconds(sums, other, stale, devices, micro_batches) for other in possible)
+    run = costs, devices, micro_batches, 1, "bounded"
+    best_s = min(exact_step_s(other, *run, stale_layers=stale) for other in possible)
     assert plan.step_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
 
 
@@ -90,8 +88,7 @@ def test_the_stale_layers_of_a_given_partition_are_the_fewest_without_a_longer_s
     costs = published_costs("gpt_oss_20b")
     partition = Partition((4,) * 6, 1, (1,) * 24)
     plan = evaluate_plan(partition, 1, costs, 8, 16, "bounded")
-    sums = LayerSums(costs)
-    steps = [bounded_step_seconds(sums, partition, stale, 8, 16) for stale in range(25)]
+    steps = [exact_step_s(partition, costs, 8, 16, 1, "bounded", stale_layers=stale) for stale in range(25)]
     assert plan.stale_layers == next(k for k in range(25) if steps[k] <= steps[24] * (1 + AS_SHORT)) > 0
     assert plan.step_s == steps[plan.stale_layers] < steps[0]
     assert evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=3).step_s == steps[3]

@@ -10,33 +10,34 @@ from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
-from torchround.pipeline.simulation.step_time import stage_times, step_seconds
+from torchround.pipeline.simulation.stage_times import LayerSums
+from torchround.pipeline.simulation.step_time import step_seconds
 
 SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async"])}
 
 
 @st.composite
 def exchanges(draw):
-    """Draw a partition, the times of its stages, the micro-batches of each round, and a bundle for each layer."""
+    """Draw a partition, sums over its layers, the micro-batches of each round, and a bundle for each layer."""
     drawn = draw(costs(max_layers=9))
     rounds = draw(st.integers(1, 3))
     sizes = [len(part) for part in split_evenly(draw(st.integers(rounds, 12)), rounds)]
     partition = draw(partitions(drawn.num_layers))
     layers = enumerate(drawn.layers)
     bundles = [ExchangedBundle(draw(st.integers(1, 100)), (index,), layer.optimizer_s) for index, layer in layers]
-    return partition, stage_times(partition, drawn, rounds=rounds), sizes, tuple(bundles)
+    return partition, LayerSums(drawn), sizes, tuple(bundles)
 
 
 def seconds(drawn, devices, update, num_machines, bytes_per_s):
-    partition, times, sizes, bundles = drawn
+    partition, sums, sizes, bundles = drawn
     exchange = Exchange(bundles, num_machines, bytes_per_s, 2, 2)
-    return exchange_step_seconds(partition, times, sizes, devices, update, exchange)
+    return exchange_step_seconds(sums.times(partition, update, len(sizes)), sizes, devices, exchange)
 
 
 @given(drawn=exchanges(), **SIZES)
 def test_one_machine_takes_the_step_time_of_its_plan(drawn, devices, update):
-    _, times, sizes, _ = drawn
-    alone_s = step_seconds(times, devices, sum(sizes), len(sizes), update)
+    partition, sums, sizes, _ = drawn
+    alone_s = step_seconds(sums.times(partition, update, len(sizes)), devices, sum(sizes), len(sizes))
     assert seconds(drawn, devices, update, 1, 1.0) == pytest.approx(alone_s, rel=1e-9, abs=1e-12)
 
 
@@ -57,7 +58,7 @@ def two_equal_layers(update, bytes_per_s):
     costs = Costs((LayerCost("a", 1, 1), LayerCost("b", 1, 1)))
     exchange = Exchange((ExchangedBundle(50, (0,)), ExchangedBundle(50, (1,))), 2, bytes_per_s, 2, 2)
     partition = Partition((), 2, ())
-    return exchange_step_seconds(partition, stage_times(partition, costs), [2], 1, update, exchange)
+    return exchange_step_seconds(LayerSums(costs).times(partition, update), [2], 1, exchange)
 
 
 def test_a_single_stage_hides_nothing_in_sync_and_all_it_can_in_async():

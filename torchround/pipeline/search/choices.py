@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from torchround.pipeline.keep_rule import items_by_gain
 from torchround.pipeline.search.annealing import AS_FAST, SAME_STEP, Search, find_plan
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
-from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
 
 # A step that is longer than the fastest one by at most this share is as short, if no larger share is given.
 AS_SHORT = 0.001
@@ -78,16 +77,15 @@ def fewest_stale_layers(
     problem: PlanningProblem, candidate: Candidate, is_met: Callable[[Candidate, float], bool] | None = None
 ) -> int:
     """Return the fewest stale layers whose step time is good enough, by default as short as with the most."""
-    partition, sums = candidate.partition, problem.sums_of(candidate.kept)
     if is_met is None:
         most_s = problem.exact_s(candidate) * (1 + AS_SHORT)
         is_met = lambda _, step_s: step_s <= most_s
-    low, high = -1, problem.num_layers - partition.fused
+    low, high = -1, problem.num_layers - candidate.partition.fused
     # A stage waits for no more updates with more stale layers, so halving the interval finds the fewest.
     while high - low > 1:
         middle = (low + high) // 2
-        run = sums, partition, middle, problem.num_devices, problem.num_micro_batches
-        low, high = (low, middle) if is_met(candidate, bounded_step_seconds(*run)) else (middle, high)
+        step_s = problem.simulated_s(candidate, middle)
+        low, high = (low, middle) if is_met(candidate, step_s) else (middle, high)
     return high
 
 

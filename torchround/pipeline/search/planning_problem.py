@@ -11,9 +11,8 @@ from torchround.pipeline.keep_rule import KeptItem, kept_names
 from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.pool_count import PoolCount, boundaries_of
-from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
-from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
-from torchround.pipeline.simulation.step_time import LayerSums, StageTimes, step_seconds
+from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
+from torchround.pipeline.simulation.step_time import step_seconds
 
 # An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than
 # the costs say. So among steps of about the same length the search prefers the one with less idle time.
@@ -99,10 +98,8 @@ class PlanningProblem:
                 costs = costs.keeping(
                     [names if layer >= stale else () for layer, names in enumerate(costs.kept)]
                 )
-            waits = None
-            if self.link is not None:
-                waits = LinkWaits(costs, self.link, self.limits.recompute, self.num_micro_batches)
-            self._sums[kept] = costs, LayerSums(costs, self.limits.recompute, waits)
+            sums = LayerSums(costs, self.limits.recompute, self.link, self.num_micro_batches)
+            self._sums[kept] = costs, sums
         return self._sums[kept]
 
     @property
@@ -117,27 +114,20 @@ class PlanningProblem:
         if candidate not in self._steps:
             host_s = self.sums_of(candidate.kept).host_s(candidate.rounds, candidate.partition)
             launches_s = self.num_micro_batches * self.costs.launch_s
-            self._steps[candidate] = max(self._step_s(candidate), host_s, launches_s)
+            step_s = self.simulated_s(candidate, self.stale_layers)
+            self._steps[candidate] = max(step_s, host_s, launches_s)
         return self._steps[candidate]
 
-    def _step_s(self, candidate: Candidate) -> float:
-        partition, devices = candidate.partition, self.num_devices
-        if self.update == "bounded":
-            stale = self.num_layers if self.stale_layers is None else self.stale_layers
-            sums = self.sums_of(candidate.kept)
-            return bounded_step_seconds(sums, partition, stale, devices, self.num_micro_batches)
-        times = self._stage_times(candidate)
-        return step_seconds(times, devices, self.num_micro_batches, candidate.rounds, self.update)
-
-    def _stage_times(self, candidate: Candidate) -> StageTimes:
-        partition = candidate.partition
-        return self.sums_of(candidate.kept).times(
-            partition.forward, partition.fused, partition.backward, rounds=candidate.rounds
-        )
+    def simulated_s(self, candidate: Candidate, stale_layers: int | None) -> float:
+        """Compute the seconds in which the devices run a step with this number of stale layers; None is the most."""
+        stale = self.num_layers if stale_layers is None else stale_layers
+        times = self.sums_of(candidate.kept).times(candidate.partition, self.update, candidate.rounds, stale)
+        return step_seconds(times, self.num_devices, self.num_micro_batches, candidate.rounds)
 
     def busy_s(self, candidate: Candidate) -> float:
         """Compute the seconds that all devices together are busy with a step, or wait for the link."""
-        return self.num_micro_batches * sum(self._stage_times(candidate).total_s) + self.costs.job_s
+        early_s, late_s = self.sums_of(candidate.kept).seconds(candidate.partition, candidate.rounds)
+        return self.num_micro_batches * (sum(early_s) + sum(late_s)) + self.costs.job_s
 
     def least_work_s(self, candidate: Candidate) -> float:
         """Compute a bound of the step time at once: the work of any plan with this fused stage, spread over the devices."""

@@ -4,218 +4,112 @@ Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope 
 that a device may start at r adds the line (r + d, d). Stages in a row are as fast as the slowest of them, so every
 slope below d becomes d. So a slot costs the same for 1 or 1000 micro-batches,
 and the result equals that of the event simulator (a test compares the two).
+
+One step maps a state of times to the next one, in every update mode. `StageTimes.waits` is what differs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, slots_before_late_jobs, split_evenly
-from torchround.pipeline.rates import RATES
-from torchround.pipeline.simulation.kept_link import LinkWaits
-from torchround.pipeline.simulation.update_jobs import UpdateJob, run_jobs, update_jobs
+from torchround.pipeline.partition import slots_before_late_jobs, split_evenly
+from torchround.pipeline.simulation.stage_times import StageTimes
 
 NEVER = float("-inf")
 # Most steps to run until one repeats; after that the steady state comes from the transition matrix.
 MAX_WARM_UP_STEPS = 24
 
-Lines = tuple[list[float], list[float]]
-NextState = Callable[[Sequence[float]], list[float]]
 
-
-@dataclass(frozen=True)
-class StageTimes:
-    """The seconds of a partition's stages, in dispatch order.
-
-    - `entry_s`: from the previous stage's output of a micro-batch to this stage's, hop included, if the
-      device is free.
-    - `total_s`: busy time per micro-batch.
-    - `updated_after_s`: from the start of the update until the optimizer has updated all layers that the
-      stage reads.
-    - `boundary_from`: the forward stage whose output a recomputation may have to wait for; -1 if the gradient
-      always arrives later anyway.
-    - `jobs`: what devices do for the update, with `job_from`, the stage that completes each job's gradient.
-    - `num_forward`: the number of forward stages.
-    """
-
-    entry_s: Sequence[float]
-    total_s: Sequence[float]
-    updated_after_s: Sequence[float]
-    boundary_from: Sequence[int]
-    hop_s: float
-    jobs: Sequence[UpdateJob] = ()
-    job_from: Sequence[int] = ()
-    num_forward: int = 0
-
-    @property
-    def update_s(self) -> float:
-        """Seconds of one update of all layers."""
-        return max(self.updated_after_s)
-
-
-class LayerSums:
-    """Running sums over the layers, which give any stage's seconds in two look-ups; they agree with `stage_seconds`.
-
-    With `link_waits`, stages also wait for the link.
-    """
-
-    def __init__(self, costs: Costs, recompute: str = "stage", link_waits: LinkWaits | None = None) -> None:
-        self.hop_s = costs.hop_s
-        self.forward_s = [0.0, *accumulate(layer.forward_s for layer in costs.layers)]
-        self.recompute_s = [0.0, *accumulate(layer.recompute_s for layer in costs.layers)]
-        self.backward_s = [0.0, *accumulate(layer.backward_s for layer in costs.layers)]
-        self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
-        self.recompute = recompute
-        self.link_waits = link_waits
-        self.adding_share = costs.adding_share
-        self.completed_with = costs.completed_with()
-        self.updates_take_time = self.updated_s[-1] > 0
-        self.jobs = update_jobs(costs)
-
-    def times(
-        self,
-        forward: Sequence[int],
-        fused: int,
-        backward: Sequence[int],
-        stale_layers: int = 0,
-        rounds: int = 1,
-    ) -> StageTimes:
-        """Compute the stage times of the partition with these layer counts.
-
-        In `bounded`, a recomputation starts each layer up to `stale_layers` from its own input. The waits for a link
-        depend on the number of rounds.
-        """
-        starts = [0, *accumulate(forward)]
-        split, num_layers = starts[-1], starts[-1] + fused
-        cuts = [split]
-        for count in backward:
-            cuts.append(cuts[-1] - count)
-        sums, again, back, hop_s = self.forward_s, self.recompute_s, self.backward_s, self.hop_s
-        ranges = [(start, stop) for stop, start in pairwise(cuts)]
-        total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
-        total.append(sums[-1] - sums[split] + back[-1] - back[split])
-        # A backward stage recomputes while its gradient is still on
-        # its way, so only the rest is on the path of the gradient.
-        before = [again[stop] - again[start] for start, stop in ranges]
-        after = [back[stop] - back[start] for start, stop in ranges]
-        if self.recompute == "layer":
-            total[-1] += sums[num_layers - 1] - sums[split]
-            after = [
-                seconds + again[stop - 1] - again[start]
-                for seconds, (start, stop) in zip(after, ranges, strict=True)
-            ]
-        if self.link_waits is not None:
-            link_s = self.link_waits.of(Partition(tuple(forward), fused, tuple(backward)), rounds)
-            total = [seconds + wait_s for seconds, wait_s in zip(total, link_s, strict=False)]
-            before = [seconds + wait_s for seconds, wait_s in zip(before, link_s[len(total) :], strict=True)]
-        entry = [seconds + hop_s for seconds in total] + [seconds + hop_s for seconds in after]
-        total += [first_s + rest_s for first_s, rest_s in zip(before, after, strict=True)]
-        updated = [0.0] * len(total)
-        if self.updates_take_time:
-            updated = [self.updated_s[stop] for stop in (*starts[1:], num_layers, *cuts[:-1])]
-        waits = _boundary_waits(starts, cuts, before, entry, stale_layers)
-        # The first stage, from the fused one on, that reaches down to a layer completes its gradient.
-        job_from = [
-            next(len(forward) + index for index, cut in enumerate(cuts) if cut <= job.layer)
-            for job in self.jobs
-        ]
-        return StageTimes(entry, total, updated, waits, hop_s, self.jobs, job_from, len(forward))
-
-    def host_s(self, rounds: int, partition: Partition | None = None) -> float:
-        """Compute the least seconds per step of the host's memory: the update, sums over rounds, a partition's copies."""
-        update_s = self.updated_s[-1]
-        if rounds > 1:
-            update_s *= 1 + rounds * self.adding_share
-        if partition is None or self.link_waits is None:
-            return update_s
-        moved_bytes = update_s * RATES.update_bytes_per_s + self.link_waits.moved_bytes(partition, rounds)
-        return max(update_s, moved_bytes / RATES.host_bytes_per_s)
-
-    def work_s(self, fused: int) -> float:
-        """Compute the least busy seconds of one micro-batch in any partition with this fused stage.
-
-        With `recompute = "layer"` a layer of the fused stage is computed twice too, except the last.
-        """
-        num_layers = len(self.forward_s) - 1
-        split = num_layers - fused
-        once = split if self.recompute == "stage" else num_layers - 1
-        saved_s = self.forward_s[split] - self.recompute_s[split]
-        return self.forward_s[-1] + self.backward_s[-1] + (self.forward_s[once] - saved_s)
-
-
-def stage_times(
-    partition: Partition,
-    costs: Costs,
-    recompute: str = "stage",
-    link_waits: LinkWaits | None = None,
-    rounds: int = 1,
-) -> StageTimes:
-    """Compute the times of each stage of `partition`; the last two arguments are as in `LayerSums`."""
-    sums = LayerSums(costs, recompute, link_waits)
-    return sums.times(partition.forward, partition.fused, partition.backward, rounds=rounds)
-
-
-def _boundary_waits(
-    starts: Sequence[int],
-    cuts: Sequence[int],
-    before_s: Sequence[float],
-    entry_s: Sequence[float],
-    stale_layers: int,
-) -> list[int]:
-    """Find the recomputations that may have to wait for their boundary activation, as `StageTimes.boundary_from`.
-
-    A recomputation of e seconds never waits if its gradient arrives at least e seconds after the boundary.
-    `starts`: first layers of the forward stages and of the fused one; `cuts`: first layers of the fused stage
-    and of the backward ones.
-    """
-    num_forward = len(starts) - 1
-    waits = [-1] * (num_forward + 1)
-    # The common case, found without a loop: the fused stage alone takes longer than any recomputation.
-    if not before_s or max(before_s) <= entry_s[num_forward]:
-        return waits + [-1] * len(before_s)  # each gradient has been through the fused stage
-    arrival = [0.0, *accumulate(entry_s)]
-    producer = num_forward - 1
-    for index, (stop, start) in enumerate(pairwise(cuts)):
-        # The last input that the recomputation takes from the host: it arrives after the others.
-        cut = max(start, min(stop - 1, stale_layers))
-        while producer > 0 and starts[producer] >= cut:
-            producer -= 1
-        chain_s = arrival[num_forward + 1 + index] - arrival[producer + 1]
-        waits.append(producer if cut > 0 and chain_s < before_s[index] else -1)
-    return waits
-
-
-def step_seconds(
-    times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int, update: str
-) -> float:
+def step_seconds(times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int = 1) -> float:
     """Compute the seconds per training step in the steady state.
 
-    `"sync"`: from the start of one step's update, at its last gradient or direction, to that of the next. The update starts at the former, and each
-    stage waits for the update of its layers. `"async"`: step t+2 waits for the update with step t's gradient,
-    and steps follow each other without a flush.
+    In `sync` that is from the start of one step's update, at its last gradient or direction, to that of the next.
+    Otherwise steps follow each other without a flush: the growth of the state per step once it repeats, or from the
+    transition matrix if that takes long.
     """
-    sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
-    if update == "sync":
-        return run_step(times, sizes, [0.0] * num_devices, 0.0)
-    return _steady_state_seconds(times, sizes, num_devices)
+    sizes, groups = [len(part) for part in split_evenly(num_micro_batches, rounds)], len(times.group_s)
+    dimension, seen = num_devices + 2 * groups, list[list[float]]()
+    if times.update == "sync":
+        # Devices are idle when an update starts, so every step is like the first one.
+        start = [0.0] * (num_devices + groups) + [NEVER] * groups
+        return _next_state(times, sizes, num_devices, start)[num_devices]
+    state = [0.0] * dimension
+    # The matrix of a larger state takes longer, so more steps are worth a try first.
+    for _ in range(MAX_WARM_UP_STEPS * max(1, dimension // 10)):
+        state = _next_state(times, sizes, num_devices, state)
+        for back, earlier in enumerate(reversed(seen), start=1):
+            if _same_shape(earlier, state):
+                return (state[0] - earlier[0]) / back
+        seen.append(state)
+    # A step is linear in the (max, +) algebra: row j of its matrix is the state after a step that entry j alone delays.
+    units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
+    return _largest_cycle_mean([_next_state(times, sizes, num_devices, unit) for unit in units])
 
 
-def run_step(
-    times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
+def _next_state(
+    times: StageTimes, sizes: Sequence[int], num_devices: int, state: Sequence[float]
+) -> list[float]:
+    """Run one step.
+
+    The state before it: when each device becomes free, when the gradients of each group are complete, and when the update
+    before these started with each group.
+    """
+    groups, num_stages, jobs = len(times.group_s), len(times.total_s), times.jobs
+    free, complete, before = list(state[:num_devices]), list(state[num_devices:-groups]), state[-groups:]
+    updates = _update_starts(times.group_s, complete, before)
+    started = [*before, *updates]
+    ready_s = [started[source] + after_s for source, after_s in times.waits]
+
+    def run_late_jobs(first: int) -> None:
+        """Run the jobs for the update with the gradients of the step before, which the step after next reads."""
+        complete[0] = max(complete[0], run_jobs(jobs, complete * len(jobs), free, first))
+        updates[:] = _update_starts(times.group_s, complete, before)
+
+    late = run_late_jobs if jobs and times.update == "async" else None
+    at = (
+        slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
+        if late
+        else 0
+    )
+    ends = run_slots(times, sizes, free, ready_s, late, at)
+    finished = ends[-groups:] if times.update == "bounded" else [max(ends)]
+    if jobs and times.update == "sync":
+        last = ends[-num_stages:]
+        finished.append(run_jobs(jobs, [last[stage] for stage, _, _ in jobs], free))
+        finished = [max(finished)]
+    return [*free, *finished, *updates]
+
+
+def _update_starts(
+    group_s: Sequence[float], complete: Sequence[float], before: Sequence[float]
+) -> list[float]:
+    """Compute when the host starts to update each group: one after the other, after those of the step before."""
+    starts, done_s = [], before[-1] + group_s[-1]
+    for complete_s, seconds in zip(complete, group_s, strict=True):
+        starts.append(max(complete_s, done_s))
+        done_s = starts[-1] + seconds
+    return starts
+
+
+def run_jobs(
+    jobs: Sequence[tuple[int, float, float]], complete_s: Sequence[float], free: list[float], first: int = 0
 ) -> float:
-    """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free.
+    """Run what devices do for an update; return when the last direction is back on the host, or 0 if there are no jobs.
 
-    Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place, in the order of the slots
-    that follow the step. Returns when the step's own update can start: all gradients and directions are there.
+    The orthogonalisation of Muon is one job for each layer. Jobs are dealt to the devices in turn; the one at index
+    `first` of `free` takes the first. A job begins once its layer's gradient is complete, at `complete_s`: the host's
+    look-ahead goes up, the device computes, and the direction comes down. The copies of one job run beside the
+    computation of others. In `sync` jobs follow the slots of their step, in `async` they come among those of the next.
+    `free` is as in `run_slots`.
     """
-    ready_s = [update_start_s + updated_s for updated_s in times.updated_after_s]
-    ends = run_slots(times, round_sizes, free, ready_s)
-    last_s = max(free)
-    if not times.jobs:
-        return last_s
-    in_last_round = ends[-len(times.total_s) :]
-    return max(last_s, run_jobs(times.jobs, [in_last_round[stage] for stage in times.job_from], free))
+    num_devices, back_s = len(free), 0.0
+    # Between steps both directions of the link have time enough, so each device's link is free at its first job.
+    up_s, down_s = [0.0] * num_devices, [0.0] * num_devices
+    for index, ((_, seconds, link_s), ready_s) in enumerate(zip(jobs, complete_s, strict=True)):
+        device = (first + index) % num_devices
+        up_s[device] = max(up_s[device], ready_s) + link_s
+        free[device] = max(free[device], up_s[device]) + seconds
+        down_s[device] = max(down_s[device], free[device]) + link_s
+        back_s = max(back_s, down_s[device])
+    return back_s
 
 
 def run_slots(
@@ -228,14 +122,51 @@ def run_slots(
 ) -> list[float]:
     """Run one step's slots, whose stages start no earlier than `ready_s`; return when each slot ends.
 
-    `free` is as in `run_step`. `between` is called after the first `at` slots, with the index in `free` of the device
-    that takes the next one.
+    `free[k]` is when the device of the k-th next slot becomes free. It is updated in place, in the order of the slots that
+    follow the step. `between` is called after the first `at` slots, with the index in `free` of the next slot's device.
     """
+    num_devices, slot = len(free), 0
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
+    keeps_outputs = max(times.boundary_from) >= 0
     ends: list[float] = []
     for size in round_sizes:
-        _run_round(stages, size, free, times.hop_s, ends, between, at)
-    slot = len(ends) % len(free)
+        # The outputs of the stage before, as lines with falling slopes and rising bases: micro-batch m leaves at
+        # `shift + max(base + slope x m)`.
+        slopes: list[float] = []
+        bases: list[float] = []
+        shift = 0.0
+        outputs: list[tuple[list[float], list[float]]] = []  # the same of each stage, for recomputations
+        for entry_s, total_s, weights_s, producer in stages:
+            if between is not None and len(ends) == at:
+                between(slot)
+            # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
+            if slopes:
+                shift += entry_s
+            base = max(free[slot], weights_s) + total_s - shift
+            if producer >= 0:
+                delay_s = times.hop_s + total_s - shift
+                arrivals = [
+                    (slope, arrival + delay_s) for slope, arrival in zip(*outputs[producer], strict=True)
+                ]
+                slopes, bases = _latest([*zip(slopes, bases, strict=True), *arrivals])
+            # Slopes below this stage's duration become that duration, so only the latest of their lines matters.
+            while slopes and slopes[-1] <= total_s:
+                slopes.pop()
+                if (earlier := bases.pop()) > base:
+                    base = earlier
+            if not slopes or base > bases[-1]:
+                slopes.append(total_s)
+                bases.append(base)
+            # The device is free once the last micro-batch has left: the largest line at m = size - 1.
+            end = bases[0] + slopes[0] * (size - 1)
+            for other in range(1, len(slopes)):
+                if (other_end := bases[other] + slopes[other] * (size - 1)) > end:
+                    end = other_end
+            free[slot] = end + shift
+            ends.append(free[slot])
+            slot = slot + 1 if slot + 1 < num_devices else 0
+            if keeps_outputs:
+                outputs.append((list(slopes), [base + shift for base in bases]))
     if between is not None and at == len(ends):
         between(slot)
     # Slots take devices in turn without a restart, so the
@@ -244,128 +175,21 @@ def run_slots(
     return ends
 
 
-def _run_round(
-    stages: Sequence[tuple[float, float, float, int]],
-    size: int,
-    free: list[float],
-    hop_s: float,
-    ends: list[float],
-    between: Callable[[int], None] | None,
-    at: int,
-) -> None:
-    """Run a round of `size` micro-batches; add the ends of its slots to `ends`, which holds the slots before them.
-
-    Updates `free`. A stage is a tuple of its entry and total seconds, of the time at which its weights are
-    ready, and of its boundary stage.
-    """
-    num_devices, last = len(free), size - 1
-    slot = len(ends) % num_devices
-    # The outputs of the stage before, as lines with falling slopes and rising bases: micro-batch m leaves at
-    # `shift + max(base + slope x m)`.
+def _latest(lines: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return the slopes and bases of the lines that are the largest one somewhere, or may be."""
     slopes: list[float] = []
     bases: list[float] = []
-    shift = 0.0
-    outputs: list[Lines] = []  # the same of each stage, for recomputations
-    keeps_outputs = any(stage[3] >= 0 for stage in stages)
-    for entry_s, total_s, ready_s, producer in stages:
-        if between is not None and len(ends) == at:
-            between(slot)
-        # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
-        if slopes:
-            shift += entry_s
-        start = max(free[slot], ready_s)
-        base = start + total_s - shift
-        if producer >= 0:
-            _wait_for_boundary(outputs[producer], hop_s + total_s - shift, slopes, bases)
-        # Slopes below this stage's duration become that duration, so only the latest of their lines matters.
-        while slopes and slopes[-1] <= total_s:
-            slopes.pop()
-            base = max(base, bases.pop())
-        if not slopes or base > bases[-1]:
-            slopes.append(total_s)
-            bases.append(base)
-        # The device is free once the last micro-batch has left: the largest line at m = size - 1.
-        end = bases[0] + slopes[0] * last
-        for other in range(1, len(slopes)):
-            end = max(end, bases[other] + slopes[other] * last)
-        free[slot] = end + shift
-        ends.append(free[slot])
-        slot = slot + 1 if slot + 1 < num_devices else 0
-        if keeps_outputs:
-            outputs.append((list(slopes), [base + shift for base in bases]))
-
-
-def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bases: list[float]) -> None:
-    """Add the lines of a recomputation's boundary to `slopes` and `bases`."""
-    lines = list(zip(slopes, bases, strict=True))
-    lines += [(slope, arrival + delay_s) for slope, arrival in zip(*boundary, strict=True)]
-    slopes.clear()
-    bases.clear()
     for slope, base in sorted(lines, reverse=True):
         if not slopes or base > bases[-1]:
             slopes.append(slope)
             bases.append(base)
+    return slopes, bases
 
 
-def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
-    """Compute the seconds per step in the steady state of `async`.
-
-    The state is the times at which each device becomes free and at which the last two updates started.
-    """
-    return steady_state_seconds(lambda state: _next_state(times, sizes, state), num_devices + 2, -2)
-
-
-def steady_state_seconds(next_state: NextState, dimension: int, mark: int) -> float:
-    """Compute the growth of a state per step once it repeats, or from the transition matrix if that takes long.
-
-    `next_state` maps a state of `dimension` times to the one after a step, linearly in the (max, +) algebra.
-    Entry `mark` of the state tells how far it has grown.
-    """
-    state = [0.0] * dimension
-    seen: list[list[float]] = []
-    # The matrix of a larger state takes longer, so more steps are worth a try first.
-    for _ in range(MAX_WARM_UP_STEPS * max(1, dimension // 10)):
-        state = next_state(state)
-        for back, earlier in enumerate(reversed(seen), start=1):
-            if _same_shape(earlier, state, mark):
-                return (state[mark] - earlier[mark]) / back
-        seen.append(list(state))
-    return _largest_cycle_mean(_transition(next_state, dimension))
-
-
-def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
-    if times.jobs:
-        return _next_state_with_jobs(times, sizes, state)
-    *free, last_update, update_before = state
-    complete_s = run_step(times, sizes, free, update_before)
-    return [*free, max(complete_s, last_update + times.update_s), last_update]
-
-
-def _next_state_with_jobs(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
-    """Run a step and the jobs of the step before. The state ends with that step's last gradient, and the last update."""
-    *free, gradients_s, last_update = state
-    at = slots_before_late_jobs(times.num_forward, len(sizes) * len(times.total_s), len(free))
-    back_s: list[float] = []
-
-    def run_last_jobs(first: int) -> None:
-        back_s.append(run_jobs(times.jobs, [gradients_s] * len(times.jobs), free, first))
-
-    ready_s = [last_update + updated_s for updated_s in times.updated_after_s]
-    ends = run_slots(times, sizes, free, ready_s, run_last_jobs, at)
-    # The host's update of the step before, which the step after next reads.
-    return [*free, max(ends), max(*back_s, gradients_s, last_update + times.update_s)]
-
-
-def _same_shape(one: Sequence[float], other: Sequence[float], mark: int) -> bool:
+def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
     """Check whether two states are equal up to a constant, to 1e-12 of the times themselves."""
-    shift, tolerance = other[mark] - one[mark], 1e-12 * abs(other[mark])
+    shift, tolerance = other[0] - one[0], 1e-12 * abs(other[0])
     return all(abs(b - a - shift) <= tolerance for a, b in zip(one, other, strict=True))
-
-
-def _transition(next_state: NextState, dimension: int) -> list[list[float]]:
-    """Compute the step as a (max, +) matrix: row j is the state after a step that entry j alone delays."""
-    units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
-    return [next_state(unit) for unit in units]
 
 
 def _largest_cycle_mean(weights: Sequence[Sequence[float]]) -> float:
