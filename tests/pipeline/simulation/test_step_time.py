@@ -19,9 +19,8 @@ RECOMPUTE = st.sampled_from(["stage", "layer"])
 
 
 @st.composite
-def runs(draw, most_devices=5, most_micro_batches=4, modes=("sync", "async", "bounded"), **settings):
+def runs(draw, update, most_devices=5, most_micro_batches=4, **settings):
     """Draw a partition, costs, devices, micro-batches, rounds, the mode, and stale layers and shared weights of `bounded`."""
-    update = draw(st.sampled_from(modes))
     drawn = draw(costs(jobs=update != "bounded", **settings))
     partition = draw(partitions(drawn.num_layers))
     devices, micro_batches = draw(st.integers(1, most_devices)), draw(st.integers(1, most_micro_batches))
@@ -46,16 +45,18 @@ def test_a_single_step_takes_as_long_as_in_the_simulator(data, costs, recompute,
     assert exact_step_s(*run, "sync", recompute, link) == pytest.approx(simulated, rel=1e-9, abs=1e-12)
 
 
-@given(run_and_stale=runs(max_layers=6), recompute=RECOMPUTE)
-def test_the_steady_state_is_the_mean_over_many_simulated_steps(run_and_stale, recompute):
-    run, stale = run_and_stale
+@pytest.mark.parametrize("update", ["sync", "async", "bounded"])
+@given(data=st.data(), recompute=RECOMPUTE)
+def test_the_steady_state_is_the_mean_over_many_simulated_steps(update, data, recompute):
+    run, stale = data.draw(runs(update, max_layers=6))
     simulated = simulated_step_s(*run, recompute=recompute, stale_layers=stale)
     assert exact_step_s(*run, recompute, stale_layers=stale) == pytest.approx(simulated, rel=1e-6, abs=1e-9)
 
 
-@given(run_and_stale=runs(6, 4, ("async", "bounded")))
-def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(run_and_stale):
-    run, stale = run_and_stale
+@pytest.mark.parametrize("update", ["async", "bounded"])
+@given(data=st.data())
+def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(update, data):
+    run, stale = data.draw(runs(update, most_devices=6))
     without_waiting_s, waited_s = in_both_ways(partial(exact_step_s, stale_layers=stale), *run)
     assert without_waiting_s == pytest.approx(waited_s, rel=1e-9, abs=1e-12)
 
