@@ -10,9 +10,15 @@ from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.kept_report import report_kept
-from torchround.pipeline.machine_memory import STAGED_BYTES, bundle_sizes, fullest_owner, landing_bytes
 from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
-from torchround.pipeline.machine_shares import assign_owners, step_share
+from torchround.pipeline.machine_shares import (
+    STAGED_BYTES,
+    assign_owners,
+    bundle_sizes,
+    fullest_owner,
+    landing_bytes,
+    step_share,
+)
 from torchround.pipeline.memory import GIB, gib_text
 from torchround.pipeline.partition import Partition, PlanError, split_evenly
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.machine_memory import bundle_sizes
-from torchround.pipeline.machine_shares import step_share
+from torchround.pipeline.machine_shares import bundle_sizes, step_share
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import host_memory, plan_for
