@@ -138,8 +138,10 @@ def test_the_traffic_of_an_update_is_what_it_reads_and_writes():
 
 def test_frozen_tied_and_summed_parameters_cost_what_they_hold():
     assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2, FULL).total_bytes == 2 * 1000
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2, FULL).gradient_bytes == 8 * 100 + 2 * 900
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2, FULL).gradient_bytes == 6 * 900 + 8 * 100
+    page = 4096
+    counts = ParameterCounts(10 * page, bundles=((9 * page, 1), (page, 2)))
+    for rounds, nbytes in ((1, 2 * 9 + 8), (2, 6 * 9 + 8)):
+        assert host_state(counts, "sync", rounds, 2, 2, FULL).gradient_bytes == nbytes * page
 
 
 # The stages of passes whose layers must stay with their devices.

@@ -54,9 +54,8 @@ def restarted_layers(stage: Stage, stale_layers: int) -> range:
 
     The layer below has changed since that forward, so recomputing its output would give another input.
     """
-    if stage.kind is not StageKind.BACKWARD:
-        return range(0)
-    return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
+    restarts = stage.kind is StageKind.BACKWARD
+    return range(stage.start + 1, min(stage.stop, stale_layers + 1) if restarts else 0)
 
 
 def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:

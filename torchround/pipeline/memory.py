@@ -5,12 +5,13 @@ one after the other, and for their gradients, a buffer to round gradients in, fi
 largest boundary, the round's integers, and the peak of one stage's compute.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch, restarted_layers, whole_pages
+from torchround.pipeline.host_buffers import HostBatch, restarted_layers
+from torchround.pipeline.machine_shares import assign_owners, landing_bytes
 from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_stages
 from torchround.pipeline.update_costs import UpdateCosts
 
@@ -31,6 +32,14 @@ ROUNDING_ELEMENTS = 4 * 2**20
 # Frozen weights that stay in files go up through a ring of page-locked buffers, one ring for each device.
 READER_BUFFER_BYTES = 4 * MIB
 READER_BUFFERS = 8
+# Gradients are added up on the host in float32.
+SUM_BYTES = 4
+# A part of another machine's gradient is read from staging memory of four chunks of 8 MiB, or of the whole part. Each
+# of the others has its own.
+STAGED_BYTES = 4 * 8 * MIB
+# The changes of weights are found by at most so many threads, each with a copy of one bundle's former weights. They wait
+# to be sent in at most this share of the bytes of the weights.
+MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 # Python, PyTorch for the CPU, and what PyTorch imports in a first step, whatever the model. Reports name it and no limit
 # counts it: most of it is taken before free memory is read. Measured as `program_mb` of `python -m benchmarks training-memory`.
 PROGRAM_BYTES = 450_000_000
@@ -83,6 +92,13 @@ class MemoryParts:
     def parts(self) -> dict[str, int]:
         """Return the bytes of each kind by the name that reports give it."""
         return {each.metadata["name"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+
+    def text(self, most: int | None = None) -> str:
+        """List the kinds that take anything: all in their order, or the `most` largest."""
+        sizes = [(name, nbytes) for name, nbytes in self.parts().items() if nbytes]
+        if most is not None:
+            sizes = sorted(sizes, key=lambda size: -size[1])[:most]
+        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in sizes)
 
 
 @dataclass(frozen=True)
@@ -224,9 +240,8 @@ def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
     """Compute the peak of activations and workspace while one micro-batch of the stage runs."""
     layers = slice(stage.start, stage.stop)
     if stage.kind is not StageKind.FORWARD and recompute == "stage":
-        return stage_bytes(stage, costs, "activation_bytes") + int(
-            max(costs.values("workspace_bytes")[layers])
-        )
+        workspace: int = max(costs.values("workspace_bytes")[layers])
+        return stage_bytes(stage, costs, "activation_bytes") + workspace
     one_layer: int = max(costs.values("compute_bytes")[layers])
     if stage.kind is StageKind.FORWARD:
         return one_layer
@@ -267,25 +282,34 @@ def host_state(
     element_bytes: int,
     gradient_bytes: int,
     updates: UpdateCosts,
+    num_machines: int = 1,
+    sends_changed: bool = False,
 ) -> HostMemory:
-    """Count weights, gradients and optimizer state, as `updates` says what the optimizer keeps.
+    """Count weights, gradients and optimizer state of the machine that owns most.
 
-    `async` keeps a second version of the weights. `gradient_bytes` is the size of an element as it leaves a
-    device. Sums over rounds or over tied layers are kept in float32 beside a buffer for the next part; each
-    use of a parameter needs such a buffer, and a tied parameter has two uses.
+    Each machine holds all weights of the devices, in `async` two versions, and `updates` says what the optimizer keeps of
+    the bundles that it owns. `gradient_bytes` is the size of an element as it leaves a device. Sums over rounds, tied
+    layers or machines are kept in float32. `sends_changed` is as in `PlannedMachines`.
     """
-    versions = 2 if update == "async" else 1
-    summed = parameters.trained if rounds > 1 else parameters.tied
-    in_one_part = parameters.trained - summed
-    landing_bytes = gradient_bytes * (summed + parameters.tied)
-    if parameters.bundles:
-        # Parts of sums land in buffers of the pool, which are whole pages.
-        added_up = [(numel, uses) for numel, uses in parameters.bundles if rounds * uses > 1]
-        landing_bytes = sum(uses * whole_pages(numel * gradient_bytes) for numel, uses in added_up)
+    groups, versions = parameters.groups, 2 if update == "async" else 1
+    sizes = [numel for numel, _ in groups]
+    largest, owners = max(sizes), assign_owners(sizes, num_machines)
+
+    def owned(amounts: Sequence[int]) -> int:
+        """Return the most that a machine owns of `amounts`, one for each bundle."""
+        pairs = list(zip(amounts, owners, strict=True))
+        return max(sum(amount for amount, owner in pairs if owner == rank) for rank in range(num_machines))
+
+    sum_bytes = [gradient_bytes, max(SUM_BYTES, gradient_bytes)]
+    sums = [numel * sum_bytes[rounds * uses * num_machines > 1] for numel, uses in groups]
+    exchange_bytes = min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1)
+    if sends_changed and num_machines > 1:
+        exchange_bytes += int(element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned(sizes)))
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
-        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * in_one_part + landing_bytes,
-        optimizer_bytes=updates.state_bytes(parameters.by_rule, update),
+        gradient_bytes=owned(sums) + landing_bytes(parameters, gradient_bytes, rounds, num_machines),
+        optimizer_bytes=owned([updates.state_bytes(each, update) for each in parameters.rules_of_bundles()]),
+        exchange_bytes=exchange_bytes,
         mapped_bytes=element_bytes * parameters.mapped,
     )
 
@@ -299,11 +323,3 @@ def gib_text(num_bytes: int) -> str:
     """Format bytes in GiB, as the keys of the config and the options give limits."""
     gib = num_bytes / GIB
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib:.3g} GiB"
-
-
-def parts_text(parts: Mapping[str, int], most: int | None = None) -> str:
-    """List sizes by name, without those that are 0: all in their order, or the `most` largest."""
-    names = [name for name, nbytes in parts.items() if nbytes]
-    if most is not None:
-        names = sorted(names, key=lambda name: -parts[name])[:most]
-    return ", ".join(f"{name} {size_text(parts[name])}" for name in names)

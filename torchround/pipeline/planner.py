@@ -13,7 +13,6 @@ from torchround.pipeline.memory import (
     MemoryLimits,
     device_memory,
     gib_text,
-    parts_text,
     size_text,
     stage_bytes,
     stage_compute_bytes,
@@ -225,7 +224,7 @@ def why_infeasible(
     host_bytes = problem.host_bytes(candidate)
     needs = []
     if limits.device_bytes is not None and device.total_bytes > limits.device_bytes:
-        largest = f"the most for {parts_text(device.parts(), 2)}"
+        largest = f"the most for {device.text(2)}"
         needs.append(
             _short(
                 "each device", "engine.device_memory_gib", device.total_bytes, limits.device_bytes, largest

@@ -7,7 +7,6 @@ from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
 from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.machine_shares import state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.simulation.kept_link import KeptLink
@@ -181,13 +180,16 @@ class RunQuestion:
 
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
-        sizes = self.element_bytes, self.gradient_bytes
-        state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
-        if (count := self.machines.count) > 1:
-            kept = [
-                self.updates.state_bytes(each, self.update) for each in self.parameters.rules_of_bundles()
-            ]
-            state = state_of_machine(state, self.parameters, count, *sizes, kept, self.machines.sends_changed)
+        state = host_state(
+            self.parameters,
+            self.update,
+            rounds,
+            self.element_bytes,
+            self.gradient_bytes,
+            self.updates,
+            self.machines.count,
+            self.machines.sends_changed,
+        )
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
