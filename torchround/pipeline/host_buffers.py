@@ -68,8 +68,9 @@ def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
     return frozenset(stage.start for stage in backward).union(*restarts) - {0}
 
 
-# The stages of a pass, its rounds, and how many of its stages may begin before the previous pass is finished.
-Shape = tuple[int, Rounds, int]
+# The first pass that holds the same in the same stages, their number, the rounds, and how many of the stages may begin
+# before the previous pass is finished.
+Shape = tuple[int, int, Rounds, int]
 
 
 def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
@@ -79,10 +80,10 @@ def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
     after both have ended. A round's first stage has no previous stage, so a device may run ahead with the
     first stages of many rounds.
     """
-    sizes = [[Counter(part) for part in rounds] for _, rounds, _ in shapes]
+    sizes = [[Counter(part) for part in rounds] for _, _, rounds, _ in shapes]
     slots = [
         (number, part, stage)
-        for number, (num_stages, rounds, _) in enumerate(shapes)
+        for number, (_, num_stages, rounds, _) in enumerate(shapes)
         for part in range(len(rounds))
         for stage in range(num_stages)
     ]
@@ -93,7 +94,7 @@ def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
         for slot in range(first + 1, len(slots)):
             other, its_part, stage = slots[slot]
             begins = (
-                (other == number or stage < shapes[other][2])
+                (other == number or stage < shapes[other][3])
                 and (slot - num_devices < first or ended[slot - num_devices - first])
                 and (not stage or begun[-1])
             )
@@ -108,7 +109,7 @@ def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
         for (other, its_part), most in furthest.items():
             fewest = finished if (other, its_part) == (number, part) else 0
             for size, count in sizes[other][its_part].items():
-                window[other, size, fewest, most] += count
+                window[shapes[other][0], size, fewest, most] += count
         found.add(frozenset(window.items()))
     return frozenset(found)
 
@@ -125,7 +126,8 @@ def most_buffers(
     `boundary_bytes(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size, and
     `kept_bytes(layer, size)` the bytes of what that layer keeps. `windows_of` remembers the answers of `windows`.
     """
-    shapes = tuple((len(held.stages), held.rounds, held.ahead) for held in passes)
+    stages = [held.stages for held in passes]
+    shapes = tuple((stages.index(held.stages), len(held.stages), held.rounds, held.ahead) for held in passes)
     found = windows_of(shapes, num_devices)
     ranges = {each for window in found for each, _ in window}
     held_by = {
