@@ -176,7 +176,7 @@ def test_a_layer_stays_with_its_device_in_the_space_that_there_is(case):
         assert bytes_of(twice[index]) + bytes_of(twice[index + num_devices]) <= space
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8, 9])
 def test_equal_layers_are_cut_as_far_as_needed_and_eight_for_nine_devices_stay(num_devices):
     stages = forward_stages(Partition((3, 3), 2, (3, 3)), num_devices, lambda stage: stage.stop - stage.start)
     assert len(stages) == (-(-3 // num_devices) * num_devices if num_devices < 9 else 3)
