@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HeldPass, most_buffers
+from torchround.pipeline.host_buffers import HeldPass, HostBatch, kept_cuts, most_buffers
 from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
-from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_bytes
 
 FORWARD, BACKWARD = StageKind.FORWARD, StageKind.BACKWARD
+UNIT_COSTS = {n: Costs((LayerCost("layer", 1.0, 2.0, boundary_bytes=1),) * n) for n in (3, 4)}
 
 
 def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
@@ -113,11 +113,12 @@ def test_the_pool_is_as_large_as_the_worst_order_of_the_devices_needs(partition,
     rounds = min(rounds, num_micro_batches)
     one = step_tasks(partition, num_micro_batches, rounds, num_devices)
     two = step_tasks(partition, num_micro_batches, rounds, num_devices, len(one))
-    sizes = tuple({0: len(task.micro_batches)} for task in one if task.stage_index == 0)
-    stages = partition.stages()
-    held = HeldPass(tuple(stages), sizes, min(ahead, len(stages)), frozenset(kept))
+    parts = tuple((0,) * len(task.micro_batches) for task in one if task.stage_index == 0)
+    held = HeldPass(partition.stages(), parts, min(ahead, partition.num_stages))
     for nbytes, counted in ((1, None), (2, "kept")):
-        planned = most_buffers([held, held], num_devices, lambda cut, size: 1, lambda layer, size, n=nbytes: n)
+        planned = most_buffers(
+            [held, held], num_devices, lambda cut, size: 1, lambda layer, size, n=nbytes: n * (layer in kept)
+        )
         assert planned[nbytes] == most_alive([one, two], num_devices, ahead, kept, counted)
 
 
@@ -128,28 +129,29 @@ def test_no_order_of_bounded_steps_needs_more_than_the_pool_has(partition, num_d
     one = step_tasks(partition, micro_batches, 1, num_devices)
     two = step_tasks(partition, micro_batches, 1, num_devices, len(one))
     needed = most_alive([one, two], num_devices, 0, stale_layers=stale_layers)
-    costs = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0, boundary_bytes=1) for i in range(partition.num_layers)))
-    bound = boundary_pool_bytes(partition, costs, num_devices, micro_batches, 1, "bounded", stale_layers)
-    assert bound >= needed
+    batch = HostBatch((0,) * micro_batches, (UNIT_COSTS[partition.num_layers],))
+    assert batch.boundary_bytes(partition, 1, num_devices, "bounded", stale_layers) >= needed
     inner = [cut for cut in range(1, stale_layers + 1) if cut < partition.num_layers - partition.fused]
     assert needed >= micro_batches * len(inner), "after the forward every micro-batch holds them"
+    stages = partition.stages()
+    assert kept_cuts(stages, stale_layers) == kept_cuts(stages).union(inner)
 
 
 def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():
     partition = Partition((1, 1), 1, (2,))
     tasks = evaluation_tasks(partition, 4, 2)
     assert most_alive([tasks], 2, 0) == 4
-    held = HeldPass(tuple(task.stage for task in tasks), ({0: 4},), 0)
+    held = HeldPass(tuple(task.stage for task in tasks), ((0,) * 4,))
     assert most_buffers([held], 2, lambda cut, size: 1) == {1: 4}
     # Two of them may overlap. A step in four rounds needs fewer buffers.
-    steps, validated = (PoolCount(HostBatch((0,) * 4, ((1, 1, 0),), validates=v), 2, "sync") for v in (False, True))
+    steps, validated = (HostBatch((0,) * 4, (UNIT_COSTS[3],), validates=v) for v in (False, True))
     needed = most_alive([tasks, evaluation_tasks(partition, 4, 2, len(tasks))], 2, len(tasks))
-    assert steps.boundary_bytes(partition, 4) < needed == validated.boundary_bytes(partition, 4)
+    assert steps.boundary_bytes(partition, 4, 2, "sync") < needed == validated.boundary_bytes(partition, 4, 2, "sync")
 
 
 def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():
     """The micro-batches: two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
     stages = Partition((1, 1), 1, (2,)).stages()
-    held = HeldPass(stages, ({3: 2, 2: 1},), 0)
+    held = HeldPass(stages, ((3, 3, 2),))
     buffers = most_buffers([held], 2, lambda cut, size: 10 * cut * size)
     assert buffers == {30: 2, 60: 2, 20: 1, 40: 1}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.support.published_models import by_night, published_costs
 from tests.support.random_costs import all_partitions, costs, exact_step_s, limits
 from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, read_partition
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.rates import RATES
 from torchround.pipeline.search.annealing import AS_FAST
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
@@ -33,11 +33,11 @@ def brute_force_s(costs, devices, micro_batches, update, limits):
     """Find the shortest step of all partitions in all rounds that fit, one by one. Updates must take no time."""
     best = None
     for partition, rounds in itertools.product(all_partitions(costs.num_layers), range(1, micro_batches + 1)):
-        size = -(-micro_batches // rounds)
-        host = boundary_pool_bytes(partition, costs, devices, micro_batches, rounds, update)
+        batch = HostBatch((0,) * micro_batches, (costs,))
+        host = batch.boundary_bytes(partition, rounds, devices, update, kept=costs.kept)
         if limits.host_bytes is not None and host > limits.host_bytes:
             continue
-        device = device_memory(partition, costs, devices, size, limits).total_bytes
+        device = device_memory(partition, costs, devices, micro_batches, rounds, limits).total_bytes
         if limits.device_bytes is not None and device > limits.device_bytes:
             continue
         step_s = exact_step_s(partition, costs, devices, micro_batches, rounds, update, limits.recompute)

@@ -60,7 +60,7 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
     limits = of_the_run.limits()
     assert limits.host_bytes is not None and 0 < limits.host_bytes < 8 * MIB
     # bfloat16 sums that travel as float16 have the same size, and are converted all the same.
-    assert limits.rounding_share == 1.0 and limits.rounding_bytes > 0
+    assert limits.rounded_bytes == limits.accumulate_bytes > 0
 
 
 def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none():

@@ -31,7 +31,7 @@ from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import Costs, CostsError
 from torchround.pipeline.kept_report import ratio_text
-from torchround.pipeline.memory import GIB, PROGRAM_BYTES, gib_text, parts_text, size_text
+from torchround.pipeline.memory import GIB, PROGRAM_BYTES, gib_text, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, layer_names
 from torchround.pipeline.plan_report import PlanReport, changes_that_fit, fits, plan_for, report_plan
@@ -414,7 +414,7 @@ def _device_line(report: PlanReport) -> str:
         return ""
     memory, limit = report.device, report.question.device_bytes
     of = "" if limit is None else f" of {gib_text(limit)} usable"
-    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts_text(memory.parts())}"
+    return f"each device needs {size_text(memory.total_bytes)}{of}: {memory.text()}"
 
 
 def _speed_lines(report: PlanReport) -> Iterator[str]:

@@ -59,7 +59,7 @@ from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
 from torchround.pipeline.cards import UnknownPeakError
-from torchround.pipeline.memory import parts_text, size_text
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import best_mode, host_memory, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
@@ -305,7 +305,7 @@ def description(parts: RunParts) -> str:
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
-        f"host     {size_text(host.total_bytes)} ({parts_text(host.parts())})",
+        f"host     {size_text(host.total_bytes)} ({host.text()})",
         f"disk     {need.text()}",
     ]
     if machines.group is not None:

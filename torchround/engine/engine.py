@@ -55,8 +55,8 @@ from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
-from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.machine_shares import StepShare
+from torchround.pipeline.memory import forward_stages
 from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 

@@ -15,7 +15,6 @@ from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned
 from torchround.engine.worker.structure import FLAT
 from torchround.layer import Batch
-from torchround.pipeline.host_buffers import kept_cuts
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import (
     Partition,
@@ -158,24 +157,6 @@ def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
     """Return the layers at which a forward or fused stage takes over from the previous stage."""
     starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
-
-
-def backward_inputs(partition: Partition, stale_layers: int = 0) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
-
-    The input of the fused stage is not among them, because its forward and backward read it together.
-    """
-    return kept_cuts(partition.stages(), stale_layers)
-
-
-def restarted_layers(stage: Stage, stale_layers: int) -> range:
-    """Return the layers inside a backward stage that begin anew at the input that their forward had.
-
-    The layer below has changed since that forward, so recomputing its output would give another input.
-    """
-    if stage.kind is not StageKind.BACKWARD:
-        return range(0)
-    return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
 
 
 def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int, int]]:

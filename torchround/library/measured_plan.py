@@ -1,7 +1,6 @@
 """The plan of a pipeline: stages cut from the costs that the probe measured, within the devices' memory."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import aligned
@@ -11,7 +10,7 @@ from torchround.library.refusals import PipelineUsageError
 from torchround.library.sample_batch import SampleBatch
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, LayerCost, hop_seconds
-from torchround.pipeline.memory import MemoryLimits, rounding
+from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.planner import InfeasiblePlanError, make_plan
 from torchround.run.hardware import Hardware
@@ -57,9 +56,9 @@ def cut_model(
     limits = MemoryLimits(
         device_bytes=None if limit is None else max(0, limit - constants),
         integer_bytes=sum(aligned(part.nbytes) for part in batches[0].tensors()),
+        accumulate_bytes=ACCUMULATE_BYTES,
+        rounded_bytes=0 if (size := store.gradient_dtype.itemsize) == ACCUMULATE_BYTES else size,
     )
-    if store.gradient_dtype.itemsize != ACCUMULATE_BYTES:
-        limits = replace(limits, **rounding(ACCUMULATE_BYTES, store.gradient_dtype.itemsize))
     try:
         plan = make_plan(costs, hardware.num_devices, len(batches), update, rounds=1, limits=limits)
     except InfeasiblePlanError as error:

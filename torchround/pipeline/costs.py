@@ -292,10 +292,9 @@ class ParameterCounts:
 
     - `trained`: parameters with a gradient (few with LoRA).
     - `frozen`: parameters without one that are in host memory.
-    - `tied`: the part of `trained` that several layers use.
     - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
     - `bundles`: for each group of trained parameters that travel together their number and how many layers use
-      them. Without it, buffers that gradients land in are counted without the rest of their last page.
+      them. Without it, all of them are one group of a single layer.
     - `bundle_layers`: for each of these groups the layers that use it, in rising order.
     - `bundle_rules`: for each of these groups its parameters by update rule, in the order of `UpdateCosts.rules`.
       Without it, all of them have the first rule.
@@ -303,7 +302,6 @@ class ParameterCounts:
 
     trained: int
     frozen: int = 0
-    tied: int = 0
     mapped: int = 0
     bundles: tuple[tuple[int, int], ...] = ()
     bundle_layers: tuple[tuple[int, ...], ...] = ()
@@ -314,9 +312,14 @@ class ParameterCounts:
         """Return the trained parameters by update rule."""
         return tuple(map(sum, zip(*self.bundle_rules, strict=True))) if self.bundle_rules else (self.trained,)
 
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Return `bundles`, or all trained parameters as one of them."""
+        return self.bundles or ((self.trained, 1),)
+
     def rules_of_bundles(self) -> tuple[tuple[int, ...], ...]:
-        """Return the parameters of each bundle by update rule; all of them as one bundle if none is named."""
-        return self.bundle_rules or tuple((numel,) for numel, _ in self.bundles) or ((self.trained,),)
+        """Return the parameters of each group by update rule."""
+        return self.bundle_rules or tuple((numel,) for numel, _ in self.groups)
 
 
 def costs_from_work(

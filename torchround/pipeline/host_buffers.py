@@ -3,158 +3,183 @@
 A micro-batch holds the boundaries that are kept for its backward stages, the one that is on its way, and the
 kept activations of its layers, from a layer's forward stage to its backward stage. For each stage slot that may be the
 first unfinished one, this module counts how far each round can be by then. The count holds for any speeds of the devices,
-so the pool is never too small; in small cases, tried exhaustively by a test, it is exact. The engine reserves by this
-count (`pass_buffers`), and plans are limited by it (`pool_count.py`), so neither can be larger than the other.
+so the pool is never too small; in small cases, tried exhaustively by a test, it is exact. The engine reserves by
+`most_buffers`, and plans are limited by it (`HostBatch`), so neither can be larger than the other.
 
-Shapes: N devices, S stages of a pass, L layers.
+Shapes: N devices, S stages of a pass.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, cached_property
+from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.partition import (
+    KeptNames,
+    Partition,
+    Stage,
+    StageKind,
+    evaluation_stages,
+    split_evenly,
+)
 
-from torchround.pipeline.partition import Stage, StageKind
-
-# By bytes and by size of micro-batch, the buffers that it holds after 0 to S stages.
-BuffersAfter = dict[int, dict[int, NDArray[np.int64]]]
 PAGE_BYTES = 4096  # a buffer of the pool starts and ends at a page
 LOSS_BYTES = 4  # the loss of a micro-batch
+
+# For each round of a pass the sizes of its micro-batches. The caller chooses what a size stands for.
+Rounds = tuple[tuple[int, ...], ...]
+# How many micro-batches have a range of progress. A range is (pass, size, fewest, furthest): the stages that they have
+# finished at least, and begun at most.
+Window = frozenset[tuple[tuple[int, int, int, int], int]]
 
 
 @dataclass(frozen=True)
 class HeldPass:
-    """The stages and rounds of a pass, for counting its boundaries.
+    """The stages and rounds of a pass, for counting its buffers.
 
-    - `rounds`: for each round the number of micro-batches of each size. The caller chooses what a size stands
-      for.
     - `ahead`: how many of its stages may begin before the previous pass is finished.
-    - `kept`: the layers that keep activations. A layer without a backward stage of its own keeps none.
     - `stale_layers`: layers at the start of the model whose inputs are all kept for their backward (`bounded`).
     """
 
     stages: tuple[Stage, ...]
-    rounds: tuple[Mapping[int, int], ...]
-    ahead: int
-    kept: frozenset[int] = frozenset()
+    rounds: Rounds
+    ahead: int = 0
     stale_layers: int = 0
 
 
-def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward.
+def restarted_layers(stage: Stage, stale_layers: int) -> range:
+    """Return the layers inside a backward stage that begin anew at the input that their forward had.
 
-    A backward stage takes the input of its first layer. In `bounded` it also takes the input of each layer up to
-    layer `stale_layers`: the forward has computed those inputs with older weights.
+    The layer below has changed since that forward, so recomputing its output would give another input.
+    """
+    restarts = stage.kind is StageKind.BACKWARD
+    return range(stage.start + 1, min(stage.stop, stale_layers + 1) if restarts else 0)
+
+
+def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
+    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
+
+    The input of the fused stage is not among them, because its forward and backward read it together.
     """
     backward = [stage for stage in stages if stage.kind is StageKind.BACKWARD]
-    split = max((stage.stop for stage in backward), default=0)
-    starts = {stage.start for stage in backward}
-    return frozenset(starts.union(range(1, min(stale_layers + 1, split)))) - {0}
+    restarts = (restarted_layers(stage, stale_layers) for stage in backward)
+    return frozenset(stage.start for stage in backward).union(*restarts) - {0}
 
 
-def held_after(held: HeldPass) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return what a micro-batch holds on the host after 0 to S stages, by layer: `[S + 1, L + 1]` each.
+# The first pass that holds the same in the same stages, their number, the rounds, and how many of the stages may begin
+# before the previous pass is finished.
+Shape = tuple[int, int, Rounds, int]
 
-    First the layers whose input, or the gradient of whose input, is held; then those whose kept activations are.
+
+def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
+    """Find how far the micro-batches of consecutive passes can be, for each slot that may be the first unfinished one.
+
+    A slot begins after the previous slot of its device has ended and the previous stage has begun; it ends
+    after both have ended. A round's first stage has no previous stage, so a device may run ahead with the
+    first stages of many rounds.
     """
-    stages = held.stages
-    num_layers = max(stage.stop for stage in stages)
-    is_cut, keeps, waiting, holding = np.zeros((4, num_layers + 1), dtype=np.bool_)
-    is_cut[list(kept_cuts(stages, held.stale_layers))] = True
-    # A layer of the fused stage keeps nothing on the host, and neither does a pass without backward stages.
-    for stage in stages:
-        if stage.kind is StageKind.BACKWARD:
-            keeps[[layer for layer in held.kept if stage.start <= layer < stage.stop]] = True
-    inputs, activations = np.zeros((2, len(stages) + 1, num_layers + 1), dtype=np.bool_)
-    for done, stage in enumerate(stages, 1):
-        layers, after = slice(stage.start, stage.stop), slice(stage.start + 1, stage.stop + 1)
-        if stage.kind is StageKind.FORWARD:
-            # Inputs of later backward stages are kept as soon as the forward has made them.
-            waiting[after] |= is_cut[after]
-            holding[layers] |= keeps[layers]
-        else:
-            # A stage brings all of a micro-batch's kept activations up before it sends anything down.
-            waiting[layers] = holding[layers] = False
-        inputs[done], activations[done] = waiting, holding
-        if stage is not stages[-1]:
-            # The boundary on its way, unless it is kept anyway. The last stage hands nothing on.
-            inputs[done, stage.stop if stage.kind is StageKind.FORWARD else stage.start] = True
-    return inputs, activations
+    sizes = [[Counter(part) for part in rounds] for _, _, rounds, _ in shapes]
+    slots = [
+        (number, part, stage)
+        for number, (_, num_stages, rounds, _) in enumerate(shapes)
+        for part in range(len(rounds))
+        for stage in range(num_stages)
+    ]
+    found = set()
+    for first, (number, part, finished) in enumerate(slots):
+        furthest = {(number, part): finished + 1}
+        begun, ended = [True], [False]  # from slot `first` on
+        for slot in range(first + 1, len(slots)):
+            other, its_part, stage = slots[slot]
+            begins = (
+                (other == number or stage < shapes[other][3])
+                and (slot - num_devices < first or ended[slot - num_devices - first])
+                and (not stage or begun[-1])
+            )
+            ended.append(begins and (not stage or ended[-1]))
+            begun.append(begins)
+            if begins:
+                furthest[other, its_part] = stage + 1
+            elif not any(begun[-num_devices:]):
+                # A slot needs its device's slot N before it or the stage before it, so no later one can begin.
+                break
+        window: Counter[tuple[int, int, int, int]] = Counter()
+        for (other, its_part), most in furthest.items():
+            fewest = finished if (other, its_part) == (number, part) else 0
+            for size, count in sizes[other][its_part].items():
+                window[shapes[other][0], size, fewest, most] += count
+        found.add(frozenset(window.items()))
+    return frozenset(found)
 
 
 def most_buffers(
     passes: Sequence[HeldPass],
     num_devices: int,
-    bytes_of: Callable[[int, int], int],
-    kept_bytes_of: Callable[[int, int], int] = lambda layer, size: 0,
-    table: "WindowTable | None" = None,
-) -> Counter[int]:
-    """Count the buffers, by their bytes, that consecutive passes hold at once at most.
-
-    `bytes_of(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size, and
-    `kept_bytes_of(layer, size)` the bytes of what that layer keeps. `table` is that of passes of the same shape.
-    """
-    table = table or WindowTable(passes, num_devices)
-    after: list[BuffersAfter] = []
-    for held in passes:
-        # Two steps of a run hold the same.
-        same = [
-            done
-            for done, other in zip(after, passes, strict=False)
-            if replace(other, ahead=held.ahead) == held
-        ]
-        after.append(same[0] if same else buffers_after(held, bytes_of, kept_bytes_of))
-    return Counter({nbytes: table.most(after, nbytes) for nbytes in set().union(*after)})
-
-
-def buffers_after(
-    held: HeldPass, bytes_of: Callable[[int, int], int], kept_bytes_of: Callable[[int, int], int]
-) -> BuffersAfter:
-    """Count the buffers that a micro-batch holds after 0 to S stages, `[S + 1]`: by their bytes, then by its size."""
-    found: BuffersAfter = {}
-    for is_held, layer_bytes in zip(held_after(held), (bytes_of, kept_bytes_of), strict=True):
-        layers = np.flatnonzero(is_held.any(axis=0))
-        counts = is_held[:, layers].astype(np.int64)
-        for size in {size for part in held.rounds for size in part}:
-            nbytes = np.array([layer_bytes(layer, size) for layer in layers.tolist()], dtype=np.int64)
-            for each in set(nbytes.tolist()):
-                of_size = found.setdefault(each, {})
-                of_size[size] = of_size.get(size, 0) + counts @ (nbytes == each)
-    return found
-
-
-def pass_buffers(
-    before: HeldPass,
-    this: HeldPass,
-    num_devices: int,
     boundary_bytes: Callable[[int, int], int],
-    integer_bytes: Callable[[int], int],
     kept_bytes: Callable[[int, int], int] = lambda layer, size: 0,
+    windows_of: Callable[[tuple[Shape, ...], int], frozenset[Window]] = windows,
 ) -> Counter[int]:
-    """Count all pool buffers, by their bytes, of two passes that may be under way together.
+    """Count the buffers for activations, by their bytes, that consecutive passes hold at once at most.
 
-    `boundary_bytes(cut, size)` and `kept_bytes(layer, size)` are as in `most_buffers`; `integer_bytes(size)`
-    gives the bytes of the tokens, labels, positions and document ids of a micro-batch.
+    `boundary_bytes(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size, and
+    `kept_bytes(layer, size)` the bytes of what that layer keeps. `windows_of` remembers the answers of `windows`.
     """
-    needed = most_buffers([before, this], num_devices, boundary_bytes, kept_bytes)
-    # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
-    for held in (before, this):
-        for sizes in held.rounds:
-            for size, number in sizes.items():
-                needed[integer_bytes(size)] += number
-                needed[LOSS_BYTES] += number
+    stages = [held.stages for held in passes]
+    shapes = tuple((stages.index(held.stages), len(held.stages), held.rounds, held.ahead) for held in passes)
+    found = windows_of(shapes, num_devices)
+    ranges = {each for window in found for each, _ in window}
+    held_by = {
+        (number, size): held_after(passes[number], size, boundary_bytes, kept_bytes)
+        for number, size in {(number, size) for number, size, _, _ in ranges}
+    }
+    needed: Counter[int] = Counter()
+    for nbytes in set().union(*held_by.values()):
+        most = {
+            (number, size, fewest, furthest): max(counts[fewest : furthest + 1])
+            for number, size, fewest, furthest in ranges
+            if (counts := held_by[number, size].get(nbytes))
+        }
+        needed[nbytes] = max(sum(count * most.get(each, 0) for each, count in window) for window in found)
     return needed
 
 
-def in_whole_pages(buffers: Mapping[int, int]) -> Counter[int]:
-    """Count the buffers by what each takes of the pool, which is whole pages."""
-    pages: Counter[int] = Counter()
-    for nbytes, number in buffers.items():
-        pages[whole_pages(nbytes)] += number
-    return pages
+def held_after(
+    held: HeldPass,
+    size: int,
+    boundary_bytes: Callable[[int, int], int],
+    kept_bytes: Callable[[int, int], int],
+) -> dict[int, list[int]]:
+    """Count the buffers that a micro-batch of a size holds after 0 to S stages, by their bytes."""
+    stages, cuts = held.stages, kept_cuts(held.stages, held.stale_layers)
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        of_layer = forward if stage.kind is StageKind.FORWARD else backward
+        of_layer.update(dict.fromkeys(range(stage.start, stage.stop), index))
+    # For each buffer its bytes, and the numbers of stages after which it is first and last held. A stage brings all of a
+    # micro-batch's kept activations up before it sends anything down.
+    spans = [(boundary_bytes(cut, size), forward[cut - 1] + 1, backward[cut]) for cut in cuts]
+    # A layer of the fused stage keeps nothing on the host, and neither does a pass without backward stages.
+    spans += [
+        (kept_bytes(layer, size), index + 1, backward[layer])
+        for layer, index in forward.items()
+        if layer in backward
+    ]
+    # The boundary on its way, unless it is kept anyway. The last stage hands nothing on.
+    for done, stage in enumerate(stages[:-1], 1):
+        if stage.kind is not StageKind.FORWARD:
+            spans.append((boundary_bytes(stage.start, size), done, done))
+        elif stage.stop not in cuts:
+            spans.append((boundary_bytes(stage.stop, size), done, done))
+    changes: dict[int, list[int]] = {}
+    for nbytes, first, last in spans:
+        if nbytes:
+            of_bytes = changes.setdefault(nbytes, [0] * (len(stages) + 2))
+            of_bytes[first] += 1
+            of_bytes[last + 1] -= 1
+    return {nbytes: list(accumulate(of_bytes)) for nbytes, of_bytes in changes.items()}
 
 
 def whole_pages(nbytes: int) -> int:
@@ -162,81 +187,87 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class WindowTable:
-    """The windows of passes as arrays. Passes of as many stages and rounds share it, whatever they hold."""
+@dataclass(frozen=True)
+class HostBatch:
+    """The micro-batches of a run's steps, as the pool holds them.
 
-    def __init__(self, passes: Sequence[HeldPass], num_devices: int) -> None:
-        entries = [(n, *entry) for n, window in enumerate(windows(passes, num_devices)) for entry in window]
-        self._rounds = [held.rounds for held in passes]
-        # Columns: window, pass, round, fewest, furthest.
-        self._entries = np.array(entries).T
-        self._of_pass = [np.flatnonzero(self._entries[1] == number) for number in range(len(passes))]
-
-    def most(self, after: Sequence[BuffersAfter], nbytes: int) -> int:
-        """Count the most buffers of so many bytes; `after` is what `buffers_after` gives for each pass."""
-        window, _, round_index, fewest, furthest = self._entries
-        counts = np.zeros(len(window), dtype=np.int64)
-        maxima: dict[int, NDArray[Any]] = {}
-        for of_pass, mine, rounds in zip(after, self._of_pass, self._rounds, strict=True):
-            for size, held in of_pass.get(nbytes, {}).items():
-                micro_batches = np.array([part.get(size, 0) for part in rounds])
-                if id(held) not in maxima:
-                    maxima[id(held)] = _range_maxima(held)
-                most = maxima[id(held)][fewest[mine], furthest[mine]]
-                counts[mine] += most * micro_batches[round_index[mine]]
-        return int(np.bincount(window, counts).max())
-
-
-def _range_maxima(values: NDArray[Any]) -> NDArray[Any]:
-    """Tabulate the largest value between two positions, both included; rows are the first position."""
-    rows = np.where(np.arange(len(values)) >= np.arange(len(values))[:, None], values, 0)
-    return np.asarray(np.maximum.accumulate(rows, axis=1))
-
-
-def windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield the rounds that have begun, for each slot that may be the first unfinished one.
-
-    A round is (pass, round, fewest, furthest): how many of its stages are finished at least, and begun at
-    most.
+    - `sizes`: for each micro-batch an index into the next two fields.
+    - `costs`: for each size the costs of the layers, with what they can keep.
+    - `integer_bytes`: for each size the integers of a micro-batch; None counts activations alone, to the byte.
+    - `frozen_layers`: the layers at the start of the model that no update changes. Stages of these may begin
+      before the previous pass is finished.
+    - `validates`: whether passes without gradients come between steps, over batches of the same shape.
     """
-    slots = [
-        (index, number, stage)
-        for index, held in enumerate(passes)
-        for number in range(len(held.rounds))
-        for stage in range(len(held.stages))
-    ]
-    for position, (index, number, finished) in enumerate(slots):
-        furthest = {(index, number): finished + 1}
-        for slot in _reachable(passes, slots, position, num_devices):
-            begun_index, begun_number, stage = slots[slot]
-            furthest[begun_index, begun_number] = stage + 1
-        yield [
-            (*begun, finished if begun == (index, number) else 0, passed)
-            for begun, passed in furthest.items()
-        ]
 
+    sizes: tuple[int, ...]
+    costs: tuple[Costs, ...]
+    integer_bytes: tuple[int, ...] | None = None
+    frozen_layers: int = 0
+    validates: bool = False
 
-def _reachable(
-    passes: Sequence[HeldPass], slots: Sequence[tuple[int, int, int]], position: int, num_devices: int
-) -> Iterator[int]:
-    """Yield the slots after `position` that can begin before it has ended.
+    def boundary_bytes(
+        self,
+        partition: Partition,
+        rounds: int,
+        num_devices: int,
+        update: str,
+        stale_layers: int = 0,
+        kept: KeptNames = (),
+    ) -> int:
+        """Compute what the boundaries and the kept activations of a plan take of the pool, in bytes.
 
-    A slot begins after the previous slot of its device has ended and the previous stage has begun; it ends
-    after both have ended. A round's first stage has no previous stage, so a device may run ahead with the
-    first stages of many rounds.
-    """
-    unended = {position}
-    not_begun: set[int] = set()
-    for slot in range(position + 1, len(slots)):
-        index, _, stage = slots[slot]
-        too_early = index != slots[position][0] and stage >= passes[index].ahead
-        if too_early or slot - num_devices in unended or (stage and slot - 1 in not_begun):
-            not_begun.add(slot)
-            # A slot needs its device's slot N before it or the stage
-            # before it; if N in a row cannot begin, no later one can.
-            if all(slot - back in not_begun for back in range(num_devices)):
-                return
-        else:
-            yield slot
-        if slot in not_begun or (stage and slot - 1 in unended):
-            unended.add(slot)
+        `kept` names what each layer keeps; it is empty if no layer keeps anything.
+        """
+        most: Counter[int] = Counter()
+        for pair in self._pairs(partition, rounds, update, stale_layers):
+            most |= most_buffers(
+                pair,
+                num_devices,
+                lambda cut, size: self._taken(self.costs[size].layers[cut - 1].boundary_bytes),
+                lambda layer, size: self.kept_bytes(kept, layer, size),
+                self._windows,
+            )
+        return sum(nbytes * number for nbytes, number in most.items())
+
+    def kept_bytes(self, kept: KeptNames, layer: int, size: int) -> int:
+        """Return what the activations that a layer keeps take of the pool, for a micro-batch of a size."""
+        names = kept[layer] if kept else ()
+        parts = self.costs[size].layers[layer].keepable if names else ()
+        return self._taken(sum(part.nbytes for part in parts if part.name in names))
+
+    def integers_and_losses_bytes(self) -> int:
+        """Compute what the integers and losses of two passes take of the pool: those are the same in each plan."""
+        if self.integer_bytes is None:
+            return 0
+        return 2 * sum(whole_pages(self.integer_bytes[size]) + whole_pages(LOSS_BYTES) for size in self.sizes)
+
+    def _taken(self, nbytes: int) -> int:
+        return nbytes if self.integer_bytes is None else whole_pages(nbytes)
+
+    @cached_property
+    def _windows(self) -> Callable[[tuple[Shape, ...], int], frozenset[Window]]:
+        # The search asks for hundreds of partitions, and those of as many stages have the same windows.
+        return cache(windows)
+
+    def _pairs(
+        self, partition: Partition, rounds: int, update: str, stale_layers: int
+    ) -> list[tuple[HeldPass, HeldPass]]:
+        """List the pairs of consecutive passes that a run has: steps, and validations if there are any."""
+        # In `bounded` a stage waits for its own layers alone, and the first one for all if no layer is stale. Otherwise
+        # all stages are counted as if they could run beside the previous pass: its orders are among those of `async`.
+        overlaps = update == "async" or (update == "bounded" and stale_layers > 0)
+        parts = split_evenly(len(self.sizes), rounds)
+        in_rounds = tuple(tuple(self.sizes[index] for index in part) for part in parts)
+        evaluated = evaluation_stages(partition)
+        frozen = sum(stage.stop <= self.frozen_layers for stage in evaluated)
+        train = HeldPass(partition.stages(), in_rounds, stale_layers=stale_layers)
+        at_once = replace(train, ahead=partition.num_stages)
+        pairs = [(train, at_once if overlaps else replace(train, ahead=frozen))]
+        if self.validates:
+            # An evaluation reads the newest weights. It changes none, so that what follows it need not wait.
+            # In `bounded` it reads stale layers of the version before, which are there already.
+            ahead = len(evaluated) if stale_layers else frozen
+            held = HeldPass(evaluated, (self.sizes,))
+            pairs += [(train, replace(held, ahead=ahead)), (held, at_once)]
+            pairs += [(held, replace(held, ahead=len(evaluated)))]
+        return pairs

@@ -6,7 +6,6 @@ from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.pool_count import PoolCount
 from torchround.pipeline.run_question import RunQuestion
 
 
@@ -43,8 +42,8 @@ def report_kept(question: RunQuestion, plan: Plan, costs: Costs) -> KeptReport |
     if not plan.kept:
         return None
     costs, batch = costs.keeping(plan.kept), question.host_batch()
-    pool = PoolCount(batch, plan.num_devices, plan.update, plan.stale_layers)
-    kept, nothing = (pool.boundary_bytes(plan.partition, plan.rounds, names) for names in (plan.kept, ()))
+    run = plan.partition, plan.rounds, plan.num_devices, plan.update, plan.stale_layers
+    kept, nothing = (batch.boundary_bytes(*run, names) for names in (plan.kept, ()))
     step_bytes = sum(
         batch.kept_bytes(plan.kept, layer, size) for size in batch.sizes for layer in range(len(plan.kept))
     )

@@ -1,4 +1,4 @@
-"""Shares of several machines: which one owns each bundle of weights, and which micro-batches of a step each computes.
+"""Shares of several machines: the micro-batches that each computes, the bundles that each owns, and where gradients land.
 
 The rounds of a step are dealt to the machines in turn. So N machines with R rounds cut a batch exactly as one machine
 with N * R rounds does, and every part of a gradient is the same on both.
@@ -7,7 +7,13 @@ with N * R rounds does, and every part of a gradient is the same on both.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torchround.pipeline.costs import ParameterCounts
+from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
 from torchround.pipeline.partition import PlanError, split_evenly
+
+# Share of all gradient bytes of a round that may have landed without having been sent or added up, unless two
+# bundles are larger. All devices can fill it while the network is busy with what landed before.
+WINDOW_SHARE = 0.12
 
 
 @dataclass(frozen=True)
@@ -61,3 +67,25 @@ def assign_owners(sizes: Sequence[int], num_machines: int) -> tuple[int, ...]:
         owners[index] = min(range(num_machines), key=lambda machine: (loads[machine], machine))
         loads[owners[index]] += sizes[index]
     return tuple(owners)
+
+
+def landing_window_bytes(part_bytes: Sequence[int]) -> int:
+    """Compute the landing window: two of the largest parts of a gradient, or a share of all of them if that is more.
+
+    `part_bytes` are the parts of one round in the dtype that they travel in. Two of the largest always fit, so one can
+    land while the one before it is still being sent.
+    """
+    return max(sum(sorted(part_bytes)[-2:]), int(WINDOW_SHARE * sum(part_bytes)))
+
+
+def landing_bytes(parameters: ParameterCounts, gradient_bytes: int, rounds: int, num_machines: int) -> int:
+    """Count the buffers on one of the machines that parts of gradients land in before they are added up.
+
+    Each use of parameters has one in the pool, if several parts come. On several machines parameters of a single use
+    share the landing window.
+    """
+    pages = [(whole_pages(numel * gradient_bytes), uses) for numel, uses in parameters.groups]
+    if num_machines == 1:
+        return sum(nbytes * uses for nbytes, uses in pages if rounds * uses > 1)
+    window = landing_window_bytes([nbytes for nbytes, uses in pages if uses == 1])
+    return window // PAGE_BYTES * PAGE_BYTES + sum(nbytes * uses for nbytes, uses in pages if uses > 1)

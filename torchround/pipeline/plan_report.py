@@ -119,10 +119,8 @@ def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:
 
 
 def _device(question: RunQuestion, costs: Costs, plan: Plan) -> DeviceMemory:
-    limits = question.limits()
-    size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
-    kept = costs.keeping(plan.kept)
-    return device_memory(plan.partition, kept, question.num_devices, size, limits, plan.stale_layers)
+    run = question.num_devices, question.num_micro_batches, plan.rounds, question.limits(), plan.stale_layers
+    return device_memory(plan.partition, costs.keeping(plan.kept), *run)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:

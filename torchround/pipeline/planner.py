@@ -13,13 +13,11 @@ from torchround.pipeline.memory import (
     MemoryLimits,
     device_memory,
     gib_text,
-    parts_text,
     size_text,
+    stage_bytes,
     stage_compute_bytes,
-    stage_gradient_bytes,
-    stage_weight_bytes,
 )
-from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.partition import Partition, PlanError, StageKind
 from torchround.pipeline.plan import Plan, PlannedStage, kept_before
 from torchround.pipeline.search.annealing import (
     AS_FAST,
@@ -180,8 +178,10 @@ def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
             last_layer=costs.layers[stage.stop - 1].name,
             num_layers=stage.stop - stage.start,
             seconds=early_s + late_s,
-            weight_bytes=stage_weight_bytes(stage, costs),
-            gradient_bytes=stage_gradient_bytes(stage, costs),
+            weight_bytes=stage_bytes(stage, costs, "weight_bytes"),
+            gradient_bytes=0
+            if stage.kind is StageKind.FORWARD
+            else stage_bytes(stage, costs, "gradient_bytes"),
             compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
         )
         for stage, early_s, late_s in zip(partition.stages(), *seconds, strict=True)
@@ -219,13 +219,12 @@ def why_infeasible(
     else:
         candidate = least_candidate(problem, rounds_choices)
     plan = _plan(problem, candidate)
-    size = limits.micro_batches_at_once(problem.num_micro_batches, plan.rounds)
-    stale_layers = problem.stale_layers or 0
-    device = device_memory(plan.partition, problem.costs, problem.num_devices, size, limits, stale_layers)
+    run = problem.num_devices, problem.num_micro_batches, plan.rounds, limits, problem.stale_layers or 0
+    device = device_memory(plan.partition, problem.costs, *run)
     host_bytes = problem.host_bytes(candidate)
     needs = []
     if limits.device_bytes is not None and device.total_bytes > limits.device_bytes:
-        largest = f"the most for {parts_text(device.parts(), 2)}"
+        largest = f"the most for {device.text(2)}"
         needs.append(
             _short(
                 "each device", "engine.device_memory_gib", device.total_bytes, limits.device_bytes, largest

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
+from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.machine_memory import state_of_machine
-from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
+from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
-from torchround.pipeline.pool_count import HostBatch, keepable_of
 from torchround.pipeline.simulation.stage_times import KeptLink
 from torchround.pipeline.update_costs import UpdateCosts
 
@@ -181,13 +180,16 @@ class RunQuestion:
 
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
-        sizes = self.element_bytes, self.gradient_bytes
-        state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
-        if (count := self.machines.count) > 1:
-            kept = [
-                self.updates.state_bytes(each, self.update) for each in self.parameters.rules_of_bundles()
-            ]
-            state = state_of_machine(state, self.parameters, count, *sizes, kept, self.machines.sends_changed)
+        state = host_state(
+            self.parameters,
+            self.update,
+            rounds,
+            self.element_bytes,
+            self.gradient_bytes,
+            self.updates,
+            self.machines.count,
+            self.machines.sends_changed,
+        )
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
@@ -209,15 +211,14 @@ class RunQuestion:
         sequences = [len(part) for part in split_evenly(self.global_batch_size, self.step_micro_batches)]
         sequences = sequences[: self.num_micro_batches]
         sizes = sorted(set(sequences), reverse=True)
-        costs = [self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes]
+        costs = tuple(self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes)
         gradients = [layer.gradient_bytes for layer in costs[0].layers]
         return HostBatch(
             sizes=tuple(sizes.index(size) for size in sequences),
-            output_bytes=tuple(tuple(layer.boundary_bytes for layer in of_size.layers) for of_size in costs),
+            costs=costs,
             integer_bytes=tuple(self.integer_bytes(size) for size in sizes),
             frozen_layers=next((index for index, size in enumerate(gradients) if size), len(gradients)),
             validates=self.validates,
-            keepable_bytes=tuple(keepable_of(of_size) for of_size in costs),
         )
 
     def limits(self) -> MemoryLimits:
@@ -232,10 +233,11 @@ class RunQuestion:
             None if self.host_bytes is None else self.host_bytes - state_bytes,
             self.integer_bytes(self.longest_micro_batch),
             self.recompute,
+            self.accumulate_bytes,
+            self.gradient_bytes if rounded else 0,
             batch=self.host_batch(),
             devices_on_host=self.num_devices if self.devices_on_host else 0,
             rounds_bytes=self.state_of(2).state_bytes - state_bytes if is_open else 0,
             constant_bytes=self.constant_bytes,
             state_bytes=state_bytes,
-            **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
         )

@@ -276,7 +276,6 @@ def parameter_counts(
             for key, parameter in parameters.items()
             if key not in trained.keys() | in_files
         ),
-        tied=sum(numel for key, numel in trained.items() if len(users[key]) > 1),
         mapped=sum(parameters[key].numel() for key in in_files),
         bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
         bundle_layers=tuple(bundles),

@@ -30,7 +30,7 @@ from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
 from torchround.optim.node_threads import NodeThreads, Range, nodes_of_machine
-from torchround.pipeline.host_buffers import in_whole_pages, whole_pages
+from torchround.pipeline.host_buffers import whole_pages
 from torchround.pipeline.memory import GIB, size_text
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
@@ -278,7 +278,8 @@ class HostPool:
         One allocation holds all missing ones.
         """
         wanted: Counter[int] = Counter()
-        for size, number in in_whole_pages(counts).items():
+        for nbytes, number in counts.items():
+            size = whole_pages(nbytes)
             wanted[self._stand_ins.get(size, size)] += number
         sizes = list((wanted - self._owned).elements())
         space = self._memory.allocate(sum(sizes), for_devices=True, buffers=sizes)

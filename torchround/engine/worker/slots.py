@@ -16,7 +16,7 @@ from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
 from torchround.layer import Hidden
-from torchround.pipeline.memory import ROUNDING_ELEMENTS, gradient_space, weight_space
+from torchround.pipeline.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 ALIGNMENT_BYTES = 256
@@ -276,15 +276,16 @@ class StageSlots:
         weight_bytes = self._store.dtype.itemsize
         gradient_bytes = self._accumulate_dtype.itemsize
         self._weights.allocate(
-            weight_space(
+            slot_space(
                 partition, num_devices, lambda stage: aligned(self._layout(stage).weight_numel * weight_bytes)
             )
         )
         self._gradients.allocate(
-            gradient_space(
+            slot_space(
                 partition,
                 num_devices,
                 lambda stage: aligned(self._layout(stage).gradient_numel * gradient_bytes),
+                of_gradients=True,
             )
         )
         if self._accumulate_dtype != self._store.gradient_dtype:

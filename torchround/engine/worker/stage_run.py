@@ -10,7 +10,7 @@ from torch import Tensor
 from torchround.engine.board import LAYER_GATE, Board, WaitForHandOver
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.passes import StageJob, restarted_layers
+from torchround.engine.passes import StageJob
 from torchround.engine.results import DeviceSpan
 from torchround.engine.settings import EngineSettings
 from torchround.engine.worker.activation_transfers import (
@@ -31,6 +31,7 @@ from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.keeping import marking
 from torchround.layer import Batch, Hidden, LayeredModel
+from torchround.pipeline.host_buffers import restarted_layers
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchround.pipeline.costs import Costs
+from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeptItem, kept_names
 from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.pool_count import PoolCount, boundaries_of
 from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
 from torchround.pipeline.simulation.step_time import step_seconds
 
@@ -62,8 +62,7 @@ class PlanningProblem:
         tenth = min(len(by_time) // 10 + 2, len(by_time))
         alike = by_time[-tenth] <= MOST_UNEQUAL * by_time[tenth - 1]
         self.sorts_stages = alike and num_micro_batches >= num_devices
-        batch = limits.batch or boundaries_of(costs, num_micro_batches)
-        self.pool = PoolCount(batch, num_devices, update, stale_layers or 0)
+        self.batch = limits.batch or HostBatch((0,) * num_micro_batches, (costs,))
         self.amounts = sorted({round(len(items) * part / KEPT_STEPS) for part in range(KEPT_STEPS + 1)})
         self._sums: dict[int, tuple[Costs, LayerSums]] = {}
         self._steps: dict[Candidate, float] = {}
@@ -161,20 +160,20 @@ class PlanningProblem:
 
     def device_bytes(self, partition: Partition, rounds: int, kept: int = 0) -> int:
         """Return what each device allocates."""
-        size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
-        run = partition, self.costs_of(kept), self.num_devices, size, self.limits
-        return device_memory(*run, self.stale_layers or 0).total_bytes
+        run = self.num_devices, self.num_micro_batches, rounds, self.limits, self.stale_layers or 0
+        return device_memory(partition, self.costs_of(kept), *run).total_bytes
 
     def boundary_bytes(self, candidate: Candidate) -> int:
         """Return what a plan's boundaries and kept activations take of the pool."""
         if candidate not in self._host:
             kept = self.costs_of(candidate.kept).kept
-            self._host[candidate] = self.pool.boundary_bytes(candidate.partition, candidate.rounds, kept)
+            run = candidate.partition, candidate.rounds, self.num_devices, self.update, self.stale_layers or 0
+            self._host[candidate] = self.batch.boundary_bytes(*run, kept)
         return self._host[candidate]
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
-        nbytes = self.boundary_bytes(candidate) + self.pool.batch.integers_and_losses_bytes()
+        nbytes = self.boundary_bytes(candidate) + self.batch.integers_and_losses_bytes()
         if candidate.rounds > 1:
             nbytes += self.limits.rounds_bytes
         if self.limits.devices_on_host:
