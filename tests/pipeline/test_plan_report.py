@@ -8,9 +8,9 @@ import pytest
 from tests.support.counted_rules import COMPACT_ADAMW, FULL
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.pipeline.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.kept_report import report_kept
-from torchround.pipeline.machine_memory import STAGED_BYTES, bundle_sizes, fullest_owner, landing_bytes
+from torchround.pipeline.machine_memory import STAGED_BYTES, fullest_owner, landing_bytes
 from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
 from torchround.pipeline.machine_shares import assign_owners, step_share
 from torchround.pipeline.memory import GIB, gib_text
@@ -42,7 +42,7 @@ def costs_for(tokens, sequences, accumulate_bytes):
 
 QUESTION = RunQuestion(
     costs_for=costs_for,
-    parameters=ParameterCounts(28 * MIB),
+    parameters=ParameterCounts((BundleCount((28 * MIB,)),)),
     updates=FULL,
     seq_len=2048,
     global_batch_size=16,
@@ -117,7 +117,7 @@ SHORT = [
     ({"device_bytes": 120 * MIB, "given": GIVEN}, ["engine.plan left out"]),
     ({"device_bytes": 60 * MIB, "micro_batch_size": 1, "global_batch_size": 64}, ["engine.rounds = 8", BFLOAT16]),
     ({"device_bytes": MIB, "rounds": 2}, []),
-    ({"parameters": ParameterCounts(0, GIB), "host_bytes": MIB}, []),
+    ({"parameters": ParameterCounts((), GIB), "host_bytes": MIB}, []),
 ]
 
 
@@ -219,7 +219,7 @@ def keeping_costs(tokens, sequences, accumulate_bytes):
 
 KEEPING = RunQuestion(
     costs_for=keeping_costs,
-    parameters=ParameterCounts(trained=1000),
+    parameters=ParameterCounts((BundleCount((1000,)),)),
     updates=FULL,
     seq_len=1024,
     global_batch_size=8,
@@ -276,7 +276,7 @@ def test_auto_keeps_nothing_on_virtual_devices_nor_without_a_limit_of_host_memor
 
 
 # Seven layers of 4 MiB parameters each, and who uses them.
-LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
+LAYERS = ParameterCounts(tuple(BundleCount((4 * MIB,), (index,)) for index in range(7)))
 
 
 def asked(count, gbit_per_s=None, **changes):
@@ -318,7 +318,7 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state():
     for count in (2, 4, 7):
         state = asked(count).state()
         owned = -(-7 // count) * 4 * MIB
-        assert fullest_owner(LAYERS, count, bundle_sizes(LAYERS)) == owned
+        assert fullest_owner(LAYERS, count, [4 * MIB] * 7) == owned
         assert state.weight_bytes == alone.weight_bytes
         assert state.optimizer_bytes == 12 * owned
         # The sums of owned gradients, and the window: two of seven equal parts.
@@ -326,9 +326,9 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state():
 
 
 def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
-    many = ParameterCounts(100 * MIB, bundles=((MIB, 1),) * 100)
-    assert landing_bytes(many, 2) == int(0.12 * 2 * 100 * MIB)
-    assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2) == 2 * 51 * MIB
+    small, large = BundleCount((MIB,)), BundleCount((50 * MIB,))
+    assert landing_bytes(ParameterCounts((small,) * 100), 2) == int(0.12 * 2 * 100 * MIB)
+    assert landing_bytes(ParameterCounts((large, *(small,) * 50)), 2) == 2 * 51 * MIB
 
 
 def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():

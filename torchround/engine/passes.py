@@ -12,9 +12,9 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
-from torchround.engine.worker.slots import Packing, aligned
+from torchround.engine.worker.slots import Packing
 from torchround.engine.worker.structure import FLAT
-from torchround.layer import Batch
+from torchround.layer import Batch, aligned
 from torchround.pipeline.host_buffers import kept_cuts
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import (

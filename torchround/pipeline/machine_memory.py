@@ -28,15 +28,10 @@ MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 def fullest_owner(parameters: ParameterCounts, num_machines: int, amounts: Sequence[int]) -> int:
     """Return the most that a machine owns of `amounts`, one for each bundle, with owners balanced by size."""
     loads = [0] * num_machines
-    owners = assign_owners(bundle_sizes(parameters), num_machines)
+    owners = assign_owners([bundle.numel for bundle in parameters.bundles], num_machines)
     for amount, owner in zip(amounts, owners, strict=True):
         loads[owner] += amount
     return max(loads)
-
-
-def bundle_sizes(parameters: ParameterCounts) -> list[int]:
-    """List the trained parameters of each bundle; all of them as one bundle if the counts do not name any."""
-    return [numel for numel, _ in parameters.bundles] or [parameters.trained]
 
 
 def landing_window_bytes(part_bytes: Sequence[int]) -> int:
@@ -54,8 +49,9 @@ def landing_bytes(parameters: ParameterCounts, gradient_bytes: int) -> int:
 
     Each use of parameters that several layers share has a buffer of its own beside the window.
     """
-    bundles = parameters.bundles or ((parameters.trained, 1),)
-    pages = [(whole_pages(numel * gradient_bytes), uses) for numel, uses in bundles]
+    pages = [
+        (whole_pages(bundle.numel * gradient_bytes), len(bundle.layers)) for bundle in parameters.bundles
+    ]
     window = landing_window_bytes([nbytes for nbytes, uses in pages if uses == 1])
     in_pool = sum(nbytes * uses for nbytes, uses in pages if uses > 1)
     return window // PAGE_BYTES * PAGE_BYTES + in_pool
@@ -75,8 +71,8 @@ def state_of_machine(
     Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `optimizer_bytes`
     is what the optimizer keeps of each bundle; `sends_changed` as in `PlannedMachines`.
     """
-    sizes = bundle_sizes(parameters)
-    owned, largest = fullest_owner(parameters, num_machines, sizes), max(sizes)
+    sizes = [bundle.numel for bundle in parameters.bundles]
+    owned, largest = fullest_owner(parameters, num_machines, sizes), max(sizes, default=0)
     encoding_bytes = element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned) if sends_changed else 0
     return replace(
         state,

@@ -317,13 +317,13 @@ def host_state(
     use of a parameter needs such a buffer, and a tied parameter has two uses.
     """
     versions = 2 if update == "async" else 1
-    summed = parameters.trained if rounds > 1 else parameters.tied
+    added_up = [
+        (bundle.numel, uses) for bundle in parameters.bundles if rounds * (uses := len(bundle.layers)) > 1
+    ]
+    summed = sum(numel for numel, _ in added_up)
     in_one_part = parameters.trained - summed
-    landing_bytes = gradient_bytes * (summed + parameters.tied)
-    if parameters.bundles:
-        # Parts of sums land in buffers of the pool, which are whole pages.
-        added_up = [(numel, uses) for numel, uses in parameters.bundles if rounds * uses > 1]
-        landing_bytes = sum(uses * whole_pages(numel * gradient_bytes) for numel, uses in added_up)
+    # Parts of sums land in buffers of the pool, which are whole pages.
+    landing_bytes = sum(uses * whole_pages(numel * gradient_bytes) for numel, uses in added_up)
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
         gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * in_one_part + landing_bytes,

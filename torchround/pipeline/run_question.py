@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from torchround.layer_work import aligned
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
+from torchround.pipeline.costs import Costs, CostsError, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.machine_memory import state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
@@ -13,10 +14,8 @@ from torchround.pipeline.pool_count import HostBatch, keepable_of
 from torchround.pipeline.simulation.kept_link import KeptLink
 from torchround.pipeline.update_costs import UpdateCosts
 
-# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
-# and begins at a multiple of ALIGNMENT_BYTES.
+# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token, `aligned`.
 INTEGER_TENSORS = 4
-ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ class RunQuestion:
         """
         setting, link = self.keep_activations, None
         if self.device is not None and not self.devices_on_host:
-            rate = self.device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY
-            link = KeptLink(rate, self.gradient_bytes / self.accumulate_bytes)
+            link = KeptLink(self.device.link_bytes_per_s, self.gradient_bytes / self.accumulate_bytes)
         if setting == "auto" and (link is None or self.host_bytes is None):
             setting = "none"
         return KeepRule(setting, link, None if self.given is None else self.given_kept)
@@ -184,9 +182,8 @@ class RunQuestion:
         sizes = self.element_bytes, self.gradient_bytes
         state = host_state(self.parameters, self.update, rounds, *sizes, self.updates)
         if (count := self.machines.count) > 1:
-            kept = [
-                self.updates.state_bytes(each, self.update) for each in self.parameters.rules_of_bundles()
-            ]
+            bundles = self.parameters.bundles
+            kept = [self.updates.state_bytes(bundle.by_rule, self.update) for bundle in bundles]
             state = state_of_machine(state, self.parameters, count, *sizes, kept, self.machines.sends_changed)
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
@@ -200,8 +197,7 @@ class RunQuestion:
 
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""
-        each = -(-8 * sequences * self.seq_len // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return INTEGER_TENSORS * each
+        return INTEGER_TENSORS * aligned(8 * sequences * self.seq_len)
 
     def host_batch(self) -> HostBatch:
         """Describe the micro-batches of a step as the pool of host buffers holds them."""
