@@ -6,21 +6,22 @@ once more.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.untrusted.strict_json import parse_json
 
 # How files are read: each number in its own type, and no key that is not a field.
 READ = ConfigDict(strict=True, extra="forbid")
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
 # Host memory traffic of adding up a round's gradients, as a share of an update's, if nothing is known of the optimizer:
 # near AdamW's with exact state and 16-bit gradients (10 of 26 bytes per parameter).
 ADDING_SHARE = 0.4
@@ -36,12 +37,8 @@ class KeptCost:
 
     __pydantic_config__: ClassVar[ConfigDict] = READ
     name: str
-    nbytes: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("nbytes", "seconds"):
-            _check_amount(f"part {self.name}: {name}", getattr(self, name))
+    nbytes: Bytes
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -64,26 +61,23 @@ class LayerCost:
 
     __pydantic_config__: ClassVar[ConfigDict] = READ
     name: str
-    forward_s: float
-    backward_s: float
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
-    boundary_bytes: int = 0
-    workspace_bytes: int = 0
-    optimizer_s: float = 0.0
-    job_s: float = 0.0
-    job_link_s: float = 0.0
-    job_slot_bytes: int = 0
-    job_scratch_bytes: int = 0
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    activation_bytes: Bytes = 0
+    boundary_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    optimizer_s: Seconds = 0.0
+    job_s: Seconds = 0.0
+    job_link_s: Seconds = 0.0
+    job_slot_bytes: Bytes = 0
+    job_scratch_bytes: Bytes = 0
     keepable: tuple[KeptCost, ...] = ()
     kept: tuple[str, ...] = ()
     keeps_whole: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name not in ("name", "keepable", "kept", "keeps_whole"):
-                _check_amount(f"layer {self.name}: {field.name}", getattr(self, field.name))
         names = [part.name for part in self.keepable]
         if len(set(names)) != len(names):
             raise CostsError(f"layer {self.name}: the names of its parts repeat: {names}")
@@ -123,11 +117,6 @@ class LayerCost:
         return replace(self, forward_s=forward_s, backward_s=backward_s, keepable=parts)
 
 
-def _check_amount(what: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise CostsError(f"{what} = {value} must be finite and not negative")
-
-
 @dataclass(frozen=True)
 class Costs:
     """The costs of all layers in order.
@@ -141,15 +130,14 @@ class Costs:
 
     __pydantic_config__: ClassVar[ConfigDict] = READ
     layers: tuple[LayerCost, ...]
-    hop_s: float = 0.0
+    hop_s: Seconds = 0.0
     shared: tuple[tuple[int, ...], ...] = ()
     adding_share: float = ADDING_SHARE
-    launch_s: float = 0.0
+    launch_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise CostsError("costs need at least one layer")
-        _check_amount("hop_s", self.hop_s)
 
     @property
     def num_layers(self) -> int:

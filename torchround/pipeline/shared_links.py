@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 # Two devices share a link if each keeps less than this share of its solo rate while the other copies too.
 KEPT_WHEN_SHARED = 0.85
@@ -32,33 +33,17 @@ class LinkRates:
 
     def kept(self, pair: Pair) -> tuple[float, float]:
         """Compute the fraction of its solo rate that each device keeps when both copy at once."""
-        first, second = (
-            rate / self.alone[device] for device, rate in zip(pair, self.together[pair], strict=True)
-        )
-        return first, second
+        (first, second), (one, other) = pair, self.together[pair]
+        return one / self.alone[first], other / self.alone[second]
+
+    def shares(self, pair: Pair) -> bool:
+        """Return whether both devices lose clearly when both copy at once."""
+        return pair in self.together and max(self.kept(pair)) < KEPT_WHEN_SHARED
 
     def turns_gain(self, pair: Pair) -> float:
         """Compute the bytes moved in turns per byte moved together in the same time."""
         in_turns = 2 / sum(1 / self.alone[device] for device in pair)
         return in_turns / sum(self.together[pair])
-
-
-@dataclass(frozen=True)
-class SharedLink:
-    """Devices that share a link, with the means over its pairs of the share that each keeps and of the gain of turns."""
-
-    devices: tuple[int, ...]
-    kept: float
-    turns_gain: float
-
-    @property
-    def takes_turns(self) -> bool:
-        return self.turns_gain >= TURNS_AT_LEAST
-
-    def __str__(self) -> str:
-        verdict = "take turns" if self.takes_turns else "take no turns, which would gain nothing"
-        named = " + ".join(map(str, self.devices))
-        return f"{named} share one (each keeps {self.kept:.0%} of its rate beside another) and {verdict}"
 
 
 @dataclass(frozen=True)
@@ -69,35 +54,42 @@ class LinkUse:
     text: str = ""
 
 
-def find_shared_links(rates: LinkRates) -> list[SharedLink]:
-    """Find the links that several devices share, in the order of their first devices.
+def find_shared_links(rates: LinkRates) -> list[tuple[int, ...]]:
+    """Find the groups of devices that share a link, in the order of their first devices.
 
     A device belongs to a link only if it shares with all of the link's devices. So one disturbed measurement
     may separate two devices, but cannot join two links.
     """
-    groups: list[list[int]] = []
+    groups: list[tuple[int, ...]] = []
     for device in range(len(rates.alone)):
-        for group in groups:
-            if all(_share(rates, (other, device)) for other in group):
-                group.append(device)
+        for index, group in enumerate(groups):
+            if all(rates.shares((other, device)) for other in group):
+                groups[index] = (*group, device)
                 break
         else:
-            groups.append([device])
-    return [_link(rates, group) for group in groups if len(group) > 1]
+            groups.append((device,))
+    return [group for group in groups if len(group) > 1]
 
 
 def use_of_links(rates: LinkRates) -> LinkUse:
     """Decide from the measured rates which devices take turns."""
-    links = find_shared_links(rates)
-    found = "; ".join(str(link) for link in links) or "no two devices share one"
+    turns, found = [], []
+    for devices in find_shared_links(rates):
+        shared = list(combinations(devices, 2))
+        kept = fmean(fmean(rates.kept(pair)) for pair in shared)
+        verdict = "take no turns, which would gain nothing"
+        if fmean(map(rates.turns_gain, shared)) >= TURNS_AT_LEAST:
+            turns.append(devices)
+            verdict = "take turns"
+        named = " + ".join(map(str, devices))
+        found.append(f"{named} share one (each keeps {kept:.0%} of its rate beside another) and {verdict}")
     pairs = len(rates.alone) * (len(rates.alone) - 1) // 2
     left_out = pairs - len(rates.together)
     skipped = f"; {left_out} of {pairs} pairs not measured for lack of time" if left_out else ""
-    slowest, fastest = (pick(rates.alone) / 1e9 for pick in (min, max))
-    return LinkUse(
-        tuple(link.devices for link in links if link.takes_turns),
-        f"links    {slowest:.1f} to {fastest:.1f} GB/s to a device alone; {found}{skipped}",
-    )
+    slowest, fastest = min(rates.alone) / 1e9, max(rates.alone) / 1e9
+    links = "; ".join(found) or "no two devices share one"
+    text = f"links    {slowest:.1f} to {fastest:.1f} GB/s to a device alone; {links}{skipped}"
+    return LinkUse(tuple(turns), text)
 
 
 class LinkWindows:
@@ -117,14 +109,3 @@ class LinkWindows:
         self._start = max(self._start + 1, self._ends[0])
         self._ends.append(self._start + num_windows)
         return self._start
-
-
-def _share(rates: LinkRates, pair: Pair) -> bool:
-    return pair in rates.together and max(rates.kept(pair)) < KEPT_WHEN_SHARED
-
-
-def _link(rates: LinkRates, devices: list[int]) -> SharedLink:
-    pairs = list(combinations(devices, 2))
-    kept = sum(sum(rates.kept(pair)) / 2 for pair in pairs) / len(pairs)
-    gain = sum(rates.turns_gain(pair) for pair in pairs) / len(pairs)
-    return SharedLink(tuple(devices), kept, gain)
