@@ -152,7 +152,8 @@ def model_imports_little(source: Source) -> Iterator[str]:
         if (first, rest[:1]) == ("torchround", ["models"]):
             allowed = family == "__init__.py" or rest[1:2] in ([], ["common"], ["kernels"], [family])
         elif first == "torchround":
-            allowed = rest[0] in MODEL_IMPORTS
+            # `from torchround import x` names the package first, then the module.
+            allowed = not rest or rest[0] in MODEL_IMPORTS
         else:
             allowed = first in third_party or first in sys.stdlib_module_names
         if not allowed:
