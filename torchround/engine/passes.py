@@ -70,7 +70,7 @@ class StageJob:
     """A stage task of a pass, as a device gets it.
 
     `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
-    windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
+    windows are `window`, `window + 1`, .. in the run's order (`worker/link_turns.py`).
     """
 
     task: StageTask

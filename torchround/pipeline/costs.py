@@ -175,23 +175,20 @@ class Costs:
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of what each layer keeps; an empty tuple if none keeps anything."""
-        return tuple(layer.kept for layer in self.layers) if any(layer.kept for layer in self.layers) else ()
+        kept = tuple(layer.kept for layer in self.layers)
+        return kept if any(kept) else ()
 
     def keeping(self, kept: Sequence[Sequence[str]]) -> "Costs":
         """Return the costs of a run in which each layer keeps the parts of these names; empty keeps nothing.
 
         Raises `CostsError` for a name that a layer lacks, or another number of layers.
         """
-        if not kept:
-            kept = [()] * self.num_layers
+        kept = kept or [()] * self.num_layers
         if len(kept) != self.num_layers:
             raise CostsError(f"kept names are given for {len(kept)} layers, there are {self.num_layers}")
-        pairs = zip(self.layers, kept, strict=True)
-        layers = tuple(
-            layer if layer.kept == tuple(names) else replace(layer, kept=tuple(names))
-            for layer, names in pairs
-        )
-        return replace(self, layers=layers)
+        pairs = zip(self.layers, map(tuple, kept), strict=True)
+        layers = (layer if layer.kept == names else replace(layer, kept=names) for layer, names in pairs)
+        return replace(self, layers=tuple(layers))
 
     def to_json(self) -> str:
         """Write the costs as JSON; docs/schedules.md describes the keys."""
@@ -230,9 +227,8 @@ def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple
     backward_s = sum(layer.backward_s for layer in layers)
     if stage.kind is StageKind.FORWARD:
         return 0.0, forward_s
-    is_fused = (
-        stage.kind is StageKind.FUSED
-    )  # its activations stay on the device, so it keeps nothing elsewhere
+    # Activations of a fused stage stay on the device, so it keeps nothing elsewhere.
+    is_fused = stage.kind is StageKind.FUSED
     if recompute == "layer":
         backward_s += sum(layer.forward_s if is_fused else layer.recompute_s for layer in layers[:-1])
     if is_fused:

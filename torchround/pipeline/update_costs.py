@@ -73,13 +73,9 @@ class UpdateCosts:
         """Return whether trained weights are split under this update mode. `bounded` keeps fp32 for weights that lag."""
         return self.splits_weights and (update == "sync" or (update == "async" and not self.predicts))
 
-    def weight_bytes(self, update: str) -> int:
-        """Return the bytes per trained parameter of the weight, beside the device weights."""
-        return RESIDUAL_BYTES if self.is_split(update) else FULL_WEIGHT_BYTES
-
     def state_bytes(self, counts: Sequence[int], update: str) -> int:
         """Return what the optimizer keeps, weights beside the device weights included; `counts` are parameters by rule."""
-        each = self.weight_bytes(update)
+        each = RESIDUAL_BYTES if self.is_split(update) else FULL_WEIGHT_BYTES
         per_rule = (each + rule.value_bytes + rule.direction_bytes for rule in self.rules)
         return round(sum(count * nbytes for count, nbytes in zip(counts, per_rule, strict=False)))
 

@@ -225,13 +225,11 @@ def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tok
 
 def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
     """Count the trained and frozen parameters of each layer, padding included. A tied one counts in every layer that uses it."""
-    stored = [
-        [(p.requires_grad, stored_numel(p.numel())) for p in layer.parameters()] for layer in model.layers
-    ]
-    return [
-        (sum(numel for trains, numel in each if trains), sum(numel for trains, numel in each if not trains))
-        for each in stored
-    ]
+
+    def stored(layer: torch.nn.Module, trained: bool) -> int:
+        return sum(stored_numel(p.numel()) for p in layer.parameters() if p.requires_grad is trained)
+
+    return [(stored(layer, True), stored(layer, False)) for layer in model.layers]
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:

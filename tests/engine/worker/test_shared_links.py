@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchround.pipeline.shared_links import LinkRates, LinkWindows, find_shared_links, use_of_links
+from torchround.engine.worker.link_turns import LinkRates, LinkWindows, find_shared_links, use_of_links
 
 DEVICE_RATE = 25e9
 ERROR = 0.04  # of a measurement, either way
