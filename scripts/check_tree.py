@@ -39,12 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),
     "accelerators": set(),
     "micro_batch": set(),
+    "layer_work": set(),
     "kept_operations": set(),
-    "layer": {"accelerators", "micro_batch", "untrusted"},
+    "layer": {"accelerators", "layer_work", "micro_batch", "untrusted"},
     "keeping": {"kept_operations"},
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
-    "pipeline": {"config", "untrusted"},
+    "pipeline": {"config", "layer_work", "untrusted"},
     "machines": {"config", "untrusted"},
     "optim": BELOW_ENGINE | {"accelerators"},
     "data": BELOW_ENGINE,
@@ -151,7 +152,8 @@ def model_imports_little(source: Source) -> Iterator[str]:
         if (first, rest[:1]) == ("torchround", ["models"]):
             allowed = family == "__init__.py" or rest[1:2] in ([], ["common"], ["kernels"], [family])
         elif first == "torchround":
-            allowed = rest[0] in MODEL_IMPORTS
+            # `from torchround import x` names the package first, then the module.
+            allowed = not rest or rest[0] in MODEL_IMPORTS
         else:
             allowed = first in third_party or first in sys.stdlib_module_names
         if not allowed:

@@ -5,8 +5,6 @@ python scripts/muon_table.py
 
 import sys
 from dataclasses import replace
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,11 +24,11 @@ from scripts.pipeline_tables import (
 from torchround.commands.configured_model import build_model
 from torchround.config import parse_command_line
 from torchround.pipeline.cards import find_device
-from torchround.pipeline.costs import Costs, with_job
+from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import make_plan
-from torchround.run.optimizer_numbers import job_work
+from torchround.run.numbers import with_job
 
 
 def muon_table() -> str:
@@ -77,8 +75,7 @@ def muon_costs(model: int) -> Costs:
     layers = list(costs.layers)
     for index, block in enumerate(blocks, start=1):
         matrices = [p.shape for p in block.parameters() if p.requires_grad and p.ndim > 1]
-        job = reduce(add, map(job_work, matrices))
-        layers[index] = with_job(layers[index], job, card, "bfloat16")
+        layers[index] = with_job(layers[index], matrices, card, "bfloat16")
     return replace(costs, layers=tuple(layers))
 
 

@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from torchround.commands import CommandError
 from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
-from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
+from torchround.pipeline.costs import Costs, CostsError
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.rates import CardRates, costs_from_work
 from torchround.pipeline.timeline import trace_events
 from torchround.simulate.bound import ScheduleError, SimulationSetup
 from torchround.simulate.report import ScheduleReport
@@ -190,9 +191,8 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         return costs_from_work(
             model.names,
             [layer.work(batch, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
-            [ParameterCounts(size) for size in sizes],
-            card,
-            dtype,
+            [(size, 0) for size in sizes],
+            CardRates.of(card, dtype),
             element_bytes,
         )
     except UnknownPeakError as error:

@@ -9,17 +9,10 @@ from scripts import fit_rates
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, find_device
-from torchround.pipeline.costs import (
-    Costs,
-    CostsError,
-    KeptCost,
-    LayerCost,
-    ParameterCounts,
-    costs_from_work,
-    hop_seconds,
-)
-from torchround.pipeline.rates import RATES, Rates
-from torchround.pipeline.update_costs import JobWork, newton_schulz_flops
+from torchround.pipeline.costs import Costs, CostsError, KeptCost, LayerCost
+from torchround.pipeline.rates import RATES, CardRates, Rates, costs_from_work
+from torchround.pipeline.update_costs import newton_schulz_flops
+from torchround.run.numbers import with_job
 
 
 @given(costs())
@@ -36,16 +29,19 @@ def test_bytes_and_names_may_be_left_out_of_a_file():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"forward_s": 1}, "lacks.*backward_s"),
-        ({"forward_s": -1, "backward_s": 2}, "forward_s = -1"),
-        ({"forward_s": "1", "backward_s": 2}, "'1' is not a number"),
+        ({"forward_s": 1}, "backward_s: Field required"),
+        ({"forward_s": -1, "backward_s": 2}, "forward_s: .*greater than or equal to 0"),
+        ({"forward_s": "1", "backward_s": 2}, "valid number, given '1'"),
         ({"forward_s": float("nan"), "backward_s": 2}, "finite"),
         ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "backwards_s"),
         ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down"}]}, "keepable"),
-        ({"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "nbytes = -1"),
+        (
+            {"forward_s": 1, "backward_s": 2, "keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]},
+            "keepable.0.nbytes: .*greater than",
+        ),
         ({"forward_s": 1, "backward_s": 2, "kept": ["down"]}, "cannot keep"),
-        ({"forward_s": 1, "backward_s": 2, "kept": "down"}, "kept = 'down'"),
-        (3, "not an object"),
+        ({"forward_s": 1, "backward_s": 2, "kept": "down"}, "kept: .* given 'down'"),
+        (3, "be an object, given 3"),
     ],
 )
 def test_a_wrong_layer_is_named_with_what_is_wrong(layer, message):
@@ -68,14 +64,15 @@ def test_seconds_are_those_of_each_kind_of_work_and_frozen_parameters_have_no_up
         LayerWork((Products(1e12, 0.0, "head"),), 10**9),  # what it moves is in its rate
         LayerWork(),
     ]
-    sizes, moved = [ParameterCounts(10**8), ParameterCounts(0, 100), ParameterCounts(5)], [2800, 0, 0]
-    layers = costs_from_work(list("abc"), works, sizes, card, update_bytes=moved, rates=rates).layers
+    numels, at_rates = [(10**8, 0), (0, 100), (5, 0)], CardRates.of(card, "bfloat16", rates=rates)
+    layers = costs_from_work(list("abc"), works, numels, at_rates, update_bytes=[2800, 0, 0]).layers
     seconds = [(layer.forward_s, layer.backward_s, layer.optimizer_s) for layer in layers]
     # A backward moves the activations twice, and gradients of 4 bytes.
     assert seconds == [pytest.approx((2 + 4 + 3 * 1, 2 * 2 + 4 + 3 * 2.4, 1)), pytest.approx((10, 20, 0)), (0, 0, 0)]
     assert [layers[0].keepable, layers[0].timed(18.0, 1.0).keepable] == [(KeptCost("down", 7, s),) for s in (4.0, 8.0)]
     assert (layers[0].weight_bytes, layers[0].gradient_bytes) == (2 * 10**8, 4 * 10**8)
-    assert costs_from_work(["block"], works[:1], sizes[:1], ASSUMED_DEVICE).layers[0].forward_s > 3
+    assumed = CardRates.of(ASSUMED_DEVICE, "bfloat16")
+    assert costs_from_work(["block"], works[:1], numels[:1], assumed).layers[0].forward_s > 3
 
 
 def test_published_steps_are_predicted_without_the_model_and_hops_are_as_measured():
@@ -85,7 +82,7 @@ def test_published_steps_are_predicted_without_the_model_and_hops_are_as_measure
         (2880, 2.25),
         (5120, 4.0),
     ):  # of 4 x 2048 tokens, RoundPipe's artifact
-        assert hop_seconds(4 * 2048 * width * 2, find_device("rtx4090")) == pytest.approx(hop_ms / 1e3, rel=0.02)
+        assert find_device("rtx4090").hop_s(4 * 2048 * width * 2) == pytest.approx(hop_ms / 1e3, rel=0.02)
     assert fit_rates.main(["--check"]) == 0
 
 
@@ -94,7 +91,7 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
         ratio = device.flops_per_s("float16", fp16_accumulation=True) / device.flops_per_s("float16")
         consumer = device.name.startswith("rtx") and device.name not in ("rtxa6000", "rtx6000ada")
         assert ratio == (2.0 if consumer else 1.0), device.name
-        assert device.known_flops_per_s("bfloat16", True) == device.known_flops_per_s("bfloat16")
+        assert device.flops_per_s("bfloat16", True) == device.flops_per_s("bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +134,10 @@ def test_a_job_of_an_update_costs_its_products_and_one_copy_each_way():
     m, n = 1024, 2048
     assert newton_schulz_flops((n, m), 5) == 5 * (0.75 * 2 * m * m * n + 0.75 * 2 * m**3 + 2 * m * m * n)
     card = DeviceSpec("card", 24, 10, {"bfloat16": 1e12, "float16": 2e12})
-    job = JobWork(6e11, 6_600_000_000, 40, 50) + JobWork(6e11, 0, 60, 10)
-    layer, other = costs_from_work(
-        ["block", "head"], [LayerWork()] * 2, [ParameterCounts(1)] * 2, card, "float16", jobs=[job, JobWork()]
-    ).layers
-    assert layer.job_s == pytest.approx(1.2 / RATES.dense) and layer.job_link_s == pytest.approx(1.0)
-    assert (layer.job_slot_bytes, layer.job_scratch_bytes) == (60, 50)
-    assert (other.job_s, other.job_link_s, other.job_slot_bytes) == (0, 0, 0)
+    small, large = (2, 3), (4, 2000, 1000)
+    layer = with_job(LayerCost("block", 1.0, 2.0), [small, large], card, "float16")
+    assert layer.job_s == pytest.approx((240 + newton_schulz_flops(large, 5)) / 1e12 / RATES.dense)
+    assert layer.job_link_s == pytest.approx(2 * (6 + 8e6) / 6.6e9)
+    # The two share memory: two slots of bf16, then three results and two squares of the shorter side for each matrix.
+    assert (layer.job_slot_bytes, layer.job_scratch_bytes) == (2 * 2 * 8_000_000, 2 * (3 * 8_000_000 + 2 * 4 * 10**6))
+    assert with_job(layer, [], card, "float16") is layer

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.counted_rules import ADAMW, COMPACT_ADAMW, COMPACT_MUON, FULL, MUON, SPLIT
 from tests.support.random_costs import costs, partitions
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.memory import (
-    MemoryLimits,
-    ParameterCounts,
-    device_memory,
-    forward_stages,
-    host_state,
-    slot_space,
-    stage_bytes,
-)
+from torchround.pipeline.costs import BundleCount, Costs, LayerCost, ParameterCounts
+from torchround.pipeline.host_buffers import PAGE_BYTES
+from torchround.pipeline.memory import MemoryLimits, device_memory, forward_stages, host_state, slot_space, stage_bytes
 from torchround.pipeline.partition import Partition, StageKind, evaluation_stages, evaluation_tasks, step_tasks
 from torchround.pipeline.update_costs import UpdateCosts
 
@@ -109,16 +102,21 @@ def test_host_bytes_per_trained_parameter_of_split_weights(rule, expected):
     With fp32 weights it holds 2 or 4 bytes of weights, 2 of gradient and 12 of the optimizer in float16.
     """
     for update, element, whole in (("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)):
-        assert host_state(ParameterCounts(1000), update, 1, element, element, FULL).total_bytes == 1000 * whole
+        assert (
+            host_state(ParameterCounts((BundleCount((1000,)),)), update, 1, element, element, FULL).total_bytes
+            == 1000 * whole
+        )
     for update, nbytes in expected.items():
         updates = UpdateCosts((rule,), splits_weights=True, predicts=update == "predict")
-        memory = host_state(ParameterCounts(64_000), "async" if update == "predict" else update, 1, 2, 2, updates)
+        memory = host_state(
+            ParameterCounts((BundleCount((64_000,)),)), "async" if update == "predict" else update, 1, 2, 2, updates
+        )
         assert memory.total_bytes == 64_000 * nbytes
 
 
 def test_each_rule_counts_for_its_own_parameters():
     updates = UpdateCosts((ADAMW, MUON), splits_weights=True)
-    counts = ParameterCounts(1000, bundles=((600, 1), (400, 1)), bundle_rules=((600, 0), (100, 300)))
+    counts = ParameterCounts((BundleCount((600, 0)), BundleCount((100, 300))))
     assert host_state(counts, "sync", 1, 2, 2, updates).total_bytes == 14 * 700 + 12 * 300
     assert updates.saved_bytes(counts.by_rule) == 12 * 700 + 8 * 300
 
@@ -137,10 +135,11 @@ def test_the_traffic_of_an_update_is_what_it_reads_and_writes():
 
 
 def test_frozen_tied_and_summed_parameters_cost_what_they_hold():
-    assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2, FULL).total_bytes == 2 * 1000
-    counts = ParameterCounts(10 * 4096, bundles=((9 * 4096, 1), (4096, 2)))
-    for rounds, nbytes in ((1, 2 * 9 + 8), (2, 6 * 9 + 8)):
-        assert host_state(counts, "sync", rounds, 2, 2, FULL).gradient_bytes == nbytes * 4096
+    """Parts of sums land in whole pages: a tied parameter has two."""
+    assert host_state(ParameterCounts((), 1000), "async", 1, 2, 2, FULL).total_bytes == 2 * 1000
+    counts, page = ParameterCounts((BundleCount((900,)), BundleCount((100,), (0, 1)))), PAGE_BYTES
+    assert host_state(counts, "sync", 1, 2, 2, FULL).gradient_bytes == 2 * 900 + 4 * 100 + 2 * page
+    assert host_state(counts, "sync", 2, 2, 2, FULL).gradient_bytes == 4 * 900 + 4 * 100 + 3 * page
 
 
 # The stages of passes whose layers must stay with their devices.

@@ -8,7 +8,7 @@ import pytest
 from tests.support.counted_rules import COMPACT_ADAMW, FULL
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.pipeline.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.kept_report import report_kept
 from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
 from torchround.pipeline.machine_shares import assign_owners, landing_bytes, step_share
@@ -41,7 +41,7 @@ def costs_for(tokens, sequences, accumulate_bytes):
 
 QUESTION = RunQuestion(
     costs_for=costs_for,
-    parameters=ParameterCounts(28 * MIB),
+    parameters=ParameterCounts((BundleCount((28 * MIB,)),)),
     updates=FULL,
     seq_len=2048,
     global_batch_size=16,
@@ -116,7 +116,7 @@ SHORT = [
     ({"device_bytes": 120 * MIB, "given": GIVEN}, ["engine.plan left out"]),
     ({"device_bytes": 60 * MIB, "micro_batch_size": 1, "global_batch_size": 64}, ["engine.rounds = 8", BFLOAT16]),
     ({"device_bytes": MIB, "rounds": 2}, []),
-    ({"parameters": ParameterCounts(0, GIB), "host_bytes": MIB}, []),
+    ({"parameters": ParameterCounts((), GIB), "host_bytes": MIB}, []),
 ]
 
 
@@ -218,7 +218,7 @@ def keeping_costs(tokens, sequences, accumulate_bytes):
 
 KEEPING = RunQuestion(
     costs_for=keeping_costs,
-    parameters=ParameterCounts(trained=1000),
+    parameters=ParameterCounts((BundleCount((1000,)),)),
     updates=FULL,
     seq_len=1024,
     global_batch_size=8,
@@ -275,7 +275,7 @@ def test_auto_keeps_nothing_on_virtual_devices_nor_without_a_limit_of_host_memor
 
 
 # Seven layers of 4 MiB parameters each, and who uses them.
-LAYERS = ParameterCounts(28 * MIB, bundles=((4 * MIB, 1),) * 7, bundle_layers=tuple((index,) for index in range(7)))
+LAYERS = ParameterCounts(tuple(BundleCount((4 * MIB,), (index,)) for index in range(7)))
 
 
 def asked(count, gbit_per_s=None, **changes):
@@ -324,9 +324,9 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state():
 
 
 def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
-    many = ParameterCounts(100 * MIB, bundles=((MIB, 1),) * 100)
-    assert landing_bytes(many, 2, 1, 2) == int(0.12 * 2 * 100 * MIB)
-    assert landing_bytes(replace(many, bundles=((50 * MIB, 1), *[(MIB, 1)] * 50)), 2, 1, 2) == 2 * 51 * MIB
+    small, large = BundleCount((MIB,)), BundleCount((50 * MIB,))
+    assert landing_bytes(ParameterCounts((small,) * 100), 2, 1, 2) == int(0.12 * 2 * 100 * MIB)
+    assert landing_bytes(ParameterCounts((large, *(small,) * 50)), 2, 1, 2) == 2 * 51 * MIB
 
 
 def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tests.support.counted_rules import FULL
 from tests.support.small_run import ASYNC, STEPS, small_runs, stop_after
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.pipeline.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
@@ -53,7 +53,7 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
     costs = Costs((block,) * 5)
     question = RunQuestion(
         costs_for=lambda *shape: costs,
-        parameters=ParameterCounts(trained=1),
+        parameters=ParameterCounts((BundleCount((1,)),)),
         updates=FULL,
         seq_len=8,
         global_batch_size=8,

@@ -38,6 +38,11 @@ def test_each_rule_finds_its_offence_and_no_other_does(rule, name, text):
     assert [found for found in RULES if [*found(Source(name, text))]] == [rule]
 
 
+def test_a_model_may_name_a_module_of_the_package():
+    source = Source("torchround/models/a/x.py", "from torchround import layer, run")
+    assert [*model_imports_little(source)] == ["imports torchround.run"]
+
+
 def test_a_circle_an_open_end_and_a_room_that_grew_are_found():
     circle = [Source("torchround/a.py", "from torchround import b"), Source("torchround/b.py", "import torchround.a")]
     assert [*circles(circle)] and not [*circles(circle[:1])]

@@ -13,9 +13,8 @@ from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import aligned
 from torchround.keeping import keep
-from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch
+from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, aligned
 from torchround.pipeline.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5

@@ -51,14 +51,13 @@ from torchround.engine.update_report import NEXT_CALL, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
-from torchround.engine.worker.link_turns import LinkTurns
+from torchround.engine.worker.link_turns import LinkTurns, LinkWindows
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.memory import forward_stages
 from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
-from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
-from torchround.engine.worker.slots import Packing, aligned
+from torchround.engine.worker.slots import Packing
 from torchround.engine.worker.structure import FLAT
-from torchround.layer import Batch
+from torchround.layer import Batch, aligned
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import (
     Partition,
@@ -69,7 +69,7 @@ class StageJob:
     """A stage task of a pass, as a device gets it.
 
     `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
-    windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
+    windows are `window`, `window + 1`, .. in the run's order (`worker/link_turns.py`).
     """
 
     task: StageTask

@@ -11,6 +11,9 @@ from functools import partial
 
 # Peak FLOP/s in 16 bits over bytes/s of memory: 70 to 300 in the table of cards, around 160 of recent consumer cards.
 USUAL_FLOPS_PER_BYTE = 160
+# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes down to the host and up again, and the two
+# directions overlap. RoundPipe's five measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
+LINK_EFFICIENCY = 0.66
 
 
 class UnknownPeakError(ValueError):
@@ -41,17 +44,17 @@ class DeviceSpec:
             return flops_per_s / USUAL_FLOPS_PER_BYTE
         return self.memory_gb_per_s * 1e9
 
-    def flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float:
-        """Return the dense peak in FLOP/s. `fp16_accumulation` counts for float16 alone. Raises `UnknownPeakError`."""
-        peak = self.known_flops_per_s(dtype, fp16_accumulation)
-        if peak is None:
-            raise UnknownPeakError(
-                f"no {dtype} peak is known for {self.name}; known: {sorted(self.peak_flops)}"
-            )
-        return peak
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Return the rate that transfers between host and device reach in one direction."""
+        return self.pcie_gb_per_s * 1e9 * LINK_EFFICIENCY
 
-    def known_flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float | None:
-        """Return `flops_per_s`, or None if no peak is known for this dtype."""
+    def hop_s(self, boundary_bytes: int) -> float:
+        """Estimate the seconds in which a boundary activation of one device reaches the next one through host memory."""
+        return boundary_bytes / self.link_bytes_per_s
+
+    def flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float | None:
+        """Return the dense peak, None if it is not known for this dtype. `fp16_accumulation` counts for float16 alone."""
         if fp16_accumulation and dtype == "float16" and self.fp16_accumulation_flops is not None:
             return self.fp16_accumulation_flops
         return self.peak_flops.get(dtype)
@@ -130,10 +133,11 @@ def find_device(name: str) -> DeviceSpec | None:
 
     Returns None if no entry is certain: a variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
     """
-    wanted = _plain(name)
-    for device in DEVICES:
-        if _plain(device.name) == wanted:
-            return device
+    wanted, gib = _model_and_gib(name)
+    for model in (wanted, f"rtx{wanted}"):
+        for device in DEVICES:
+            if _model_and_gib(device.name)[0] == model and gib in (None, device.memory_gib):
+                return device
     return None
 
 
@@ -142,39 +146,12 @@ def device_names() -> tuple[str, ...]:
     return tuple(device.name for device in DEVICES)
 
 
-def _plain(name: str) -> str:
-    """Reduce a name to lower case without maker, family, form of memory and separators."""
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
-    dropped = {"nvidia", "geforce", "tesla", "generation", "gpu", "tensor", "core"}
-    words = [word for word in words if word not in dropped]
-    plain = "".join(words)
-    return _ALIASES.get(plain, plain)
-
-
-# Names as PyTorch reports them, after `_plain` has dropped those words.
-_ALIASES = {
-    "a100sxm480gb": "a100",
-    "a100sxm80gb": "a100",
-    "a10080gb": "a100",
-    "a100pcie80gb": "a100",
-    "a10080gbpcie": "a100",
-    "a100sxm440gb": "a10040gb",
-    "a100sxm40gb": "a10040gb",
-    "a100pcie40gb": "a10040gb",
-    "a80080gbpcie": "a800",
-    "a800sxm480gb": "a800",
-    "a800sxm80gb": "a800",
-    "h10080gbhbm3": "h100",
-    "h100sxm": "h100",
-    "h100sxm5": "h100",
-    "h100sxm580gb": "h100",
-    "h200141gbhbm3e": "h200",
-    "h200sxm": "h200",
-    "v100pcie16gb": "v100",
-    "v100sxm216gb": "v100",
-    "v100pcie32gb": "v10032gb",
-    "v100sxm232gb": "v10032gb",
-    "4090": "rtx4090",
-    "3090": "rtx3090",
-    "5090": "rtx5090",
-}
+def _model_and_gib(name: str) -> tuple[str, int | None]:
+    """Read a card's model, without maker, family, form and kind of memory, and the size of its memory if it is named."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
+    dropped = re.compile(r"nvidia|geforce|tesla|generation|gpu|tensor|core|sxm\d?|hbm3e?")
+    model = "".join(word for word in words if word not in sizes and not dropped.fullmatch(word))
+    # Only the H100 has another peak on a PCIe card.
+    model = re.sub(r"^(a100|a800|v100)pcie$", r"\1", model)
+    return model, int(sizes[0][:-2]) if sizes else None

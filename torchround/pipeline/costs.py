@@ -6,24 +6,21 @@ once more.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar
 
-from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.rates import RATES, CardRates, CountedProducts, Rates
-from torchround.pipeline.update_costs import JOB_DTYPE, JobWork
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
 from torchround.untrusted.strict_json import parse_json
 
-# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes
-# down to the host and up again, and the two directions overlap. RoundPipe's five
-# measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
-HOP_EFFICIENCY = 0.66
-
+# How files are read: each number in its own type, and no key that is not a field.
+READ = ConfigDict(strict=True, extra="forbid")
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
 # Host memory traffic of adding up a round's gradients, as a share of an update's, if nothing is known of the optimizer:
 # near AdamW's with exact state and 16-bit gradients (10 of 26 bytes per parameter).
 ADDING_SHARE = 0.4
@@ -37,13 +34,10 @@ class CostsError(ValueError):
 class KeptCost:
     """A part of a layer whose result can be kept on the host: its bytes, and the seconds of recomputation that it saves."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = READ
     name: str
-    nbytes: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("nbytes", "seconds"):
-            _check_amount(f"part {self.name}: {name}", getattr(self, name))
+    nbytes: Bytes
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -64,27 +58,25 @@ class LayerCost:
     - `keeps_whole`: whether the layer keeps all of them or nothing, as a compiled layer does.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = READ
     name: str
-    forward_s: float
-    backward_s: float
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
-    boundary_bytes: int = 0
-    workspace_bytes: int = 0
-    optimizer_s: float = 0.0
-    job_s: float = 0.0
-    job_link_s: float = 0.0
-    job_slot_bytes: int = 0
-    job_scratch_bytes: int = 0
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    activation_bytes: Bytes = 0
+    boundary_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    optimizer_s: Seconds = 0.0
+    job_s: Seconds = 0.0
+    job_link_s: Seconds = 0.0
+    job_slot_bytes: Bytes = 0
+    job_scratch_bytes: Bytes = 0
     keepable: tuple[KeptCost, ...] = ()
     kept: tuple[str, ...] = ()
     keeps_whole: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name not in ("name", "keepable", "kept", "keeps_whole"):
-                _check_amount(f"layer {self.name}: {field.name}", getattr(self, field.name))
         names = [part.name for part in self.keepable]
         if len(set(names)) != len(names):
             raise CostsError(f"layer {self.name}: the names of its parts repeat: {names}")
@@ -124,13 +116,6 @@ class LayerCost:
         return replace(self, forward_s=forward_s, backward_s=backward_s, keepable=parts)
 
 
-def _check_amount(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CostsError(f"{what} = {value!r} is not a number")
-    if not math.isfinite(value) or value < 0:
-        raise CostsError(f"{what} = {value} must be finite and not negative")
-
-
 @dataclass(frozen=True)
 class Costs:
     """The costs of all layers in order.
@@ -142,17 +127,16 @@ class Costs:
       a step takes at least this for each micro-batch. 0 for measured seconds, which contain it.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = READ
     layers: tuple[LayerCost, ...]
-    hop_s: float = 0.0
+    hop_s: Seconds = 0.0
     shared: tuple[tuple[int, ...], ...] = ()
     adding_share: float = ADDING_SHARE
-    launch_s: float = 0.0
+    launch_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise CostsError("costs need at least one layer")
-        if not math.isfinite(self.hop_s) or self.hop_s < 0:
-            raise CostsError(f"hop_s = {self.hop_s} must be finite and not negative")
 
     @property
     def num_layers(self) -> int:
@@ -190,23 +174,20 @@ class Costs:
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of what each layer keeps; an empty tuple if none keeps anything."""
-        return tuple(layer.kept for layer in self.layers) if any(layer.kept for layer in self.layers) else ()
+        kept = tuple(layer.kept for layer in self.layers)
+        return kept if any(kept) else ()
 
     def keeping(self, kept: Sequence[Sequence[str]]) -> "Costs":
         """Return the costs of a run in which each layer keeps the parts of these names; empty keeps nothing.
 
         Raises `CostsError` for a name that a layer lacks, or another number of layers.
         """
-        if not kept:
-            kept = [()] * self.num_layers
+        kept = kept or [()] * self.num_layers
         if len(kept) != self.num_layers:
             raise CostsError(f"kept names are given for {len(kept)} layers, there are {self.num_layers}")
-        pairs = zip(self.layers, kept, strict=True)
-        layers = tuple(
-            layer if layer.kept == tuple(names) else replace(layer, kept=tuple(names))
-            for layer, names in pairs
-        )
-        return replace(self, layers=layers)
+        pairs = zip(self.layers, map(tuple, kept), strict=True)
+        layers = (layer if layer.kept == names else replace(layer, kept=names) for layer, names in pairs)
+        return replace(self, layers=tuple(layers))
 
     def to_json(self) -> str:
         """Write the costs as JSON; docs/schedules.md describes the keys."""
@@ -214,181 +195,63 @@ class Costs:
 
     @staticmethod
     def from_json(text: str) -> "Costs":
-        """Read what `to_json` wrote; bytes that are not given are 0. Raises `CostsError` for anything else."""
+        """Read what `to_json` wrote; names and bytes may be left out. Raises `CostsError` for anything else."""
         try:
             data = parse_json(text)
+            if isinstance(data, dict) and isinstance(data.get("layers"), list):
+                for index, layer in enumerate(data["layers"]):
+                    if isinstance(layer, dict):
+                        layer.setdefault("name", f"layer.{index}")
+            return TypeAdapter(Costs).validate_json(json.dumps(data))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            given = "" if first["type"] == "value_error" else f", given {first['input']!r:.100}"
+            text = first["msg"].removeprefix("Value error, ")
+            raise CostsError(f"costs: {place}: {text}{given}") from None
         except ValueError as error:
             raise CostsError(f"costs are not valid JSON: {error}") from error
-        if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
-            raise CostsError('costs need an object with a list "layers"')
-        hop_s = data.get("hop_s", 0.0)
-        if isinstance(hop_s, bool) or not isinstance(hop_s, (int, float)):
-            raise CostsError(f"hop_s = {hop_s!r} is not a number")
-        return Costs(
-            tuple(_layer_from(index, item) for index, item in enumerate(data["layers"])), float(hop_s)
-        )
 
 
-def _layer_from(index: int, item: Any) -> LayerCost:
-    known = {field.name for field in fields(LayerCost)}
-    if not isinstance(item, dict):
-        raise CostsError(f"layer {index} is {item!r}, not an object")
-    if unknown := sorted(set(item) - known):
-        raise CostsError(f"layer {index} has unknown keys {unknown}; known: {sorted(known)}")
-    if missing := [key for key in ("forward_s", "backward_s") if key not in item]:
-        raise CostsError(f"layer {index} lacks {missing}")
-    parts = item.get("keepable", ())
-    named = {field.name for field in fields(KeptCost)}
-    if not isinstance(parts, (list, tuple)) or any(
-        not isinstance(part, dict) or set(part) != named for part in parts
-    ):
-        raise CostsError(f"layer {index}: keepable needs a list of objects with {sorted(named)}")
-    kept = item.get("kept", ())
-    if not isinstance(kept, (list, tuple)) or any(not isinstance(name, str) for name in kept):
-        raise CostsError(f"layer {index}: kept = {kept!r} must be a list of names")
-    if not isinstance(item.get("keeps_whole", False), bool):
-        raise CostsError(f"layer {index}: keeps_whole = {item['keeps_whole']!r} must be true or false")
-    given = {**item, "keepable": tuple(KeptCost(**part) for part in parts), "kept": tuple(kept)}
-    return LayerCost(**{"name": f"layer.{index}", **given})
+@dataclass(frozen=True)
+class BundleCount:
+    """Trained parameters that the same layers use, which travel together.
 
-
-class CountedPart(Protocol):
-    """The attributes of `torchround.layer.KeptWork` that `costs_from_work` reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def flops(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-
-
-class CountedWork(Protocol):
-    """The attributes of `torchround.layer.LayerWork` that `costs_from_work` reads.
-
-    A protocol, because this room must not import the layers' room: that needs torch, and the planner does
-    not.
+    - `by_rule`: their number by update rule, in the order of `UpdateCosts.rules`, padding included.
+    - `layers`: the layers that use them, in rising order.
     """
 
+    by_rule: tuple[int, ...]
+    layers: tuple[int, ...] = (0,)
+
     @property
-    def products(self) -> Sequence[CountedProducts]: ...
-    @property
-    def activation_bytes(self) -> int: ...
-    @property
-    def boundary_bytes(self) -> int: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def keepable(self) -> Sequence[CountedPart]: ...
-    @property
-    def unkept_bytes(self) -> int: ...
+    def numel(self) -> int:
+        return sum(self.by_rule)
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters of a layer, or of a model; a model's tied parameters count once.
+    """Numbers of parameters of a model; tied ones count once.
 
-    - `trained`: parameters with a gradient (few with LoRA).
+    - `bundles`: the parameters with a gradient (few with LoRA).
     - `frozen`: parameters without one that are in host memory.
     - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
-    - `bundles`: for each group of trained parameters that travel together their number and how many layers use
-      them. Without it, all of them are one group of a single layer.
-    - `bundle_layers`: for each of these groups the layers that use it, in rising order.
-    - `bundle_rules`: for each of these groups its parameters by update rule, in the order of `UpdateCosts.rules`.
-      Without it, all of them have the first rule.
     """
 
-    trained: int
+    bundles: tuple[BundleCount, ...]
     frozen: int = 0
     mapped: int = 0
-    bundles: tuple[tuple[int, int], ...] = ()
-    bundle_layers: tuple[tuple[int, ...], ...] = ()
-    bundle_rules: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def trained(self) -> int:
+        return sum(bundle.numel for bundle in self.bundles)
 
     @property
     def by_rule(self) -> tuple[int, ...]:
         """Return the trained parameters by update rule."""
-        return tuple(map(sum, zip(*self.bundle_rules, strict=True))) if self.bundle_rules else (self.trained,)
+        return tuple(map(sum, zip(*(bundle.by_rule for bundle in self.bundles), strict=True)))
 
     @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """Return `bundles`, or all trained parameters as one of them."""
-        return self.bundles or ((self.trained, 1),)
-
-    def rules_of_bundles(self) -> tuple[tuple[int, ...], ...]:
-        """Return the parameters of each group by update rule."""
-        return self.bundle_rules or tuple((numel,) for numel, _ in self.groups)
-
-
-def costs_from_work(
-    names: Sequence[str],
-    works: Sequence[CountedWork],
-    parameters: Sequence[ParameterCounts],
-    device: DeviceSpec,
-    dtype: str = "bfloat16",
-    element_bytes: int = 2,
-    accumulate_bytes: int = 4,
-    fp16_accumulation: bool = False,
-    keeps_whole: Sequence[bool] = (),
-    update_bytes: Sequence[float] = (),
-    adding_share: float = ADDING_SHARE,
-    jobs: Sequence[JobWork] = (),
-    rates: Rates = RATES,
-) -> Costs:
-    """Estimate costs before any step has run, at the rates of each kind of work.
-
-    The backward leaves out recomputation and, in a LoRA run, gradients of frozen weights. `update_bytes` is
-    each layer's host memory traffic of an update (`UpdateCosts.traffic_bytes`); without it an update
-    takes no time. `adding_share` as in `Costs`; `jobs` is each layer's work of devices for an update. `keeps_whole` says for each layer whether it keeps all its parts or nothing.
-    """
-    card = CardRates.of(device, dtype, fp16_accumulation, rates)
-    layers = []
-    whole = keeps_whole or [False] * len(names)
-    updates_s = [nbytes / rates.update_bytes_per_s for nbytes in update_bytes] or [0.0] * len(names)
-    parts = zip(names, works, parameters, whole, updates_s, strict=True)
-    for name, work, parameter, keeps_all, update_s in parts:
-        gradient_bytes = parameter.trained * accumulate_bytes
-        moved_bytes = work.activation_bytes + work.unkept_bytes
-        layers.append(
-            LayerCost(
-                name=name,
-                forward_s=card.forward_s(work.products, moved_bytes),
-                backward_s=card.backward_s(work.products, moved_bytes, gradient_bytes),
-                weight_bytes=(parameter.trained + parameter.frozen) * element_bytes,
-                gradient_bytes=gradient_bytes,
-                activation_bytes=work.activation_bytes,
-                boundary_bytes=work.boundary_bytes,
-                workspace_bytes=work.workspace_bytes,
-                optimizer_s=update_s,
-                keepable=tuple(
-                    KeptCost(part.name, part.nbytes, card.product_s(part.flops, part.kind))
-                    for part in work.keepable
-                ),
-                keeps_whole=keeps_all,
-            )
-        )
-    if jobs:
-        layers = [with_job(layer, job, device, dtype) for layer, job in zip(layers, jobs, strict=True)]
-    hop_s = hop_seconds(max(layer.boundary_bytes for layer in layers), device)
-    return Costs(tuple(layers), hop_s, adding_share=adding_share)
-
-
-def with_job(layer: LayerCost, job: JobWork, device: DeviceSpec, dtype: str) -> LayerCost:
-    """Return a layer with the cost of its job, at the device's rate in bfloat16, or in `dtype` if it has none there."""
-    if not job.flops:
-        return layer
-    card = CardRates.of(device, JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype)
-    return replace(
-        layer,
-        job_s=card.product_s(job.flops),
-        job_link_s=hop_seconds(job.copied_bytes, device),
-        job_slot_bytes=job.slot_bytes,
-        job_scratch_bytes=job.scratch_bytes,
-    )
-
-
-def hop_seconds(boundary_bytes: int, device: DeviceSpec) -> float:
-    """Estimate the seconds in which a boundary activation of one device reaches the next one through host memory."""
-    return boundary_bytes / (device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY)
+    def shared_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of layers that share trained parameters."""
+        return tuple(sorted(bundle.layers for bundle in self.bundles if len(bundle.layers) > 1))

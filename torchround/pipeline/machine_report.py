@@ -77,14 +77,12 @@ def report_exchange(question: RunQuestion, plan: Plan, costs: Costs) -> Exchange
 def exchange_of(question: RunQuestion, costs: Costs, bytes_per_s: float) -> Exchange:
     """Return what the question's machines exchange over links of this rate."""
     counts = question.parameters
-    sizes = [numel for numel, _ in counts.groups] if counts.trained else []
-    users = counts.bundle_layers or [(0,)] * len(sizes)
     # An owner takes its share of the seconds in which one host updates all.
-    per_parameter_s = sum(layer.optimizer_s for layer in costs.layers) / max(1, sum(sizes))
+    per_parameter_s = sum(layer.optimizer_s for layer in costs.layers) / max(1, counts.trained)
     return Exchange(
         bundles=tuple(
-            ExchangedBundle(size, layers, size * per_parameter_s)
-            for size, layers in zip(sizes, users, strict=True)
+            ExchangedBundle(bundle.numel, bundle.layers, bundle.numel * per_parameter_s)
+            for bundle in counts.bundles
         ),
         num_machines=question.machines.count,
         bytes_per_s=bytes_per_s,

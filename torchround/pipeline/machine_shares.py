@@ -84,7 +84,9 @@ def landing_bytes(parameters: ParameterCounts, gradient_bytes: int, rounds: int,
     Each use of parameters has one in the pool, if several parts come. On several machines parameters of a single use
     share the landing window.
     """
-    pages = [(whole_pages(numel * gradient_bytes), uses) for numel, uses in parameters.groups]
+    pages = [
+        (whole_pages(bundle.numel * gradient_bytes), len(bundle.layers)) for bundle in parameters.bundles
+    ]
     if num_machines == 1:
         return sum(nbytes * uses for nbytes, uses in pages if rounds * uses > 1)
     window = landing_window_bytes([nbytes for nbytes, uses in pages if uses == 1])

@@ -291,9 +291,9 @@ def host_state(
     the bundles that it owns. `gradient_bytes` is the size of an element as it leaves a device. Sums over rounds, tied
     layers or machines are kept in float32. `sends_changed` is as in `PlannedMachines`.
     """
-    groups, versions = parameters.groups, 2 if update == "async" else 1
-    sizes = [numel for numel, _ in groups]
-    largest, owners = max(sizes), assign_owners(sizes, num_machines)
+    bundles, versions = parameters.bundles, 2 if update == "async" else 1
+    sizes = [bundle.numel for bundle in bundles]
+    largest, owners = max(sizes, default=0), assign_owners(sizes, num_machines)
 
     def owned(amounts: Sequence[int]) -> int:
         """Return the most that a machine owns of `amounts`, one for each bundle."""
@@ -301,14 +301,14 @@ def host_state(
         return max(sum(amount for amount, owner in pairs if owner == rank) for rank in range(num_machines))
 
     sum_bytes = [gradient_bytes, max(SUM_BYTES, gradient_bytes)]
-    sums = [numel * sum_bytes[rounds * uses * num_machines > 1] for numel, uses in groups]
+    sums = [bundle.numel * sum_bytes[rounds * len(bundle.layers) * num_machines > 1] for bundle in bundles]
     exchange_bytes = min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1)
     if sends_changed and num_machines > 1:
         exchange_bytes += int(element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned(sizes)))
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
         gradient_bytes=owned(sums) + landing_bytes(parameters, gradient_bytes, rounds, num_machines),
-        optimizer_bytes=owned([updates.state_bytes(each, update) for each in parameters.rules_of_bundles()]),
+        optimizer_bytes=owned([updates.state_bytes(bundle.by_rule, update) for bundle in bundles]),
         exchange_bytes=exchange_bytes,
         mapped_bytes=element_bytes * parameters.mapped,
     )

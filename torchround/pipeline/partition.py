@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from operator import sub
 
 # For each layer the names of the parts whose results it keeps (`torchround/keeping.py`); empty if none keeps anything.
@@ -127,15 +127,11 @@ def step_tasks(
 
     If the micro-batches do not divide evenly among the rounds, the first rounds get one more.
     """
-    stages = partition.stages()
-    slots = [
-        (round_index, micro_batches, stage_index, stage)
-        for round_index, micro_batches in enumerate(split_evenly(num_micro_batches, rounds))
-        for stage_index, stage in enumerate(stages)
-    ]
+    rounds_of_step = enumerate(split_evenly(num_micro_batches, rounds))
+    slots = product(rounds_of_step, enumerate(partition.stages()))
     return [
         StageTask(slot, slot % num_devices, round_index, stage_index, stage, micro_batches)
-        for slot, (round_index, micro_batches, stage_index, stage) in enumerate(slots, start=first_slot)
+        for slot, ((round_index, micro_batches), (stage_index, stage)) in enumerate(slots, first_slot)
     ]
 
 
@@ -170,6 +166,6 @@ def evaluation_tasks(
     """List the stage tasks of a pass without gradients, which has these `stages`, otherwise `evaluation_stages`."""
     stages = evaluation_stages(partition) if stages is None else stages
     return [
-        StageTask(slot, slot % num_devices, 0, index, stage, range(num_micro_batches))
-        for slot, (index, stage) in enumerate(enumerate(stages), start=first_slot)
+        StageTask(slot, slot % num_devices, 0, slot - first_slot, stage, range(num_micro_batches))
+        for slot, stage in enumerate(stages, first_slot)
     ]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from torchround.layer_work import aligned
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, CostsError, ParameterCounts
+from torchround.pipeline.costs import Costs, CostsError, ParameterCounts
 from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state
@@ -12,10 +13,8 @@ from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.simulation.stage_times import KeptLink
 from torchround.pipeline.update_costs import UpdateCosts
 
-# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
-# and begins at a multiple of ALIGNMENT_BYTES.
+# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token, `aligned`.
 INTEGER_TENSORS = 4
-ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ class RunQuestion:
         """
         setting, link = self.keep_activations, None
         if self.device is not None and not self.devices_on_host:
-            rate = self.device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY
-            link = KeptLink(rate, self.gradient_bytes / self.accumulate_bytes)
+            link = KeptLink(self.device.link_bytes_per_s, self.gradient_bytes / self.accumulate_bytes)
         if setting == "auto" and (link is None or self.host_bytes is None):
             setting = "none"
         return KeepRule(setting, link, None if self.given is None else self.given_kept)
@@ -202,8 +200,7 @@ class RunQuestion:
 
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""
-        each = -(-8 * sequences * self.seq_len // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return INTEGER_TENSORS * each
+        return INTEGER_TENSORS * aligned(8 * sequences * self.seq_len)
 
     def host_batch(self) -> HostBatch:
         """Describe the micro-batches of a step as the pool of host buffers holds them."""

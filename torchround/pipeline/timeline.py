@@ -3,7 +3,7 @@
 The engine's traces and the simulator (`simulate/`) use these types.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -81,7 +81,7 @@ class Timeline:
         return sorted(mine, key=lambda i: self.start_s[i])
 
 
-# Letters of the kinds in labels, as in RoundPipe's figure 1.
+# Letters of kinds in labels, as in RoundPipe's figure 1. Other kinds have their names.
 LETTERS = {
     TaskKind.FORWARD: "F",
     TaskKind.BACKWARD: "B",
@@ -90,9 +90,6 @@ LETTERS = {
     TaskKind.RECOMPUTE: "R",
     TaskKind.OFFLOAD: "out",
     TaskKind.RELOAD: "in",
-    TaskKind.WEIGHTS: "weights",
-    TaskKind.GRADIENTS: "gradients",
-    TaskKind.UPDATE: "update",
     TaskKind.ORTHOGONALISE: "O",
 }
 
@@ -110,11 +107,35 @@ def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
         processes = {HOST: first_process + line.num_devices}
         processes.update((device, first_process + device) for device in range(line.num_devices))
         streams = [COMPUTE, *sorted({task.stream for task in line.tasks} - {COMPUTE})]
-        events += _names(name, line, processes, streams)
-        events += [
-            _event(task, start_s, processes[task.device], streams.index(task.stream))
+        ran = [
+            (task, start_s)
             for task, start_s in zip(line.tasks, line.start_s, strict=True)
             if task.duration_s > 0
+        ]
+        for device, stream in sorted({(task.device, task.stream) for task, _ in ran}):
+            process = {"ph": "M", "pid": processes[device]}
+            shown = f"{name}: {'optimizer' if device == HOST else f'device {device}'}"
+            events += [
+                {**process, "name": "process_name", "args": {"name": shown}},
+                {**process, "name": "process_sort_index", "args": {"sort_index": processes[device]}},
+                {**process, "name": "thread_name", "tid": streams.index(stream), "args": {"name": stream}},
+            ]
+        events += [
+            {
+                "ph": "X",
+                "name": label(task),
+                "cat": task.kind.value,
+                "pid": processes[task.device],
+                "tid": streams.index(task.stream),
+                "ts": start_s * 1e6,
+                "dur": task.duration_s * 1e6,
+                "args": {
+                    "step": task.step + 1,
+                    "micro_batch": task.micro_batch,
+                    "moved_bytes": task.moves_bytes,
+                },
+            }
+            for task, start_s in ran
         ]
         first_process += line.num_devices + 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -123,40 +144,5 @@ def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
 def label(task: Task) -> str:
     """Name a task by its letter and layers, as in RoundPipe's figure 1: `F 3-5`."""
     first, last = task.layers.start, task.layers.stop - 1
-    layers = f"{first}" if first == last else f"{first}-{last}"
-    return f"{LETTERS[task.kind]} {layers}" if task.layers else LETTERS[task.kind]
-
-
-def _names(
-    name: str, line: Timeline, processes: dict[int, int], streams: Sequence[str]
-) -> list[dict[str, Any]]:
-    used = {(task.device, task.stream) for task in line.tasks if task.duration_s > 0}
-    events = []
-    for device, stream in sorted(used):
-        process = processes[device]
-        shown = f"{name}: {'optimizer' if device == HOST else f'device {device}'}"
-        events += [
-            {"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown}},
-            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}},
-            {
-                "ph": "M",
-                "pid": process,
-                "tid": streams.index(stream),
-                "name": "thread_name",
-                "args": {"name": stream},
-            },
-        ]
-    return events
-
-
-def _event(task: Task, start_s: float, process: int, thread: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": label(task),
-        "cat": task.kind.value,
-        "pid": process,
-        "tid": thread,
-        "ts": start_s * 1e6,
-        "dur": task.duration_s * 1e6,
-        "args": {"step": task.step + 1, "micro_batch": task.micro_batch, "moved_bytes": task.moves_bytes},
-    }
+    layers = f" {first}" if first == last else f" {first}-{last}"
+    return LETTERS.get(task.kind, task.kind.value) + (layers if task.layers else "")

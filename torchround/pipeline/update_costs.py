@@ -19,30 +19,6 @@ LEAST_BAND_ROWS, MOST_BANDS, BAND_EDGE_ROWS = 512, 5, 128
 SUM_TRAFFIC_BYTES = 8
 
 
-@dataclass(frozen=True)
-class JobWork:
-    """What a device does for the update of one layer, counted from shapes (`run_jobs` in `simulation/step_time.py`).
-
-    - `flops`: matrix products; a multiply-add is 2.
-    - `copied_bytes`: bytes that go up, and as many come down.
-    - `slot_bytes`, `scratch_bytes`: device memory, for copies and while it computes.
-    """
-
-    flops: float = 0.0
-    copied_bytes: int = 0
-    slot_bytes: int = 0
-    scratch_bytes: int = 0
-
-    def __add__(self, other: "JobWork") -> "JobWork":
-        """Combine matrices that one device takes one after the other in the same memory."""
-        return JobWork(
-            self.flops + other.flops,
-            self.copied_bytes + other.copied_bytes,
-            max(self.slot_bytes, other.slot_bytes),
-            max(self.scratch_bytes, other.scratch_bytes),
-        )
-
-
 def row_bands(rows: int) -> list[tuple[int, int]]:
     """Cut the rows of a symmetric product into bands. Each is computed up to its last row's diagonal, and mirrored.
 
@@ -80,8 +56,8 @@ class RuleCosts:
 class UpdateCosts:
     """What the optimizer of a run keeps in host memory, and what its updates move.
 
-    - `rules`: one for each update rule of the model's trained parameters. `ParameterCounts.bundle_rules` counts the
-      parameters of each.
+    - `rules`: one for each update rule of the model's trained parameters. `BundleCount.by_rule` counts the parameters of
+      each.
     - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under policies that allow it.
     - `predicts`: whether `async` writes predicted device weights. These are no part of the weight, so fp32 is kept.
     - `smaller`: what other settings of the optimizer would cost, each by the change of the config that makes them. They keep
@@ -97,13 +73,9 @@ class UpdateCosts:
         """Return whether trained weights are split under this update mode. `bounded` keeps fp32 for weights that lag."""
         return self.splits_weights and (update == "sync" or (update == "async" and not self.predicts))
 
-    def weight_bytes(self, update: str) -> int:
-        """Return the bytes per trained parameter of the weight, beside the device weights."""
-        return RESIDUAL_BYTES if self.is_split(update) else FULL_WEIGHT_BYTES
-
     def state_bytes(self, counts: Sequence[int], update: str) -> int:
         """Return what the optimizer keeps, weights beside the device weights included; `counts` are parameters by rule."""
-        each = self.weight_bytes(update)
+        each = RESIDUAL_BYTES if self.is_split(update) else FULL_WEIGHT_BYTES
         per_rule = (each + rule.value_bytes + rule.direction_bytes for rule in self.rules)
         return round(sum(count * nbytes for count, nbytes in zip(counts, per_rule, strict=False)))
 

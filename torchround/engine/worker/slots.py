@@ -15,11 +15,9 @@ from torch import Tensor
 from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
-from torchround.layer import Hidden
+from torchround.layer import Hidden, aligned
 from torchround.pipeline.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.pipeline.partition import Partition, Stage, StageKind
-
-ALIGNMENT_BYTES = 256
 
 
 class SlotRing:
@@ -320,8 +318,3 @@ def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into the views of a packing."""
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
-
-
-def aligned(nbytes: int) -> int:
-    """Round a tensor's bytes up to what it takes in a packing."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchround.pipeline.shared_links import LinkRates, LinkWindows, find_shared_links, use_of_links
+from torchround.engine.worker.link_turns import LinkRates, LinkWindows, find_shared_links, use_of_links
 
 DEVICE_RATE = 25e9
 ERROR = 0.04  # of a measurement, either way
@@ -28,7 +28,7 @@ def test_the_links_found_are_the_switches_of_any_topology(switches, data):
     rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - ERROR, 1 + ERROR)))
     groups = [tuple(d for d, s in enumerate(switches) if s == switch) for switch in set(switches)]
     shared = sorted(group for group in groups if len(group) > 1)
-    assert sorted(link.devices for link in find_shared_links(rates)) == sorted(use_of_links(rates).turns) == shared
+    assert sorted(find_shared_links(rates)) == sorted(use_of_links(rates).turns) == shared
 
 
 @pytest.mark.parametrize(
