@@ -39,7 +39,7 @@ AXES = {
     "calls": ("1", "2"),
     "kept": ("none", "all", "upper"),
     "recompute": ("stage", "layer", "timed"),
-    "link": ("none", "early", "turns"),
+    "link": ("none", "early"),
     "tied": ("no", "tied"),
     "experts": ("no", "experts"),
     "adapters": ("no", "adapters"),
@@ -53,33 +53,33 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 .        2         forward   .        .          bf16   wide      .      .       .      all    .          early  tied  .        .         .          .        .
 .        2         .         .        adamw8     fp16   wide      layer  2       .      upper  layer      .      tied  .        .         .          .        .
 2        2         forward   .        muon       fp16   .         layer  .       .      .      layer      .      tied  .        .         .          .        .
-3        2         each      .        muon       fp16   narrow    none   .       .      .      .          turns  .     .        adapters  .          .        .
-8        3         backward  .        muon       bf16   .         layer  .       .      all    .          turns  .     .        .         .          .        .
+3        2         each      .        muon       fp16   narrow    none   .       .      .      .          .      .     .        adapters  .          .        .
+8        3         backward  .        muon       bf16   .         layer  .       .      all    .          .      .     .        .         .          .        .
 3        .         backward  .        muon8      bf16   narrow    layer  2       .      upper  .          .      .     .        .         .          .        .
-8        .         each      .        muon8      bf16   .         .      .       .      .      .          turns  .     .        .         .          .        .
-.        3         .         .        muon8      .      wide      none   2       .      .      layer      turns  .     experts  .         evaluates  .        .
-2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          turns  tied  .        .         .          .        .
+8        .         each      .        muon8      bf16   .         .      .       .      .      .          .      .     .        .         .          .        .
+.        3         .         .        muon8      .      wide      none   2       .      .      layer      .      .     experts  .         evaluates  .        .
+2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          .      tied  .        .         .          .        .
 3        .         each      .        torch      .      .         layer  .       2      upper  timed      .      tied  experts  .         .          stopped  .
 .        3         forward   async    .          fp16   wide      .      .       .      all    timed      .      .     .        .         .          .        .
 2        3         each      async    adamw8     bf16   narrow    .      2       .      all    .          .      .     experts  adapters  evaluates  stopped  .
-.        .         each      async    muon       .      wide      .      .       2      all    layer      turns  tied  experts  adapters  evaluates  stopped  .
+.        .         each      async    muon       .      wide      .      .       2      all    layer      .      tied  experts  adapters  evaluates  stopped  .
 3        3         .         async    muon       fp16   wide      .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
 2        .         forward   async    muon8      fp16   narrow    layer  2       2      .      .          early  .     .        .         .          .        .
 .        2         backward  async    muon8      fp16   .         .      .       .      all    timed      early  tied  experts  adapters  .          stopped  .
-.        .         forward   async    torch      bf16   wide      none   .       .      all    .          turns  .     .        .         .          .        .
+.        .         forward   async    torch      bf16   wide      none   .       .      all    .          .      .     .        .         .          .        .
 8        .         .         async    torch      fp16   narrow    layer  2       2      .      layer      early  .     .        adapters  evaluates  .        .
 8        .         .         predict  .          bf16   .         none   .       2      all    .          .      tied  .        .         .          .        .
-8        2         forward   predict  .          .      .         none   2       .      upper  timed      turns  .     experts  adapters  evaluates  .        .
+8        2         forward   predict  .          .      .         none   2       .      upper  timed      .      .     experts  adapters  evaluates  .        .
 8        3         each      predict  .          .      wide      .      2       .      .      layer      early  .     .        .         .          .        .
 .        .         backward  predict  adamw8     .      wide      layer  .       .      all    timed      early  .     .        .         .          .        .
 3        .         backward  predict  adamw8     bf16   narrow    layer  .       2      .      layer      .      tied  .        .         .          .        .
 2        3         .         predict  adamw8     fp16   .         none   .       .      .      timed      early  tied  .        .         .          stopped  .
 3        .         forward   bounded  .          bf16   narrow    layer  .       .      all    timed      .      .     experts  adapters  .          stopped  .
 .        .         .         bounded  adamw8     .      wide      layer  2       .      all    timed      .      tied  .        .         .          .        .
-2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      turns  tied  .        .         evaluates  .        .
+2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      .      tied  .        .         evaluates  .        .
 8        .         each      bounded  adamw8     bf16   .         none   2       .      .      .          early  tied  .        .         .          .        .
-2        .         each      stale    .          .      .         layer  .       .      .      timed      turns  .     .        .         .          .        .
-3        .         forward   stale    .          .      .         none   .       .      .      timed      turns  tied  .        .         .          .        .
+2        .         each      stale    .          .      .         layer  .       .      .      timed      .      .     .        .         .          .        .
+3        .         forward   stale    .          .      .         none   .       .      .      timed      .      tied  .        .         .          .        .
 8        .         backward  stale    .          bf16   wide      none   .       .      .      layer      .      tied  experts  .         .          stopped  .
 .        .         forward   stale    adamw8     .      narrow    layer  .       .      upper  .          early  .     .        adapters  evaluates  .        .
 .        .         .         .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        layers
@@ -91,8 +91,8 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 .        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        update
 2        2         forward   async    adamw8     bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  update
 2        2         each      async    muon       bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  layers
-3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      turns  .     .        .         .          .        update
-3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      turns  .     .        .         .          .        layers
+3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      .      .     .        .         .          .        update
+3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      .      .     .        .         .          .        layers
 .        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        layers
 .        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
 .        .         each      stale    .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
@@ -306,7 +306,7 @@ class Row:
             "rounds": self.rounds, "clip": "global" if self.clip == "none" else self.clip,
             "max_norm": 0.0 if self.clip == "none" else MAX_NORM,
             "kept": kept[self.kept], "layerwise_recompute": self.recompute == "layer",
-            "times_layers": self.recompute == "timed", "turns": [range(self.devices)] if self.link == "turns" else (),
+            "times_layers": self.recompute == "timed",
             "accumulate_dtype": torch.bfloat16 if self.gradient == "narrow" else torch.float32,
             "stale_layers": self.stale_layers, "accumulates": self.calls > 1,
             "compile_update": self.compiled == "update",

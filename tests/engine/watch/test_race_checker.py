@@ -174,8 +174,6 @@ RUNS = [
     (run("saves", optimizer="PyTorch's", partition=FORWARD, policy=ASYNC, steps=4), ("3", "4", "6")),
     # What these blocks send lies in a slot that the next upload but one overwrites.
     (run("passes", partition=FINEST, devices=1), ("2", "3")),
-    # Two devices share a link.
-    (run(partition=FINEST, devices=4, policy=ASYNC, turns=[(0, 1), (2, 3)]), ("3",)),
 ]
 # Further ones, whose settings each occur above.
 MORE_RUNS = [
@@ -185,7 +183,6 @@ MORE_RUNS = [
     (run(calls=2, partition=FORWARD), ("2", "3")),
     (run("evaluates", optimizer="PyTorch's", partition=ONE, devices=8), ("1", "2", "3")),
     (run("passes", partition=FORWARD, devices=1), ("2", "3")),
-    (run(devices=4, policy=ASYNC, rounds=2, turns=[(0, 1), (2, 3)]), ("3",)),
     (run("poisoned evaluates", policy=BOUNDED, stale_layers=3, partition=FINEST), ("1", "2", "3")),
     (run("evaluates", policy=ASYNC_PREDICT, optimizer="adamw compact", dtype=BFLOAT16, rounds=2), ("3",)),
 ]
