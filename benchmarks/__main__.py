@@ -32,7 +32,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "staleness": ("staleness", "STALENESS"),
     "optimizer-study": ("optimizer_study", "OPTIMIZER_STUDY"),
     "machines": ("machines", "MACHINES"),
-    "changed-weights": ("changed_weights", "CHANGED_WEIGHTS"),
     "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),
 }

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -227,8 +227,8 @@ def together(outcomes):
 class Row:
     """A run of four steps, by the axes, and what no axis has.
 
-    `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`, `settings` those of the
-    engine. `before(store)` may change the first weights. `after_step(engine)` returns the evaluations that it begins.
+    `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`. `before(store)` may change
+    the first weights. `after_step(engine)` returns the evaluations that it begins.
     """
 
     devices: int = 1
@@ -257,7 +257,6 @@ class Row:
     partition: Partition | None = None
     lr: float = LR
     spikes: tuple[Any, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[Any], None] = lambda store: None
     after_step: Callable[[Any], list] = lambda engine: []
 
@@ -313,7 +312,7 @@ class Row:
             "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip
-        settings |= {**self.settings, **options}
+        settings |= options
         return toy_engine(
             self.partition or cuts[self.cut], self.devices, model=model, store=store, optimizer=optimizer, **settings
         )

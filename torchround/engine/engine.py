@@ -98,7 +98,7 @@ class Engine:
         self._optimizer = optimizer
         self._directions = DirectionDispatch(store, self._board, len(devices))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
+        self._exchange = make_exchange(*parts, machines)
         # Before anything is allocated on devices: it may refuse the optimizer.
         optimizer_worker = make_optimizer_worker(
             *parts, optimizer, self.settings, len(devices), self._exchange

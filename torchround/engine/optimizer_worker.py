@@ -239,7 +239,7 @@ class OptimizerWorker:
             left_out,
             self._loss,
             self._landed.waited_s,
-            *self._exchange.take_bytes(),
+            self._exchange.take_bytes(),
             self._directions.landed,
         )
         self._landed.waited_s = 0.0
@@ -281,7 +281,6 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            self._exchange.before_change(bundle, step)
             gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
             fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault

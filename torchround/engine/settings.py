@@ -24,7 +24,7 @@ class EngineSettings:
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
     empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
-    on the host in fp32. `compress_weights` sends other machines only the weights that an update changed.
+    on the host in fp32.
     """
 
     rounds: int = 1
@@ -39,7 +39,6 @@ class EngineSettings:
     compiler: LayerCompiler | None = None
     kept: KeptNames = ()
     accumulates: bool = False
-    compress_weights: bool = False
 
     def check(self, model: LayeredModel, store: HostStore, partition: Partition) -> None:
         """Raise `EngineUsageError` if the store or the partition cannot be used with the model or these settings."""

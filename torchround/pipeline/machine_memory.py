@@ -20,9 +20,6 @@ SUM_BYTES = 4
 # A part of another machine's gradient is read from staging memory of four chunks of 8 MiB, or of the whole part. Each
 # of the others has its own.
 STAGED_BYTES = 4 * 8 * MIB
-# The changes of weights are found by at most so many threads, each with a copy of one bundle's former weights. They wait
-# to be sent in at most this share of the bytes of the weights.
-MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 
 
 def fullest_owner(parameters: ParameterCounts, num_machines: int, amounts: Sequence[int]) -> int:
@@ -65,22 +62,19 @@ def state_of_machine(
     state: HostMemory,
     parameters: ParameterCounts,
     num_machines: int,
-    element_bytes: int,
     gradient_bytes: int,
     optimizer_bytes: Sequence[int],
-    sends_changed: bool = False,
 ) -> HostMemory:
     """Turn the state of a run on one machine into that of the fullest one of several.
 
     Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `optimizer_bytes`
-    is what the optimizer keeps of each bundle; `sends_changed` as in `PlannedMachines`.
+    is what the optimizer keeps of each bundle.
     """
     sizes = bundle_sizes(parameters)
     owned, largest = fullest_owner(parameters, num_machines, sizes), max(sizes)
-    encoding_bytes = element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned) if sends_changed else 0
     return replace(
         state,
         gradient_bytes=SUM_BYTES * owned + landing_bytes(parameters, gradient_bytes),
         optimizer_bytes=fullest_owner(parameters, num_machines, optimizer_bytes),
-        exchange_bytes=min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1) + int(encoding_bytes),
+        exchange_bytes=min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1),
     )

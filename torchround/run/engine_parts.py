@@ -86,7 +86,6 @@ def build_engine(
         compile_update=compiles_update(table, store),
         compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
         kept=plan.kept,
-        compress_weights=numbers.machines.compress == "changed",
     )
     return Engine(
         *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines
