@@ -3,6 +3,7 @@
 import itertools
 import logging
 import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -53,15 +54,19 @@ def test_work_of_threads_that_the_system_refuses_is_done_once_by_the_others(monk
     assert done_once(first, 1000) and done_once(second, 1000)
 
 
-def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended():
-    both = threading.Barrier(2)
+@pytest.mark.parametrize("in_caller", [False, True])
+def test_a_failure_in_one_thread_reaches_the_caller_after_all_have_ended(in_caller):
+    both, ended = threading.Barrier(2), []
 
     def work(whole):
         both.wait()
-        if threading.current_thread() is not threading.main_thread():
+        if (threading.current_thread() is threading.main_thread()) is in_caller:
             raise ArithmeticError("planted")
+        time.sleep(0.05)  # without a wait for it, the caller is faster
+        ended.append(True)
 
     threads = RangeThreads(2)
     with pytest.raises(ArithmeticError, match="planted"):
-        threads.run(1000, 10, work)
+        threads.run(20, 10, work)
+    assert ended == [True]
     threads.close()
