@@ -255,7 +255,6 @@ class Row:
     held_out: Sequence[Any] = tuple(HELD_OUT)
     build: Callable[[], LayeredModel] | None = None
     partition: Partition | None = None
-    lr: float = LR
     spikes: tuple[Any, ...] = ()
     before: Callable[[Any], None] = lambda store: None
     after_step: Callable[[Any], list] = lambda engine: []
@@ -359,7 +358,7 @@ class Row:
                     share = step_share(len(call), self.rounds, group.rank, group.size)
                     call = [call[index] for index in share.micro_batches]
                 of_step.append(engine.forward_backward(call, share, labels))
-            engine.step(self.lr)
+            engine.step(LR)
             results.append(of_step)
             evaluated += self.after_step(engine)
         engine.drain()
@@ -381,14 +380,10 @@ class Row:
             self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
         )
 
-    def run_each(self, **options):
-        """Train on all machines; returns the outcome of each."""
-        if self.machines == 1:
-            return [self.run(**options)]
-        return run_machines(self.machines, lambda group: self.run(group, **options))
-
     def run_all(self, **options):
-        return together(self.run_each(**options))
+        if self.machines == 1:
+            return self.run(**options)
+        return together(run_machines(self.machines, lambda group: self.run(group, **options)))
 
     def alone(self):
         """Return the row on one machine, with as many rounds in all."""
@@ -412,7 +407,7 @@ class Row:
             for call in self.calls_of(batch):
                 loss, gradients = loop.gradients(call, labels)
                 outcome.losses.append(loss)
-            loop.update(gradients, self.lr)
+            loop.update(gradients, LR)
             if self.stopped and number == 1:
                 outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.evaluated.append(loop.evaluate(self.held_out))

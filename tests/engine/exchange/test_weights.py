@@ -130,6 +130,13 @@ def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
     assert_same(together(run_machines(3, run)), row.alone().run())
 
 
+def test_a_spike_skips_the_step_on_all_machines():
+    row = Row(2, 2, "forward", "async", batches=BATCHES, spikes=(0.01, 1))
+    alone = row.alone().run()
+    assert 0 < sum(alone.skipped) < len(BATCHES)
+    assert_same(row.run_all(), alone)
+
+
 # Rewritten for a validation.
 
 

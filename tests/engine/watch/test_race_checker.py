@@ -169,7 +169,7 @@ def test_there_is_no_race_for_any_partition_and_device_count(tmp_path, options, 
 @pytest.mark.parametrize("run", [{"saves": True}, {"policy": ASYNC, "steps": 4}], ids=["sync", "async"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_there_is_no_race_with_any_optimizer(tmp_path, optimizer, run):
-    assert races(tmp_path, FORWARD, optimizer=optimizer, dtype=BFLOAT16, **run) == []
+    assert races(tmp_path, partition=FORWARD, optimizer=optimizer, dtype=BFLOAT16, **run) == []
 
 
 def updates_apart(entries):
