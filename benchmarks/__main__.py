@@ -14,7 +14,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "compiled-layers": ("step", "COMPILED_LAYERS"),
     "borrowed": ("borrowed", "BORROWED"),
     "schedule": ("schedule", "SCHEDULE"),
-    "shared-link": ("shared_link", "SHARED_LINK"),
     "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),
     "kept-stage": ("kept_stage", "KEPT_STAGE"),
     "kernels": ("kernels", "KERNELS"),
@@ -33,7 +32,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "staleness": ("staleness", "STALENESS"),
     "optimizer-study": ("optimizer_study", "OPTIMIZER_STUDY"),
     "machines": ("machines", "MACHINES"),
-    "changed-weights": ("changed_weights", "CHANGED_WEIGHTS"),
     "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),
 }

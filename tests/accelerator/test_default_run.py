@@ -32,7 +32,7 @@ KEYS = (
         "--engine.num_devices=2",
         "--training.dtype=bfloat16",
     ),
-    *("--engine.plan=none", "--engine.devices=simulated", "--engine.share_links=false"),
+    *("--engine.plan=none", "--engine.devices=simulated"),
 )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 COMPILES = {"optimizer-speed"}
 # Ten seconds and more each.
-SLOW = {"changed-weights", "compiled-layers", "data-wait", "machines", "schedule", "staleness", "training-memory"}
+SLOW = {"compiled-layers", "data-wait", "machines", "schedule", "staleness", "training-memory"}
 
 
 def tier_of(name):

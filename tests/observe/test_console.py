@@ -127,7 +127,7 @@ def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
     assert "machines" not in second
     assert first["machines"]["slowest"] == 0
     assert first["machines"]["name"] == ["machine 0 (a)", "machine 1 (b)"]
-    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5, saved_gib=0.5).machine_times("machine 1 (b)")
-    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5, 0.5)
+    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5).machine_times("machine 1 (b)")
+    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5)
     assert MachineTimes.from_dict(json.loads(json.dumps(own.as_dict()))) == own
     assert first["machines"]["busy_s"] == [1.5, 1.0] and first["machines"]["sent_gib"] == [3.0, 2.0]

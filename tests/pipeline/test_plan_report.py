@@ -304,14 +304,6 @@ def test_an_exchange_over_a_fast_network_is_hidden_in_async_and_a_slow_one_sets_
     assert report.exposed_s == pytest.approx(report.step_s - plan.step_s)
 
 
-def test_changed_weights_are_a_quarter_of_the_bytes_back_and_gradients_stay():
-    whole = asked(4, 10)
-    changed = replace(whole, machines=replace(whole.machines, sends_changed=True))
-    plan = plan_for(whole)
-    before, after = (report_exchange(question, plan, whole.costs()) for question in (whole, changed))
-    assert after.gradient_bytes == before.gradient_bytes and after.weight_bytes == before.weight_bytes / 4
-
-
 def test_each_machine_holds_all_weights_and_its_share_of_the_state():
     alone = asked(1).state()
     for count in (2, 4, 7):

@@ -71,11 +71,3 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
         changed = replace(question, keep_activations=setting)
         stays[setting] = PlanByMeasuring(changed, plan_for(changed), earlier, 5, 3, 10).settled == earlier
     assert stays == {"all": True, "auto": True, "none": False, "attention": False}
-
-
-def test_a_run_in_turns_says_so_and_has_the_same_losses(small_runs, capsys):
-    assert small_runs("apart", "--engine.num_devices=3") == 0
-    assert "links " not in capsys.readouterr().out, "virtual devices have no link to measure"
-    assert small_runs("turns", "--engine.num_devices=3", "--engine.share_links=true") == 0
-    assert "links    devices 0 to 2 take turns (engine.share_links)" in capsys.readouterr().out
-    assert small_runs.losses("turns") == small_runs.losses("apart")

@@ -28,9 +28,7 @@ class FinishedStep:
         return self._loss
 
     def update(self):
-        return SimpleNamespace(
-            grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29, saved_bytes=2**28
-        )
+        return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29)
 
     def weight_drift(self):
         return int(self.busy_s == 1.0)

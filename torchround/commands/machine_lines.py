@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def planned_machines(table: MachinesTable) -> PlannedMachines:
     """Return the machines that a dry run and the `plan` command plan for."""
     rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
-    return PlannedMachines(table.planned, rate, table.compress == "changed")
+    return PlannedMachines(table.planned, rate)
 
 
 def machine_parts(report: PlanReport) -> Iterator["str | Table"]:
@@ -75,10 +75,9 @@ def fewest_machines(question: RunQuestion) -> int | None:
 
 
 def _exchange_lines(question: RunQuestion, exchange: ExchangeReport) -> Iterator[str]:
-    changed = ", if at most a quarter of the bytes changes" if question.machines.sends_changed else ""
     yield (
         f"exchange per step on the busiest link: {size_text(round(exchange.gradient_bytes))} of gradients out, "
-        f"{size_text(round(exchange.weight_bytes))} of weights back{changed}"
+        f"{size_text(round(exchange.weight_bytes))} of weights back"
     )
     if question.device is None or exchange.gradients_s is None or exchange.weights_s is None:
         return

@@ -149,7 +149,7 @@ def run(arguments: list[str]) -> int:
 
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
-    planned = machines.planned(options.config.machines)
+    planned = machines.planned()
 
     def checked() -> RunParts:
         check_start(options, machines)

@@ -150,12 +150,6 @@ class EngineTable(Table):
     uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled. So do
     blocks in micro-batches of more than 8192 tokens, which they compute in chunks."""
 
-    share_links: bool | Literal["auto"] = "auto"
-    """Turns for GPUs that share a link to the host, for example below one PCIe switch: one uploads weights at a time.
-    `auto`: a run with several GPUs measures its links at the start, which takes about a second, and GPUs that transfer
-    clearly less together than one after the other take turns. `true`: all devices take turns, without measuring.
-    `false`: no device takes turns, without measuring. Losses do not depend on it."""
-
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation of the host, at least 1: the optimizer's update, initial weights. Bits do
     not depend on it. A virtual device computes with one thread, because the bits of products, sums and activations would

@@ -202,11 +202,6 @@ class MachinesTable(Table):
     """Connections between each two machines that carry gradients and weights, 1 to 16. One connection carries 15 to 19 Gb/s
     at most."""
 
-    compress: Literal["none", "changed"] = "none"
-    """Weights that travel back after an update. `none`: all 16-bit weights. `changed`: only the ones whose bits changed, with a bitmap.
-    It costs processor time, and pays off on slow networks and at the small learning rates of fine-tuning. Losses do not
-    depend on it."""
-
     checkpoints: Literal["shared", "own"] = "shared"
     """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it
     is a folder on each machine's own disk, which holds that machine's part of each checkpoint."""

@@ -51,7 +51,6 @@ from torchround.engine.update_report import NEXT_CALL, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
-from torchround.engine.worker.link_turns import LinkTurns, LinkWindows
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
@@ -92,7 +91,6 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices, self._settle)
         self._next_slot = self._next_save = 0
-        self._windows = LinkWindows(len(self.devices))
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
@@ -100,7 +98,7 @@ class Engine:
         self._optimizer = optimizer
         self._directions = DirectionDispatch(store, self._board, len(devices))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
+        self._exchange = make_exchange(*parts, machines)
         # Before anything is allocated on devices: it may refuse the optimizer.
         optimizer_worker = make_optimizer_worker(
             *parts, optimizer, self.settings, len(devices), self._exchange
@@ -313,8 +311,7 @@ class Engine:
         for bundle, version, use in uploads(self.store, pass_, tasks):
             self._ordering.expect_upload(bundle, version, use)
         for task in tasks:
-            window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, part_numbers(self.store, task, pass_.share), window)
+            job = StageJob(task, pass_, part_numbers(self.store, task, pass_.share))
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
@@ -354,7 +351,6 @@ class Engine:
             sizes=sizes,
             partition=self.partition,
             num_devices=len(self.devices),
-            turns=LinkTurns(self.settings.turns),
             settings=self.settings,
             kept=kept,
             on_failure=self._life.fail,

@@ -36,7 +36,7 @@ from torchround.engine.update_report import (
 from torchround.optim import UpdateProgress
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_kind import KernelKind
-from torchround.optim.node_threads import NodeThreads, nodes_of_machine
+from torchround.optim.range_threads import RangeThreads
 from torchround.optim.update_pass import UpdateKernel, update_
 
 
@@ -73,7 +73,7 @@ class OptimizerWorker:
         self._directions = Directions(store, ordering, board.observer)
         self._on_failure = on_failure
         self._num_threads = num_threads
-        self._threads = NodeThreads(num_threads, nodes_of_machine())
+        self._threads = RangeThreads(num_threads)
         self.moves = 0
         self._compiles = compiles
         self._accumulates = accumulates
@@ -239,7 +239,7 @@ class OptimizerWorker:
             left_out,
             self._loss,
             self._landed.waited_s,
-            *self._exchange.take_bytes(),
+            self._exchange.take_bytes(),
             self._directions.landed,
         )
         self._landed.waited_s = 0.0
@@ -281,7 +281,6 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            self._exchange.before_change(bundle, step)
             gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
             fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault

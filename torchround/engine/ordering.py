@@ -19,8 +19,7 @@ the optimizer. Each rule is one method of `Ordering`, and each has a test that b
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
-files; S the saver; G a sender of gradients; W a sender or receiver of weights; E an encoder of
-weights that changed.)
+files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -60,9 +59,6 @@ weights that changed.)
 | `SUMS` | `exchange/step_exchange.py` | step | losses and norms of all machines | O | C |
 | `WEIGHT_JOB` | `exchange/weights.py` | exchange, thread | the version to send and receive | O, C | W |
 | `REWRITTEN` | `exchange/weights.py` | exchange, thread | nothing | W | C |
-| `OLD_WEIGHTS` | `exchange/weight_encoding.py` | use, encoder | bundle and version that follows its old weights | O | E |
-| `SPACE_FREE` | `exchange/weight_encoding.py` | use, encoder | nothing | E | O |
-| `ENCODED` | `exchange/weight_encoding.py` | version, bundle, machine | the changed weights, or None | E | W |
 """
 
 import threading

@@ -68,14 +68,12 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
-    windows are `window`, `window + 1`, .. in the run's order (`worker/link_turns.py`).
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes.
     """
 
     task: StageTask
     pass_: Pass
     part_numbers: dict[tuple[int, int], int]
-    window: int
 
     def location(self, actor: str, names: Sequence[str], micro_batch: int | None) -> FaultLocation:
         """Describe the job of a device, `actor`, while it is at a micro-batch. `names` are the layers'."""

@@ -1,6 +1,5 @@
 """The settings of an engine, and what they demand of its store and its partition."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +22,9 @@ class EngineSettings:
     under the `bounded` policy. `times_layers` measures each layer for `costs_from_reports`, at the cost of more
     marks in the streams. `compile_update` compiles the optimizer's update before the first update
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
-    `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
     empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
-    on the host in fp32. `compress_weights` sends other machines only the weights that an update changed.
+    on the host in fp32.
     """
 
     rounds: int = 1
@@ -39,10 +37,8 @@ class EngineSettings:
     hang_timeout_s: float = 600.0
     compile_update: bool = False
     compiler: LayerCompiler | None = None
-    turns: Sequence[Sequence[int]] = ()
     kept: KeptNames = ()
     accumulates: bool = False
-    compress_weights: bool = False
 
     def check(self, model: LayeredModel, store: HostStore, partition: Partition) -> None:
         """Raise `EngineUsageError` if the store or the partition cannot be used with the model or these settings."""

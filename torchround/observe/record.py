@@ -15,7 +15,7 @@ class MachineTimes:
 
     `name` is the machine's, as messages have it. `busy_s` is the busiest device's. `peers_wait_s` is how long the
     optimizer waited for other machines, `optimizer_exposed_s` how long the devices waited for updated weights, the
-    mean over them. `sent_gib` went to other machines, `saved_gib` did not have to: `machines.compress`.
+    mean over them. `sent_gib` went to other machines.
     """
 
     name: str
@@ -27,7 +27,6 @@ class MachineTimes:
     peers_wait_s: float
     sent_gib: float
     host_gib: float
-    saved_gib: float = 0.0
 
     @property
     def own_s(self) -> float:
@@ -107,7 +106,6 @@ class StepRecord:
     weight_drift: int = 0
     peers_wait_s: float = 0.0
     sent_gib: float = 0.0
-    saved_gib: float = 0.0
     machines: tuple[MachineTimes, ...] = ()
     """One entry for each machine of the run, by rank; empty for a run on one machine."""
 
@@ -132,7 +130,6 @@ class StepRecord:
             peers_wait_s=self.peers_wait_s,
             sent_gib=self.sent_gib,
             host_gib=self.host_gib,
-            saved_gib=self.saved_gib,
         )
 
     @property

@@ -24,9 +24,6 @@ from torchround.pipeline.simulation.stage_times import LayerSums
 USABLE_RATE = 0.9
 # Line rates in Gb/s and numbers of machines that a report shows.
 GBIT_PER_S, MACHINE_COUNTS = (10.0, 25.0, 100.0), (1, 2, 4, 8, 16)
-# `machines.compress = "changed"` sends a bit for each weight, and the 16-bit weights that have changed: at
-# fine-tuning rates at most a fifth of them. Before a run this share of the weights' bytes is assumed.
-CHANGED_SHARE = 0.25
 
 
 def usable_bytes_per_s(gbit_per_s: float) -> float:
@@ -87,7 +84,7 @@ def exchange_of(question: RunQuestion, costs: Costs, bytes_per_s: float) -> Exch
         num_machines=question.machines.count,
         bytes_per_s=bytes_per_s,
         gradient_bytes=question.gradient_bytes,
-        weight_bytes=question.element_bytes * (CHANGED_SHARE if question.machines.sends_changed else 1.0),
+        weight_bytes=question.element_bytes,
     )
 
 

@@ -37,9 +37,6 @@ SUM_BYTES = 4
 # A part of another machine's gradient is read from staging memory of four chunks of 8 MiB, or of the whole part. Each
 # of the others has its own.
 STAGED_BYTES = 4 * 8 * MIB
-# The changes of weights are found by at most so many threads, each with a copy of one bundle's former weights. They wait
-# to be sent in at most this share of the bytes of the weights.
-MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 # Python, PyTorch for the CPU, and what PyTorch imports in a first step, whatever the model. Reports name it and no limit
 # counts it: most of it is taken before free memory is read. Measured as `program_mb` of `python -m benchmarks training-memory`.
 PROGRAM_BYTES = 450_000_000
@@ -283,13 +280,12 @@ def host_state(
     gradient_bytes: int,
     updates: UpdateCosts,
     num_machines: int = 1,
-    sends_changed: bool = False,
 ) -> HostMemory:
     """Count weights, gradients and optimizer state of the machine that owns most.
 
     Each machine holds all weights of the devices, in `async` two versions, and `updates` says what the optimizer keeps of
     the bundles that it owns. `gradient_bytes` is the size of an element as it leaves a device. Sums over rounds, tied
-    layers or machines are kept in float32. `sends_changed` is as in `PlannedMachines`.
+    layers or machines are kept in float32.
     """
     bundles, versions = parameters.bundles, 2 if update == "async" else 1
     sizes = [bundle.numel for bundle in bundles]
@@ -303,8 +299,6 @@ def host_state(
     sum_bytes = [gradient_bytes, max(SUM_BYTES, gradient_bytes)]
     sums = [bundle.numel * sum_bytes[rounds * len(bundle.layers) * num_machines > 1] for bundle in bundles]
     exchange_bytes = min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1)
-    if sends_changed and num_machines > 1:
-        exchange_bytes += int(element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned(sizes)))
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
         gradient_bytes=owned(sums) + landing_bytes(parameters, gradient_bytes, rounds, num_machines),

@@ -23,12 +23,10 @@ class PlannedMachines:
 
     - `count`: their number. All of them have the devices and the memory that the question names.
     - `bytes_per_s`: the rate of each machine's network link, each way; None if it is not known.
-    - `sends_changed`: whether only weights that an update has changed are sent back.
     """
 
     count: int = 1
     bytes_per_s: float | None = None
-    sends_changed: bool = False
 
 
 ONE_MACHINE = PlannedMachines()
@@ -186,7 +184,6 @@ class RunQuestion:
             self.gradient_bytes,
             self.updates,
             self.machines.count,
-            self.machines.sends_changed,
         )
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)

@@ -65,15 +65,13 @@ def build_engine(
     numbers: RunNumbers,
     optimizer: OptimizerTable,
     compiler: LayerCompiler | None = None,
-    turns: Sequence[Sequence[int]] = (),
     times_layers: bool = False,
     machines: MachineGroup | None = None,
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
-    `compiler` holds the layers that an earlier engine compiled of this model. `turns` are the groups of devices that take
-    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times. `machines` are those of
-    the run if there are several.
+    `compiler` holds the layers that an earlier engine compiled of this model. With `times_layers` the reports hold each
+    layer's own times. `machines` are those of the run if there are several.
     """
     table = numbers.engine
     settings = EngineSettings(
@@ -87,9 +85,7 @@ def build_engine(
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
         compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
-        turns=turns,
         kept=plan.kept,
-        compress_weights=numbers.machines.compress == "changed",
     )
     return Engine(
         *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torchround.config import MachinesTable
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange.start import received_bytes, share_weights
@@ -117,11 +116,11 @@ class RunMachines:
         """This process's share of its host, which processes of one host divide; None on one machine."""
         return None if self.group is None else self.group.host_share
 
-    def planned(self, table: MachinesTable) -> PlannedMachines:
+    def planned(self) -> PlannedMachines:
         """Return what the planner has to know of the machines. All measure the network, for about half a second."""
         if self.group is None:
             return ONE_MACHINE
-        return PlannedMachines(self.size, measure_rate(self.group), table.compress == "changed")
+        return PlannedMachines(self.size, measure_rate(self.group))
 
     def step_batches(
         self,

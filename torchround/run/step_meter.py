@@ -109,7 +109,6 @@ class StepMeter:
             "optimizer_s": update.seconds,
             "peers_wait_s": update.peers_wait_s,
             "sent_gib": update.sent_bytes / GIB,
-            "saved_gib": update.saved_bytes / GIB,
         }
         self._sums.update(more)
         for name, figure in _FIGURES.items():
@@ -166,7 +165,6 @@ class StepMeter:
             weight_drift=self._weight_drift,
             peers_wait_s=mean["peers_wait_s"],
             sent_gib=mean["sent_gib"],
-            saved_gib=mean["saved_gib"],
             machines=(),
             samples=(),
         )

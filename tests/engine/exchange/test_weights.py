@@ -130,26 +130,11 @@ def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
     assert_same(together(run_machines(3, run)), row.alone().run())
 
 
-# Only what an update changed.
-
-
-@pytest.mark.parametrize("update", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
-def test_compressed_weights_have_the_same_bits_and_fewer_bytes(update):
-    """Small steps in bfloat16 change few weights, and a spike skips one. A large step sends the weights themselves."""
-    large = Row(2, 2, "forward", update, dtype="bf16", batches=[batch[:4] for batch in BATCHES])
-    small = replace(large, lr=1e-5, spikes=(0.01, 1))
-    alone, sent = small.alone().run(), {}
-    assert 0 < sum(alone.skipped) < 4
-    for compresses in (False, True):
-        found = replace(small, settings={"compress_weights": compresses}).run_each()
-        assert_same(together(found), alone)
-        updates = [update for outcome in found for update in outcome.updates]
-        sent[compresses] = sum(update.sent_bytes for update in updates)
-        assert (sum(update.saved_bytes for update in updates) > 0) is compresses
-    assert sent[True] < 0.8 * sent[False]  # gradients are half of all bytes
-    found = replace(large, settings={"compress_weights": True}).run_all()
-    assert_same(found, large.alone().run())
-    assert found.updates[1].saved_bytes == 0
+def test_a_spike_skips_the_step_on_all_machines():
+    row = Row(2, 2, "forward", "async", batches=BATCHES, spikes=(0.01, 1))
+    alone = row.alone().run()
+    assert 0 < sum(alone.skipped) < len(BATCHES)
+    assert_same(row.run_all(), alone)
 
 
 # Rewritten for a validation.

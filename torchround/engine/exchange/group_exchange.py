@@ -38,7 +38,6 @@ class GroupExchange(StepExchange):
         pool: HostPool,
         group: MachineGroup,
         on_failure: Callable[[PipelineError], None],
-        compresses: bool,
     ) -> None:
         super().__init__(store, board, ordering, pool)
         self._group = group
@@ -60,14 +59,14 @@ class GroupExchange(StepExchange):
             )
             for peer in self._owners
         ]
-        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed, compresses)
-        self.threads = [*(sender.thread for sender in self._senders), *self._weights.all_threads]
+        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
+        self.threads = [*(sender.thread for sender in self._senders), *self._weights.threads]
         self._links = [
             group.links.sender(peer, purpose)
             for peer in self.peers
             for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
         ]
-        self._counted_bytes = sum(sender.bytes_sent for sender in self._links), 0
+        self._counted_bytes = sum(sender.bytes_sent for sender in self._links)
         self._last_step: int | None = None
         self._last_applies = True
         group.on_fault(self.failed)
@@ -102,9 +101,6 @@ class GroupExchange(StepExchange):
         self._last_applies = applies
         self._weights.decided(step, applies)
 
-    def before_change(self, bundle: Bundle, step: int) -> None:
-        self._weights.before_change(bundle, step)
-
     def updated(self, bundle: Bundle, step: int) -> None:
         # First: the peers' senders may be done before this thread comes to its next line.
         self._ordering.expect_sending(bundle.index, step + 1, self.peers)
@@ -127,11 +123,10 @@ class GroupExchange(StepExchange):
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         self._weights.share_rewritten(version, wait)
 
-    def take_bytes(self) -> tuple[int, int]:
-        totals = sum(sender.bytes_sent for sender in self._links), self._weights.saved_bytes
-        sent, saved = (total - counted for total, counted in zip(totals, self._counted_bytes, strict=True))
-        self._counted_bytes = totals
-        return sent, saved
+    def take_bytes(self) -> int:
+        total = sum(sender.bytes_sent for sender in self._links)
+        sent, self._counted_bytes = total - self._counted_bytes, total
+        return sent
 
     def failed(self, error: BaseException) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
@@ -181,12 +176,8 @@ def make_exchange(
     pool: HostPool,
     on_failure: Callable[[PipelineError], None],
     group: MachineGroup | None,
-    compresses: bool = False,
 ) -> StepExchange:
-    """Return the exchange of a machine among others, or of one that is alone.
-
-    If it `compresses`, only the weights that an update changed are sent; all machines must say the same.
-    """
+    """Return the exchange of a machine among others, or of one that is alone."""
     ownership = store.ownership
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     if (ownership.machine, ownership.num_machines) != (rank, size):
@@ -200,4 +191,4 @@ def make_exchange(
         raise EngineUsageError(
             'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
         )
-    return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)
+    return GroupExchange(store, board, ordering, pool, group, on_failure)

@@ -68,9 +68,6 @@ class StepExchange:
     def decided(self, step: int, applies: bool) -> None:
         """Let all threads know whether a step's update applies, before any weights are written."""
 
-    def before_change(self, bundle: Bundle, step: int) -> None:
-        """Keep what the exchange needs of a bundle's device weights before step `step`'s update changes them."""
-
     def updated(self, bundle: Bundle, step: int) -> None:
         """Declare version `step + 1` of a bundle's device weights complete."""
         self._ordering.updated(bundle.index, step)
@@ -84,9 +81,9 @@ class StepExchange:
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         """Bring the device weights of a version that each owner has written anew to all, between steps."""
 
-    def take_bytes(self) -> tuple[int, int]:
-        """Return the bytes that this machine has sent to others since the last call, and those that compression saved."""
-        return 0, 0
+    def take_bytes(self) -> int:
+        """Return the bytes that this machine has sent to others since the last call."""
+        return 0
 
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one."""

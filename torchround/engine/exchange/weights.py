@@ -5,8 +5,6 @@ the network. A sender follows the optimizer's thread from bundle to bundle. A re
 the new version and declares it complete, so devices wait for a bundle alike whether it was updated here or elsewhere.
 
 A step whose update does not apply sends nothing: each machine copies the versions by itself.
-
-If weights are compressed, a message says first whether the weights or their changes follow.
 """
 
 import itertools
@@ -14,18 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.errors import Stopped
 from torchround.engine.exchange.step_exchange import Talks
-from torchround.engine.exchange.weight_encoding import WeightEncoder
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
-from torchround.machines.changed_weights import receive_encoded, send_encoded
 from torchround.machines.group import Machine, MachineGroup
-from torchround.machines.links import Purpose, Receiver
+from torchround.machines.links import Purpose
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,6 @@ class WeightExchange:
         group: MachineGroup,
         talks: Talks,
         failed: Callable[[Exception], None],
-        compresses: bool,
     ) -> None:
         self._store = store
         self._board = board
@@ -66,11 +59,6 @@ class WeightExchange:
         self._failed = failed
         self._next_job = 0
         self.threads: list[threading.Thread] = []
-        peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
-        # By machine: each sender counts what it saved by itself.
-        self._saved_bytes = dict.fromkeys(peers, 0)
-        self._compresses = compresses
-        self._encoder = WeightEncoder(store, board, ordering, peers, failed) if compresses else None
         for machine in group.machines:
             theirs = [bundle for bundle in store.trained if bundle.owner == machine.rank]
             if machine.rank == group.rank:
@@ -84,21 +72,6 @@ class WeightExchange:
         """Let a step's new weights be sent and received, if its update applies. Only the optimizer's thread calls this."""
         if applies:
             self._begin(WeightJob(step + 1))
-
-    def before_change(self, bundle: Bundle, step: int) -> None:
-        """Keep what is needed of a bundle's weights before step `step`'s update. Only the optimizer's thread calls this."""
-        if self._encoder is not None:
-            self._encoder.before_change(bundle, step + 1)
-
-    @property
-    def saved_bytes(self) -> int:
-        """The bytes of weights that this machine did not have to send, because they had not changed."""
-        return sum(self._saved_bytes.values())
-
-    @property
-    def all_threads(self) -> list[threading.Thread]:
-        """The threads that exchange weights, and those that encode them."""
-        return [*self.threads, *(self._encoder.threads if self._encoder is not None else ())]
 
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         """Bring what each owner has written anew of a version to all. The controller calls this, on all machines alike.
@@ -147,19 +120,11 @@ class WeightExchange:
     def _send(self, peer: Machine, bundle: Bundle, job: WeightJob) -> None:
         if not job.rewritten:
             self._ordering.before_upload(bundle.index, job.version)
-        changes = None
-        if self._encoder is not None and not job.rewritten:
-            changes = self._encoder.encoded(bundle, job.version, peer.rank)
         weights, what = bundle.version(job.version), self._words(bundle, job)
         link = self._group.links.sender(peer.rank, Purpose.WEIGHTS)
         with self._talks.inside(f"{peer} to take {what}"):
-            if self._compresses and not job.rewritten:
-                link.send(torch.tensor([changes is not None]), what)
-            if changes is None:
-                self._board.observer.touched(reads=[weights], writes=())
-                link.send(weights, what)
-            else:
-                self._saved_bytes[peer.rank] += weights.nbytes - send_encoded(link, changes, what)
+            self._board.observer.touched(reads=[weights], writes=())
+            link.send(weights, what)
         if not job.rewritten:
             self._ordering.sent(bundle.index, job.version, peer.rank)
 
@@ -169,26 +134,12 @@ class WeightExchange:
             # of a skipped step, before it let this exchange begin.
             self._ordering.before_device_weight_write(bundle.index, job.version)
         weights, what = bundle.version(job.version), self._words(bundle, job)
-        link, is_encoded = self._group.links.receiver(peer.rank, Purpose.WEIGHTS), torch.tensor([False])
+        link = self._group.links.receiver(peer.rank, Purpose.WEIGHTS)
         with self._talks.inside(f"{what} from {peer}"):
-            if self._compresses and not job.rewritten:
-                link.receive(is_encoded, what)
-            if not is_encoded:
-                self._board.observer.touched(reads=(), writes=[weights])
-                link.receive(weights, what)
-            else:
-                self._change(bundle, job.version, link, what)
+            self._board.observer.touched(reads=(), writes=[weights])
+            link.receive(weights, what)
         if not job.rewritten:
             self._ordering.updated(bundle.index, job.version - 1)
-
-    def _change(self, bundle: Bundle, version: int, link: Receiver, what: str) -> None:
-        """Make a version of the one before it and of the changes that arrive."""
-        old, new = bundle.version(version - 1), bundle.version(version)
-        if old is not new:
-            self._board.observer.touched(reads=[old], writes=[new])
-            new.copy_(old)
-        self._board.observer.touched(reads=(), writes=[new])
-        receive_encoded(link, new, what)
 
     def _words(self, bundle: Bundle, job: WeightJob) -> str:
         layers = ", ".join(self._store.layer_names[layer] for layer in bundle.layers)

@@ -75,7 +75,7 @@ class WeightUpload:
 
         Stops at a bundle whose version is not complete yet, and at a buffer that is not full yet.
         """
-        while numel > 0 and self.may_advance:
+        while numel > 0 and self._may_advance:
             numel -= self._enqueue(numel)
 
     def finish(self) -> Event:
@@ -96,7 +96,7 @@ class WeightUpload:
         return self._next_range == len(self.layout.weights)
 
     @property
-    def may_advance(self) -> bool:
+    def _may_advance(self) -> bool:
         """Whether `advance` would enqueue anything."""
         if self.complete:
             return False
