@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchround.commands.configured_model import build_model
-from torchround.commands.machine_lines import planned_machines
-from torchround.commands.plan_run import dry_run_hardware, question_of
+from torchround.commands.plan_run import dry_run_hardware, planned_machines, question_of
 from torchround.config import parse_command_line
 from torchround.pipeline.plan_report import fits, host_memory, plan_for
 from torchround.run.run_plan import PlanByMeasuring

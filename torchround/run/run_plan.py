@@ -13,10 +13,9 @@ from pathlib import Path
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
-from torchround.pipeline.kept_report import ratio_text
 from torchround.pipeline.partition import KeptNames, Partition, PlanError
-from torchround.pipeline.plan import Plan, PlannedStage, read_kept
-from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.plan import Plan, PlannedStage, kept_before
+from torchround.pipeline.plan_report import plan_for, ratio_text
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import RunQuestion
 
@@ -149,11 +148,11 @@ def given_kept(engine: EngineTable) -> KeptNames | None:
         return _read_plan(given).kept if engine.keep_activations == "auto" else None
     if given is None or given.kept is None:
         return None
-    return read_kept({"kept": given.kept}, given_plan(engine)[0])
+    return kept_before(given_plan(engine)[0], given.kept)
 
 
 def _read_plan(path: str) -> Plan:
     try:
         return Plan.from_json(Path(path).read_text())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise EngineUsageError(f'engine.plan = "{path}" cannot be read as a plan: {error}') from error

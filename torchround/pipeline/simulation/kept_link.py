@@ -45,7 +45,7 @@ class LinkWaits:
         """Return the seconds of each stage for one micro-batch, in dispatch order."""
         num_forward = len(partition.forward)
         waits = []
-        for number, (start, stop, up, down) in enumerate(self._bytes(partition, rounds)):
+        for number, (start, stop, up, down) in enumerate(self.stage_bytes(partition, rounds)):
             sums = self._forward_s if number <= num_forward else self._recompute_s
             computed_s = sums[stop] - sums[start]
             if number >= num_forward:
@@ -57,9 +57,11 @@ class LinkWaits:
 
     def moved_bytes(self, partition: Partition, rounds: int) -> float:
         """Count the bytes of a step between the host and all devices, both ways."""
-        return self._num_micro_batches * sum(up + down for _, _, up, down in self._bytes(partition, rounds))
+        return self._num_micro_batches * sum(
+            up + down for _, _, up, down in self.stage_bytes(partition, rounds)
+        )
 
-    def _bytes(self, partition: Partition, rounds: int) -> list[tuple[int, int, float, float]]:
+    def stage_bytes(self, partition: Partition, rounds: int) -> list[tuple[int, int, float, float]]:
         """Return each stage's first layer, its end, and its bytes up and down for one micro-batch."""
         weights, gradients, kept, outputs = self._weights, self._gradients, self._kept, self._outputs
         # A stage's weights and gradients move once per round, the rest with each micro-batch.
