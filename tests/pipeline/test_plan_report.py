@@ -239,10 +239,8 @@ KEEPING = RunQuestion(
 def test_the_report_counts_bytes_load_and_seconds():
     plan = plan_for(KEEPING)
     figures = [float(figure) for figure in re.findall(r"\d[\d.]*", kept_text(KEEPING, plan))]
-    # Each of the two links moves 1000 MiB per second each way.
-    load = 8 * 9 / (2 * 1e3 * plan.step_s)
-    assert figures == [9, 72, 72, round(100 * load), 8 * 1.7 / 2]
-    assert "%" not in kept_text(replace(KEEPING, device=None), plan)
+    assert figures == [9, 72, 8 * 1.7 / 2]
+    assert "saves" not in kept_text(replace(KEEPING, device=None), plan)
 
 
 def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -89,13 +90,15 @@ class Plan:
         With `timed = False` the table has no seconds: the costs behind the plan are proportions, not times.
         """
         rows = [["stages", "kind", "layers each", "layers", "ms", "weights", "gradients", "compute"]]
-        for first, last in self.runs():
-            stage = self.stages[first]
+        # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
+        for _, alike in groupby(enumerate(self.stages), key=lambda numbered: _looks(numbered[1])):
+            (first, stage), *rest = alike
+            last, end = rest[-1] if rest else (first, stage)
             sizes = stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes
             rows.append(
                 [
                     f"{first}" if first == last else f"{first}-{last}",
-                    *(stage.kind, f"{stage.num_layers}", layer_names(stage, self.stages[last])),
+                    *(stage.kind, f"{stage.num_layers}", layer_names(stage, end)),
                     *(f"{1e3 * stage.seconds:.2f}", *map(size_text, sizes)),
                 ]
             )
@@ -122,16 +125,6 @@ class Plan:
             f"{self.update}{stale}: {speed}; {size_text(self.device_bytes)} per device{buffers}"
         )
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Group consecutive stages that look alike, so that a plan of 188 stages does not fill screens: first and last of each."""
-        runs: list[tuple[int, int]] = []
-        for index, stage in enumerate(self.stages):
-            if runs and _looks(self.stages[runs[-1][0]]) == _looks(stage):
-                runs[-1] = (runs[-1][0], index)
-            else:
-                runs.append((index, index))
-        return runs
-
 
 def _looks(stage: PlannedStage) -> tuple[object, ...]:
     return stage.kind, stage.num_layers, round(stage.seconds, 6), stage.weight_bytes, stage.compute_bytes
@@ -147,20 +140,13 @@ def layer_names(first: PlannedStage, last: PlannedStage) -> str:
 
 def text_table(rows: Iterable[Sequence[str]], num_names: int) -> str:
     """Align rows of cells in columns: the first `num_names` columns to the left, numbers to the right."""
-    rows = [*rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                "",
-                *(
-                    f"{cell:{'<' if place < num_names else '>'}{widths[place]}}"
-                    for place, cell in enumerate(row)
-                ),
-            ]
-        ).rstrip()
-        for row in rows
-    )
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [cell.ljust(width) if place < num_names else cell.rjust(width) for cell in column]
+        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    return "\n".join("  ".join(["", *cells]).rstrip() for cells in zip(*aligned, strict=True))
 
 
 def read_partition(text: str) -> tuple[Partition, int | None]:

@@ -5,13 +5,13 @@ counts. This module reads no config, no model and no file.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.memory import DeviceMemory, HostMemory, device_memory, size_text
-from torchround.pipeline.partition import StageKind
 from torchround.pipeline.plan import Plan, layer_names
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, least_candidate, make_plan
 from torchround.pipeline.pool_count import PoolCount
@@ -100,17 +100,10 @@ def _device(question: RunQuestion, plan: Plan) -> DeviceMemory:
 
 def step_transfers(plan: Plan, costs: Costs, gradient_share: float) -> list[tuple[float, float]]:
     """Count the bytes that each stage moves up and down in a step; `gradient_share` as in `KeptLink`."""
-    link = KeptLink(math.inf, gradient_share)
-    waits = LinkWaits(costs.keeping(plan.kept), link, "stage", plan.num_micro_batches)
-    outputs, moved = costs.values("boundary_bytes"), []
-    of_stages = waits.stage_bytes(plan.partition, plan.rounds)
-    for stage, (start, stop, up, down) in zip(plan.partition.stages(), of_stages, strict=True):
-        # `bounded` keeps the inputs of stale layers inside a stage on the host, from its forward to its backward.
-        stale = sum(outputs[start : max(start, min(stop, plan.stale_layers + 1) - 1)])
-        up += stale if stage.kind is StageKind.BACKWARD else 0
-        down += stale if stage.kind is StageKind.FORWARD else 0
-        moved.append((plan.num_micro_batches * up, plan.num_micro_batches * down))
-    return moved
+    link, micro_batches = KeptLink(math.inf, gradient_share), plan.num_micro_batches
+    sums = LinkWaits(costs.keeping(plan.kept), link, "stage", micro_batches)
+    moved = sums.stage_bytes(plan.partition, plan.rounds, plan.stale_layers)
+    return [(micro_batches * up, micro_batches * down) for _, _, up, down in moved]
 
 
 def link_text(question: RunQuestion, plan: Plan) -> str:
@@ -137,28 +130,22 @@ def link_text(question: RunQuestion, plan: Plan) -> str:
 
 
 def kept_text(question: RunQuestion, plan: Plan) -> str:
-    """Say what a plan keeps: bytes of a micro-batch, on the host at once and per step, and what they save; empty for nothing."""
+    """Say what a plan keeps of a micro-batch and on the host at once, and the seconds that it saves; empty for nothing."""
     if not plan.kept:
         return ""
-    costs, batch = question.costs().keeping(()), question.host_batch()
-    pool = PoolCount(batch, plan.num_devices, plan.update, plan.stale_layers)
+    costs = question.costs().keeping(())
+    pool = PoolCount(question.host_batch(), plan.num_devices, plan.update, plan.stale_layers)
     kept, nothing = (pool.boundary_bytes(plan.partition, plan.rounds, names) for names in (plan.kept, ()))
-    step_bytes = sum(
-        batch.kept_bytes(plan.kept, layer, size) for size in batch.sizes for layer in range(len(plan.kept))
-    )
-    text = (
-        f"kept activations: {size_text(sum(costs.keeping(plan.kept).values('kept_bytes')))} per micro-batch, "
-        f"{size_text(kept - nothing)} of the host at once, {size_text(step_bytes)} per step each way"
-    )
-    if question.device is None:
-        return text
-    load = step_bytes / (plan.num_devices * plan.step_s * question.device.pcie_gb_per_s * 1e9 or math.inf)
     saved_s = sum(
         sum(stage_seconds(costs, stage, question.recompute)) - planned.seconds
         for stage, planned in zip(plan.partition.stages(), plan.stages, strict=True)
     )
     of_device_s = plan.num_micro_batches * saved_s / plan.num_devices
-    return f"{text}, {100 * load:.0f} % of PCIe on average; saves {of_device_s:.4g} s of each device's step"
+    return (
+        f"kept activations: {size_text(sum(costs.keeping(plan.kept).values('kept_bytes')))} per micro-batch each way, "
+        f"{size_text(kept - nothing)} of the host at once"
+        + ("" if question.device is None else f"; saves {of_device_s:.4g} s of each device's step")
+    )
 
 
 def ratio_text(question: RunQuestion, costs: Costs) -> str:
@@ -206,28 +193,22 @@ def gains(question: RunQuestion, plan: Plan, every: bool = True) -> dict[str, fl
     # The other changes would leave the given plan in place, which was made for other costs.
     if question.given is not None:
         changes = [("engine.plan left out", replace(question, given=None))] if every else []
-    return dict(sorted(_shorter(question, plan, changes), key=lambda found: -found[1]))
+    # Compared without a choice of what to keep: with one, each of these plans would take seconds.
+    bare, found = question.without_choice(), {}
+    before_s = plan.step_s if bare == question else plan_for(bare).step_s
+    for setting, changed in changes:
+        # A change that alters nothing, or that does not fit, is no advice.
+        if before_s and changed != question and fits(changed):
+            gain = 1 - plan_for(changed.without_choice()).step_s / before_s
+            if gain > CLEARLY_FASTER:
+                found[setting] = gain
+    return dict(sorted(found.items(), key=lambda change: -change[1]))
 
 
 def gain_text(question: RunQuestion, setting: str, gain: float) -> str:
     """Say what a change saves."""
     basis = "" if question.device is not None else ", if time is in proportion to counted work"
     return f"{setting} would take {100 * gain:.0f} % less time per step{basis}"
-
-
-def _shorter(
-    question: RunQuestion, plan: Plan, changes: Iterable[tuple[str, RunQuestion]]
-) -> Iterator[tuple[str, float]]:
-    # Compared without a choice of what to keep: with one, each of these plans would take seconds.
-    bare = question.without_choice()
-    before_s = plan.step_s if bare == question else plan_for(bare).step_s
-    for setting, changed in changes:
-        # A change that alters nothing, or that does not fit, is no advice.
-        if changed == question or not before_s or not fits(changed):
-            continue
-        gain = 1 - plan_for(changed.without_choice()).step_s / before_s
-        if gain > CLEARLY_FASTER:
-            yield setting, gain
 
 
 # What fits.
@@ -273,17 +254,17 @@ def longest_tokens(question: RunQuestion) -> int:
     """Find the longest sequence that fits with one sequence per micro-batch and a batch of one per device; 0 if none does."""
     batch = question.num_devices * question.machines.count
     shortest = replace(question, micro_batch_size=1, global_batch_size=batch, rounds=1, given=None)
-    return _longest_that_fits(shortest, 0, LONGEST_LENGTH, LENGTH_STEP)
+    return _first_that_fits(shortest, "seq_len", range(LONGEST_LENGTH, -1, -LENGTH_STEP))
 
 
-def _longest_that_fits(question: RunQuestion, fitting: int, most: int, step: int) -> int:
-    """Return the longest sequence below `most`, in multiples of `step`, with which a run fits: at least `fitting`."""
-    # Memory grows with the length.
-    low, high = fitting // step, -(-most // step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(replace(question, seq_len=middle * step)) else (low, middle)
-    return low * step
+def _first_that_fits(question: RunQuestion, name: str, values: Sequence[int]) -> int:
+    """Return the first value of a field with which the run fits, otherwise the last; each needs no more memory than the one before."""
+
+    def is_fitting(value: int) -> bool:
+        change: dict[str, Any] = {name: value}
+        return fits(replace(question, **change))
+
+    return values[bisect_left(values, True, hi=len(values) - 1, key=is_fitting)]
 
 
 def changes_that_fit(question: RunQuestion) -> Iterator[str]:
@@ -328,17 +309,22 @@ def _missing_share(question: RunQuestion) -> float:
 
 def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     """Yield changes that need less memory, the ones that change least first; none that is in force already."""
+
+    def less(key: str, values: Sequence[int]) -> tuple[str, RunQuestion]:
+        name = key.partition(".")[2]
+        change: dict[str, Any] = {name: _first_that_fits(question, name, values)}
+        return f"{key} = {change[name]}", replace(question, **change)
+
     if question.given is not None:
         yield "engine.plan left out", replace(question, given=None)
     if question.keep_activations not in ("auto", "none"):
         yield 'engine.keep_activations = "none"', replace(question, keep_activations="none", given_kept=None)
     if question.micro_batch_size > 1:
-        yield _first_that_fits(question, "training.micro_batch_size", _halves(question.micro_batch_size, 1))
+        yield less("training.micro_batch_size", _halves(question.micro_batch_size, 1))
     rounds, most = question.fixed_rounds, question.num_micro_batches
     # Steps of `bounded` have one round.
     if rounds is not None and rounds < most and question.update != "bounded":
-        doubled = sorted({min(rounds << n, most) for n in range(1, most.bit_length() + 1)})
-        yield _first_that_fits(question, "engine.rounds", doubled)
+        yield less("engine.rounds", sorted({min(rounds << n, most) for n in range(1, most.bit_length() + 1)}))
     if question.accumulate_bytes > 2:
         yield 'engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)
     for setting, updates in question.updates.smaller:
@@ -350,23 +336,16 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     # Each round of each machine has a micro-batch.
     least = (rounds or 1) * question.micro_batch_size * question.machines.count
     if question.global_batch_size > least:
-        sizes = _halves(question.global_batch_size, least)
-        yield _first_that_fits(question, "training.global_batch_size", sizes)
-    # A length below a quarter would be another training.
+        yield less("training.global_batch_size", _halves(question.global_batch_size, least))
     step = 1 << max(0, question.seq_len.bit_length() - LENGTH_BITS)
-    length = _longest_that_fits(question, question.seq_len // 4, question.seq_len, step)
-    if 0 < length < question.seq_len:
-        yield f"training.seq_len = {length}", replace(question, seq_len=length)
+    # A length below a quarter would be another training.
+    lengths = [
+        steps * step for steps in range((question.seq_len - 1) // step, question.seq_len // 4 // step - 1, -1)
+    ]
+    if lengths and lengths[-1]:
+        yield less("training.seq_len", lengths)
 
 
 def _halves(value: int, least: int) -> list[int]:
     """List halves of a value, quarters and so on, down to `least`."""
     return [value >> n for n in range(1, value.bit_length()) if value >> n >= least] or [least]
-
-
-def _first_that_fits(question: RunQuestion, key: str, values: Sequence[int]) -> tuple[str, RunQuestion]:
-    """Return the change of a key to the first value with which the run fits; otherwise to the last one."""
-    name = key.partition(".")[2]
-    changes: list[dict[str, Any]] = [{name: value} for value in values]
-    change = next((change for change in changes if fits(replace(question, **change))), changes[-1])
-    return f"{key} = {change[name]}", replace(question, **change)

@@ -61,8 +61,13 @@ class LinkWaits:
             up + down for _, _, up, down in self.stage_bytes(partition, rounds)
         )
 
-    def stage_bytes(self, partition: Partition, rounds: int) -> list[tuple[int, int, float, float]]:
-        """Return each stage's first layer, its end, and its bytes up and down for one micro-batch."""
+    def stage_bytes(
+        self, partition: Partition, rounds: int, stale_layers: int = 0
+    ) -> list[tuple[int, int, float, float]]:
+        """Return each stage's first layer, its end, and its bytes up and down for one micro-batch.
+
+        With `stale_layers` (`bounded`) their inputs inside a stage also go down in the forward and up in the backward.
+        """
         weights, gradients, kept, outputs = self._weights, self._gradients, self._kept, self._outputs
         # A stage's weights and gradients move once per round, the rest with each micro-batch.
         share, start = rounds / self._num_micro_batches, 0
@@ -70,7 +75,8 @@ class LinkWaits:
         for count in partition.forward:
             stop = start + count
             up = (weights[stop] - weights[start]) * share + self._inputs[start]
-            moved.append((start, stop, up, outputs[stop - 1] + kept[stop] - kept[start]))
+            stale = sum(outputs[start : max(start, min(stop - 1, stale_layers))])
+            moved.append((start, stop, up, outputs[stop - 1] + kept[stop] - kept[start] + stale))
             start = stop
         stop = start + partition.fused
         for number, count in enumerate((partition.fused, *partition.backward)):
@@ -78,7 +84,8 @@ class LinkWaits:
             up = (weights[stop] - weights[start]) * share + self._inputs[start]
             down = (gradients[stop] - gradients[start]) * share + self._inputs[start]
             if number:
-                up += outputs[stop - 1] + kept[stop] - kept[start]
+                stale = sum(outputs[start : max(start, min(stop - 1, stale_layers))])
+                up += outputs[stop - 1] + kept[stop] - kept[start] + stale
             moved.append((start, stop, up, down))
             stop = start
         return moved
