@@ -208,9 +208,6 @@ def test_transfers_count_weights_once_a_round_and_activations_with_every_micro_b
     assert figures == [round(sum(way) / (20 * plan.step_s)) for way in (up, down)] + [25]
 
 
-# What a plan keeps, in figures: bytes, load and seconds.
-
-
 PARTS = (KeptCost("attention", MIB, 0.1), KeptCost("down", 2 * MIB, 0.4))
 
 
@@ -236,22 +233,17 @@ KEEPING = RunQuestion(
 )
 
 
-def test_the_report_counts_bytes_load_and_seconds():
-    plan = plan_for(KEEPING)
-    figures = [float(figure) for figure in re.findall(r"\d[\d.]*", kept_text(KEEPING, plan))]
-    assert figures == [9, 72, 8 * 1.7 / 2]
-    assert "saves" not in kept_text(replace(KEEPING, device=None), plan)
-
-
-def test_the_load_of_the_links_counts_what_is_kept_in_both_directions():
+def test_the_report_counts_bytes_load_and_seconds_of_what_is_kept():
     bare = replace(KEEPING, given_kept=())
     answers = report_plan(KEEPING), report_plan(bare)
-    assert answers[0].device and answers[1].device and answers[0].plan and answers[1].plan
-    kept, nothing = (zip(*step_transfers(answer.plan, KEEPING.costs(), 0.5), strict=True) for answer in answers)
+    plans = plan_for(KEEPING), plan_for(bare)
+    figures = [float(figure) for figure in re.findall(r"\d[\d.]*", kept_text(KEEPING, plans[0]))]
+    assert figures == [9, 72, 8 * 1.7 / 2] and kept_text(bare, plans[1]) == ""
+    assert "saves" not in kept_text(replace(KEEPING, device=None), plans[0])
+    kept, nothing = (zip(*step_transfers(plan, KEEPING.costs(), 0.5), strict=True) for plan in plans)
     assert [sum(with_kept) - sum(without) for with_kept, without in zip(kept, nothing, strict=True)] == [72 * MIB] * 2
-    assert answers[0].device.kept_bytes == 2 * (3 + 5) * MIB and answers[1].device.kept_bytes == 0
-    assert answers[0].device.total_bytes == answers[0].plan.device_bytes
-    assert kept_text(bare, answers[1].plan) == ""
+    assert [answer.device.kept_bytes for answer in answers] == [2 * (3 + 5) * MIB, 0]
+    assert answers[0].device.total_bytes == plans[0].device_bytes
 
 
 VIRTUAL = {"device": None, "devices_on_host": True}
@@ -338,11 +330,8 @@ def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate(
         assert len(steps) == 4 and sorted(steps, reverse=True) == steps
     assert rows[2][-1][-1] == pytest.approx(plan.step_s)
     assert rows[0][-1] == [pytest.approx(plan_for(asked(1)).step_s)] * 4
-
-
-def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so():
-    question = asked(2, host_bytes=400 * MIB)
-    alone, two, *_ = machine_rows(question, plan_for(question))
+    short = asked(2, host_bytes=400 * MIB)
+    alone, two, *_ = machine_rows(short, plan_for(short))
     assert alone[1] and not alone[-1] and two[2] <= 400 * MIB
     assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES
 
