@@ -330,8 +330,8 @@ def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
     """Return a cell of `machines_table`; one figure if there is nothing to exchange."""
     grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
     rates = [machine_report.usable_bytes_per_s(gbit) for gbit in machine_report.GBIT_PER_S]
-    costs, tokens = grown.costs(), grown.global_batch_size * grown.seq_len
-    steps = [machine_report.machine_step_seconds(grown, plan, costs, rate) for rate in rates]
+    tokens = grown.global_batch_size * grown.seq_len
+    steps = [machine_report.machine_step_seconds(grown, plan, rate) for rate in rates]
     return " / ".join(f"{tokens / step_s / 1000:.1f}" for step_s in (steps if count > 1 else steps[:1]))
 
 

@@ -19,7 +19,8 @@ from torchround.commands import CommandError
 from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.costs import Costs, CostsError
 from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan import read_partition
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.rates import CardRates, costs_from_work
 from torchround.pipeline.timeline import trace_events
@@ -96,7 +97,7 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
         memory_gib = card.memory_gib
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
-    given = _read(options.partition, _partition_and_rounds) if options.partition is not None else (None, None)
+    given = _read(options.partition, read_partition) if options.partition is not None else (None, None)
     same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
         *(costs, options.devices, options.microbatches, not options.no_recompute),
@@ -199,22 +200,11 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         raise CommandError(f"--dtype: {error}") from None
 
 
-def _partition_and_rounds(text: str) -> tuple[Partition, int | None]:
-    try:
-        data = json.loads(text)
-        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), data.get("rounds")
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CommandError(
-            'expected {"forward": [7, 7], "fused": 1, "backward": [5, 9], "rounds": 2}, '
-            f"rounds optional ({type(error).__name__}: {error})"
-        ) from None
-
-
 def _read(path: Path, parse: Callable[[str], Read]) -> Read:
     """Read and parse a file. A message starts with the file's name."""
     try:
         return parse(path.read_text())
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
-    except (CommandError, CostsError) as error:
+    except (CostsError, PlanError) as error:
         raise CommandError(f"{path}: {error}") from None

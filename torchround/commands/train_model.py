@@ -31,10 +31,10 @@ from torchround.commands.configured_model import (
 )
 from torchround.commands.export_hf import Export, export, own_paths
 from torchround.commands.generation_files import stop_tokens
-from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import (
     configured_question,
     dry_run_hardware,
+    network_text,
     plan_with_advice,
     question_of,
     show_advice,
@@ -61,7 +61,7 @@ from torchround.models import ModelConfigError
 from torchround.pipeline.cards import UnknownPeakError
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import best_mode, host_memory, report_plan
+from torchround.pipeline.plan_report import gain_text, gains, host_memory, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
@@ -318,8 +318,8 @@ def description(parts: RunParts) -> str:
         )
     # A run that continues keeps its rounds, and would have other losses with others.
     is_new = parts.folder.checkpointer().latest_step() is None
-    if is_new and (faster := best_mode(parts.question, parts.plan)) is not None:
-        lines.append(f"faster   {faster}")
+    if is_new and (found := gains(parts.question, parts.plan, every=False)):
+        lines.append(f"faster   {gain_text(parts.question, *max(found.items(), key=lambda gain: gain[1]))}")
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)

@@ -4,13 +4,13 @@ A plan takes the exchange as hidden. This module simulates it beside the plan's 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.costs import Costs
 from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import host_memory, plan_for
+from torchround.pipeline.plan_report import fits, host_memory, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.pipeline.simulation.exchange_time import (
@@ -36,46 +36,33 @@ class ExchangeReport:
     """The exchange of one step.
 
     - `gradient_bytes`, `weight_bytes`: what the busiest link carries in one direction.
-    - `gradients_s`, `weights_s`: seconds on that link; None if its rate is not known.
-    - `step_s`: seconds per step with the exchange; without a rate as if it took no time.
+    - `step_s`: seconds per step with the exchange; if the link's rate is not known, as if it took no time.
     - `exposed_s`: seconds of it that the exchange adds.
     """
 
     gradient_bytes: float
     weight_bytes: float
-    gradients_s: float | None
-    weights_s: float | None
     step_s: float
     exposed_s: float
 
 
-def report_exchange(question: RunQuestion, plan: Plan, costs: Costs) -> ExchangeReport:
+def report_exchange(question: RunQuestion, plan: Plan) -> ExchangeReport:
     """Simulate the exchange of the question's machines beside the steps of a plan.
 
     Raises `ValueError` for `bounded` plans, which several machines cannot run.
     """
-    exchange = exchange_of(question, costs, question.machines.bytes_per_s or math.inf)
-    local_rounds = len(round_sizes(question, plan.rounds))
-    gradients, weights = exchange.wire_bytes(local_rounds)
-    hidden_s = machine_step_seconds(question, plan, costs, math.inf)
-    rate = question.machines.bytes_per_s
-    step_s = hidden_s if rate is None else machine_step_seconds(question, plan, costs, rate)
-    return ExchangeReport(
-        gradient_bytes=gradients,
-        weight_bytes=weights,
-        gradients_s=None if rate is None else gradients / rate,
-        weights_s=None if rate is None else weights / rate,
-        step_s=step_s,
-        # Both are means of the same steps, so equal times may differ by rounding.
-        exposed_s=step_s - hidden_s if step_s > hidden_s * (1 + 1e-9) else 0.0,
-    )
+    rate = question.machines.bytes_per_s or math.inf
+    moved = exchange_of(question, rate).wire_bytes(len(round_sizes(question, plan.rounds)))
+    hidden_s, step_s = (machine_step_seconds(question, plan, each) for each in (math.inf, rate))
+    # Both are means of the same steps, so equal times may differ by rounding.
+    return ExchangeReport(*moved, step_s, step_s - hidden_s if step_s > hidden_s * (1 + 1e-9) else 0.0)
 
 
-def exchange_of(question: RunQuestion, costs: Costs, bytes_per_s: float) -> Exchange:
+def exchange_of(question: RunQuestion, bytes_per_s: float) -> Exchange:
     """Return what the question's machines exchange over links of this rate."""
     counts = question.parameters
     # An owner takes its share of the seconds in which one host updates all.
-    per_parameter_s = sum(layer.optimizer_s for layer in costs.layers) / max(1, counts.trained)
+    per_parameter_s = sum(question.costs().values("optimizer_s")) / max(1, counts.trained)
     return Exchange(
         bundles=tuple(
             ExchangedBundle(bundle.numel, bundle.layers, bundle.numel * per_parameter_s)
@@ -94,30 +81,13 @@ def round_sizes(question: RunQuestion, rounds: int) -> list[int]:
     return [len(part) for part in split_evenly(len(share.micro_batches), len(share.rounds))]
 
 
-def machine_step_seconds(question: RunQuestion, plan: Plan, costs: Costs, bytes_per_s: float) -> float:
+def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) -> float:
     """Compute the seconds per step of the question's machines, each with this plan, over links of this rate."""
     sizes, link = round_sizes(question, plan.rounds), question.keep_rule().link
-    sums = LayerSums(costs.keeping(plan.kept), question.recompute, link, sum(sizes))
+    sums = LayerSums(question.costs().keeping(plan.kept), question.recompute, link, sum(sizes))
     times = sums.times(plan.partition, question.update, len(sizes))
-    exchange = exchange_of(question, costs, bytes_per_s)
+    exchange = exchange_of(question, bytes_per_s)
     return exchange_step_seconds(times, sizes, question.num_devices, exchange)
-
-
-@dataclass(frozen=True)
-class MachineRow:
-    """The speed of one number of machines that share the configured batch.
-
-    - `micro_batches`: micro-batches of a step on the machine with the largest share.
-    - `problem`: the reason if the run does not fit; then there are no figures.
-    - `host_bytes`: host memory of the fullest machine.
-    - `step_s`: seconds per step for each of the report's rates, then without the exchange.
-    """
-
-    count: int
-    micro_batches: int
-    problem: str = ""
-    host_bytes: int = 0
-    step_s: tuple[float, ...] = ()
 
 
 def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
@@ -127,31 +97,25 @@ def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
     return tuple(usable_bytes_per_s(gbit) for gbit in GBIT_PER_S)
 
 
-def machine_rows(question: RunQuestion, plan: Plan | None) -> tuple[MachineRow, ...]:
+def machine_rows(question: RunQuestion, plan: Plan | None) -> Iterator[tuple[int, int, int, list[float]]]:
     """Time 1 to 16 machines, and the question's number, each number with a plan for its share of the batch.
 
-    `plan` is that of the question, None if it does not fit.
+    Yields the number, the micro-batches of the largest share, the host memory of the fullest machine in bytes, and the
+    seconds per step at each of `rates_shown` and without an exchange. A machine without work has 0 micro-batches; it has
+    no seconds, as a number of machines that the run does not fit. `plan` is that of the question, None if it does not fit.
     """
-    counts = sorted({*MACHINE_COUNTS, question.machines.count})
-    return tuple(_row(question, plan, count) for count in counts)
-
-
-def _row(question: RunQuestion, plan: Plan | None, count: int) -> MachineRow:
-    asked = question.on_machines(count)
-    if count > asked.step_micro_batches:
-        return MachineRow(count, 0, "without work")
-    if count != question.machines.count:
-        plan = _plan_of_share(asked, plan)
-    if plan is None:
-        return MachineRow(count, asked.num_micro_batches, "does not fit")
-    costs = asked.costs()
-    rates = (*rates_shown(question.machines), math.inf)
-    return MachineRow(
-        count,
-        asked.num_micro_batches,
-        host_bytes=host_memory(asked, plan).total_bytes,
-        step_s=tuple(machine_step_seconds(asked, plan, costs, rate) for rate in rates),
-    )
+    for count in sorted({*MACHINE_COUNTS, question.machines.count}):
+        asked = question.on_machines(count)
+        if count > asked.step_micro_batches:
+            yield count, 0, 0, []
+            continue
+        found = plan if count == question.machines.count else _plan_of_share(asked, plan)
+        if found is None:
+            yield count, asked.num_micro_batches, 0, []
+            continue
+        rates = (*rates_shown(question.machines), math.inf)
+        steps = [machine_step_seconds(asked, found, rate) for rate in rates]
+        yield count, asked.num_micro_batches, host_memory(asked, found).total_bytes, steps
 
 
 def _plan_of_share(asked: RunQuestion, plan: Plan | None) -> Plan | None:
@@ -170,3 +134,15 @@ def _plan_of_share(asked: RunQuestion, plan: Plan | None) -> Plan | None:
         except InfeasiblePlanError:
             continue
     return min(plans, key=lambda found: found.step_s, default=None)
+
+
+def fewest_machines(question: RunQuestion) -> int | None:
+    """Return the fewest machines, of the numbers in the table, on which a run fits that does not; None if none do.
+
+    More machines share the state in host memory. They do not help devices that are too small.
+    """
+    for count in MACHINE_COUNTS if question.update != "bounded" else ():
+        more = replace(question, given=None).on_machines(count)
+        if question.machines.count < count <= more.step_micro_batches and fits(more):
+            return count
+    return None

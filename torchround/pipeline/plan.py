@@ -1,23 +1,29 @@
 """The plan of a run as data: which layers each stage holds, in how many rounds, and the predicted cost.
 
-A plan prints as a table, goes to JSON and back, and can be given in the config. `planner.make_plan` makes
-one. `plan_transfers` compares what a plan moves over PCIe with what the link carries.
+A plan prints as a table, goes to JSON and back, and can be given in the config. `planner.make_plan` makes one.
 """
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Annotated, Any, TypeVar
 
-from torchround.pipeline.costs import Costs, LayerCost
+from pydantic import Field, TypeAdapter, ValidationError
+
 from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
+from torchround.pipeline.partition import KeptNames, Partition, PlanError
 from torchround.untrusted.strict_json import parse_json
 
-# Largest figure accepted in a plan's file: sums of such figures stay finite.
+# Figures of a plan's file are below this, so that sums of them stay finite.
 MOST_FIGURE = 2**62
+Count = Annotated[int, Field(ge=0, lt=MOST_FIGURE)]
+Amount = Annotated[float, Field(ge=0, lt=MOST_FIGURE)]
+Rounds = Annotated[int, Field(ge=1, lt=MOST_FIGURE)]
+PARTITION_KEYS = ("forward", "fused", "backward")
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,11 @@ class PlannedStage:
     kind: str
     first_layer: str
     last_layer: str
-    num_layers: int
-    seconds: float
-    weight_bytes: int
-    gradient_bytes: int
-    compute_bytes: int
+    num_layers: Count
+    seconds: Amount
+    weight_bytes: Count
+    gradient_bytes: Count
+    compute_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,17 @@ class Plan:
     """
 
     partition: Partition
-    rounds: int
-    num_devices: int
-    num_micro_batches: int
+    rounds: Rounds
+    num_devices: Count
+    num_micro_batches: Count
     update: str
-    step_s: float
-    bubble: float
-    device_bytes: int = 0
-    host_activation_bytes: int = 0
+    step_s: Amount
+    bubble: Amount
+    device_bytes: Count = 0
+    host_activation_bytes: Count = 0
     stages: tuple[PlannedStage, ...] = ()
-    stale_layers: int = 0
-    kept: tuple[tuple[str, ...], ...] = ()
+    stale_layers: Count = 0
+    kept: KeptNames = ()
 
     def to_json(self) -> str:
         """Write what `engine.plan` takes, then the predicted figures."""
@@ -70,21 +76,10 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Read what `to_json` wrote. Raises `PlanError`."""
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise PlanError(f"a plan must be JSON: {error}") from error
-        partition, rounds = read_partition(data)
-        stages = data.get("stages", [])
-        if not isinstance(stages, list):
-            raise PlanError("the plan's stages must be a list of tables")
-        return Plan(
-            partition=partition,
-            rounds=rounds,
-            kept=read_kept(data, partition),
-            stages=tuple(PlannedStage(**_read_fields(PlannedStage, stage)) for stage in stages),
-            **_read_fields(Plan, data),
-        )
+        data = _table(text)
+        partition = {key: data[key] for key in PARTITION_KEYS if key in data}
+        plan = _read(Plan, {"rounds": 1, **data, "partition": partition})
+        return replace(plan, kept=kept_before(plan.partition, plan.kept))
 
     def __str__(self) -> str:
         return self.text()
@@ -94,23 +89,25 @@ class Plan:
 
         With `timed = False` the table has no seconds: the costs behind the plan are proportions, not times.
         """
-        title = f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>9}  {'compute':>9}"
-        lines = [title if timed else title.replace(f"  {'ms':>8}", "")]
-        for first, last, stage in self.runs():
-            numbers = f"{first}" if first == last else f"{first}-{last}"
-            names = layer_names(stage, self.stages[last])
-            layers = f"{stage.num_layers} of {names}" if " .. " in names else names
-            parts = [f"{numbers:>9}", f"{stage.kind:<8}", f"{layers:<33}"]
-            parts += [f"{1e3 * stage.seconds:8.2f}"] if timed else []
-            parts += [f"{size_text(size):>9}" for size in (stage.weight_bytes, stage.compute_bytes)]
-            lines.append("  ".join(parts))
-        return "\n".join([*lines, *self.kept_lines(), self.summary(timed)])
-
-    def kept_lines(self) -> list[str]:
-        """Say in at most one line which parts of how many layers are kept."""
+        rows = [["stages", "kind", "layers each", "layers", "ms", "weights", "gradients", "compute"]]
+        # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
+        for _, alike in groupby(enumerate(self.stages), key=lambda numbered: _looks(numbered[1])):
+            (first, stage), *rest = alike
+            last, end = rest[-1] if rest else (first, stage)
+            sizes = stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes
+            rows.append(
+                [
+                    f"{first}" if first == last else f"{first}-{last}",
+                    *(stage.kind, f"{stage.num_layers}", layer_names(stage, end)),
+                    *(f"{1e3 * stage.seconds:.2f}", *map(size_text, sizes)),
+                ]
+            )
+        if not timed:
+            rows = [[*row[:4], *row[5:]] for row in rows]
         counts = Counter(name for names in self.kept for name in names)
         parts = ", ".join(f"{name} of {number} layers" for name, number in counts.items())
-        return [f"kept on the host for backward stages: {parts}"] if parts else []
+        kept = [f"kept on the host for backward stages: {parts}"] if parts else []
+        return "\n".join([text_table(rows, 4), *kept, self.summary(timed)])
 
     def summary(self, timed: bool = True) -> str:
         """Format the predicted figures in one line."""
@@ -128,16 +125,9 @@ class Plan:
             f"{self.update}{stale}: {speed}; {size_text(self.device_bytes)} per device{buffers}"
         )
 
-    def runs(self) -> list[tuple[int, int, PlannedStage]]:
-        """Group consecutive stages that cost the same: numbers of the first and the last, and the first stage."""
-        runs: list[tuple[int, int, PlannedStage]] = []
-        for index, stage in enumerate(self.stages):
-            # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
-            if runs and _looks(runs[-1][2]) == _looks(stage):
-                runs[-1] = (runs[-1][0], index, runs[-1][2])
-            else:
-                runs.append((index, index, stage))
-        return runs
+
+def _looks(stage: PlannedStage) -> tuple[object, ...]:
+    return stage.kind, stage.num_layers, round(stage.seconds, 6), stage.weight_bytes, stage.compute_bytes
 
 
 def layer_names(first: PlannedStage, last: PlannedStage) -> str:
@@ -148,123 +138,53 @@ def layer_names(first: PlannedStage, last: PlannedStage) -> str:
     )
 
 
-def _looks(stage: PlannedStage) -> tuple[object, ...]:
-    return stage.kind, stage.num_layers, round(stage.seconds, 6), stage.weight_bytes, stage.compute_bytes
+def text_table(rows: Iterable[Sequence[str]], num_names: int) -> str:
+    """Align rows of cells in columns: the first `num_names` columns to the left, numbers to the right."""
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [cell.ljust(width) if place < num_names else cell.rjust(width) for cell in column]
+        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    return "\n".join("  ".join(["", *cells]).rstrip() for cells in zip(*aligned, strict=True))
 
 
-def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any]:
-    """Read the texts and figures of a plan or stage, so that they can be printed and summed. Raises `PlanError`."""
-    # `rounds` and the partition are read by `read_partition`, because `engine.plan` gives them too.
-    wanted = {field.name: field.type for field in fields(kind) if field.type in (str, int, float)}
-    wanted.pop("rounds", None)
-    if isinstance(data, Mapping) and kind is Plan:
-        data = {"stale_layers": 0, **data}  # plans of older versions have none
-    if not isinstance(data, Mapping) or not wanted.keys() <= data.keys():
-        found = data.keys() if isinstance(data, Mapping) else ()
-        raise PlanError(f"the plan lacks {sorted(wanted.keys() - found)}")
-    for name, what in wanted.items():
-        value = data[name]
-        is_figure = type(value) in (int, float) and 0 <= value < MOST_FIGURE
-        if not (isinstance(value, str) if what is str else is_figure):
-            raise PlanError(
-                f"the plan's {name} = {str(value)[:100]} must be a {'text' if what is str else 'number'}"
-            )
-    return {name: data[name] for name in wanted}
+def read_partition(text: str) -> tuple[Partition, int | None]:
+    """Read the partition and, if they are given, the rounds of a plan's JSON; ignore other keys. Raises `PlanError`."""
+    data = _table(text)
+    rounds = data.get("rounds")
+    return _read(Partition, data), None if rounds is None else _read(Rounds, rounds, "rounds")
 
 
-def read_partition(data: object) -> tuple[Partition, int]:
-    """Read the partition and the rounds of a plan's table; ignore other keys. Raises `PlanError`."""
-    if not isinstance(data, Mapping):
-        raise PlanError(f"a plan must be a table, given {data!r}")
-    if missing := [key for key in ("forward", "fused", "backward") if key not in data]:
-        raise PlanError(f"the plan lacks {missing}")
-    rounds = data.get("rounds", 1)
-    counts: list[Any] = [rounds, data["fused"]]
-    for key in ("forward", "backward"):
-        if not isinstance(data[key], (list, tuple)):
-            raise PlanError(f"{key} = {data[key]!r} must be a list of layer counts")
-        counts += data[key]
-    if wrong := [count for count in counts if isinstance(count, bool) or not isinstance(count, int)]:
-        raise PlanError(f"layer counts and rounds must be whole numbers, given {wrong[0]!r}")
-    if rounds < 1:
-        raise PlanError(f"rounds = {rounds} must be at least 1")
-    return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
+def kept_before(partition: Partition, kept: KeptNames) -> KeptNames:
+    """Return `kept` without the layers of the fused stage, which keep nothing; empty if nothing is left.
 
-
-def read_kept(data: Mapping[str, object], partition: Partition) -> tuple[tuple[str, ...], ...]:
-    """Read what each layer keeps from a plan's table; empty if the table says nothing of it. Raises `PlanError`."""
-    given: Any = data.get("kept") or ()
-    is_list = isinstance(given, (list, tuple)) and all(isinstance(names, (list, tuple)) for names in given)
-    if not is_list or any(not isinstance(name, str) for names in given for name in names):
-        raise PlanError("the plan's kept must be a list of names for each layer")
-    if given and len(given) != partition.num_layers:
-        raise PlanError(
-            f"the plan's kept is of {len(given)} layers, its stages are of {partition.num_layers}"
-        )
-    return kept_before(partition, tuple(tuple(names) for names in given))
-
-
-def kept_before(partition: Partition, kept: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Return `kept` without the layers of the fused stage, which keep nothing; empty if nothing is left."""
+    Raises `PlanError` for another number of layers.
+    """
+    if kept and len(kept) != partition.num_layers:
+        raise PlanError(f"the plan's kept is of {len(kept)} layers, its stages are of {partition.num_layers}")
     split = partition.num_layers - partition.fused
     left = tuple(names if layer < split else () for layer, names in enumerate(kept))
     return left if any(left) else ()
 
 
-@dataclass(frozen=True)
-class Transfers:
-    """The bytes of a whole step over all devices, and loads as shares of the nominal link rate.
-
-    Uploads and downloads run at the same time, so the busier direction counts.
-
-    - `up_load`, `down_load`: mean over the step.
-    - `busiest_load`: load of the stage whose transfers fill most of its own time; above 1 its device waits
-      for the link.
-    """
-
-    up_bytes: int
-    down_bytes: int
-    up_load: float
-    down_load: float
-    busiest_stage: int
-    busiest_load: float
+def _table(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises `PlanError`."""
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        raise PlanError(f"a plan must be JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"a plan must be a table, given {data!r:.100}")
+    return data
 
 
-def plan_transfers(
-    plan: Plan, costs: Costs, pcie_gb_per_s: float, recompute: str, gradient_share: float
-) -> Transfers:
-    """Compare what a plan moves with what the links carry: the roofline of RoundPipe's appendix C.
-
-    A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round
-    hide the weights. `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
-    """
-    rate, micro_batches = pcie_gb_per_s * 1e9, plan.num_micro_batches
-    link = KeptLink(rate, gradient_share)
-    sums = LayerSums(costs.keeping(plan.kept), recompute, link, micro_batches)
-    up, down = sums.stage_bytes(plan.partition, plan.rounds, plan.stale_layers)
-    up_total, down_total = micro_batches * sum(up), micro_batches * sum(down)
-    # Uploads and downloads use different directions of the link, so the larger of the two is a stage's load.
-    loads = [
-        max(moved) / rate / (early_s + late_s) if early_s + late_s else 0.0
-        for *moved, early_s, late_s in zip(up, down, *sums.seconds(plan.partition), strict=True)
-    ]
-    capacity = plan.num_devices * plan.step_s * rate
-    return Transfers(
-        up_bytes=round(up_total),
-        down_bytes=round(down_total),
-        up_load=up_total / capacity if capacity else 0.0,
-        down_load=down_total / capacity if capacity else 0.0,
-        busiest_stage=loads.index(max(loads)),
-        busiest_load=max(loads),
-    )
-
-
-def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:
-    """Compute the micro-batches per round for which this layer's forward takes as long as its upload.
-
-    This is the batch whose operational intensity reaches the ridge point (RoundPipe appendix C). It is
-    infinite if the activations of a micro-batch take longer to move than to compute.
-    """
-    rate = pcie_gb_per_s * 1e9
-    spare_s = layer.forward_s - layer.boundary_bytes / rate
-    return layer.weight_bytes / rate / spare_s if spare_s > 0 else float("inf")
+def _read(kind: type[Kind], data: object, name: str = "partition") -> Kind:
+    """Check parsed JSON against a type; `name` is its key. Raises `PlanError` with the first mistake."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])).removeprefix("partition.") or name
+        given = "" if first["type"] == "missing" else f", given {first['input']!r:.100}"
+        raise PlanError(f"the plan's {key}: {first['msg'].removeprefix('Value error, ')}{given}") from error

@@ -1,19 +1,22 @@
 """The answers to a user's questions before a run: does it fit, what takes the memory, how fast is it, what to change.
 
-`report_plan` answers a `RunQuestion`. This module reads no config, no model and no file.
+`report_plan` answers a `RunQuestion`. The other functions say more about its plan, each at the cost of further plans or
+counts. This module reads no config, no model and no file.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.kept_report import KeptReport, report_kept
-from torchround.pipeline.memory import DeviceMemory, HostMemory, device_memory
-from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
+from torchround.pipeline.memory import DeviceMemory, HostMemory, device_memory, size_text
+from torchround.pipeline.plan import Plan, layer_names
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, least_candidate, make_plan
 from torchround.pipeline.run_question import RunQuestion
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
+from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
 
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
@@ -26,24 +29,11 @@ CLEARLY_FASTER = 0.03
 
 
 @dataclass(frozen=True)
-class ConfigChange:
-    """A change of the config that makes steps shorter, and the share of a step that it saves."""
-
-    setting: str
-    gain: float
-    basis: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.setting} would take {100 * self.gain:.0f} % less time per step{self.basis}"
-
-
-@dataclass(frozen=True)
 class PlanReport:
     """The answers about one run.
 
     `plan` is None if the run does not fit. Then `problem` says what is short, and `host` and `device` are those of the plan
-    that needs least. `faster` lists changes that would make steps clearly shorter. `longest_tokens` is the longest sequence
-    that fits, `longest_by_16_bits` that with sums of gradients in 16 bits.
+    that needs least.
     """
 
     question: RunQuestion
@@ -51,12 +41,6 @@ class PlanReport:
     problem: str
     host: HostMemory
     device: DeviceMemory | None
-    transfers: Transfers | None
-    micro_batches_to_hide: float | None
-    longest_tokens: int
-    longest_by_16_bits: int
-    faster: tuple[ConfigChange, ...]
-    kept: KeptReport | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -67,30 +51,15 @@ class PlanReport:
 
 
 def report_plan(question: RunQuestion) -> PlanReport:
-    """Answer the question."""
-    costs, problem = question.costs(), ""
-    plan: Plan | None = None
-    least: Plan | None = None
+    """Answer whether the run fits, by which plan, and what takes the memory."""
+    plan, problem, least = None, "", None
     try:
-        plan = least = plan_for(question, costs)
+        plan = least = plan_for(question)
     except InfeasiblePlanError as error:
         problem, least = str(error), error.least
-    longest, sums_in_16_bits = longest_tokens(question), question.accumulate_bytes <= 2
-    return PlanReport(
-        question=question,
-        plan=plan,
-        problem=problem,
-        host=question.state() if least is None else host_memory(question, least),
-        device=None if least is None else _device(question, costs, least),
-        transfers=_transfers(question, costs, plan),
-        micro_batches_to_hide=_to_hide(question, costs),
-        longest_tokens=longest,
-        longest_by_16_bits=longest
-        if sums_in_16_bits
-        else longest_tokens(replace(question, accumulate_bytes=2)),
-        faster=() if plan is None else tuple(_faster(question, plan)),
-        kept=None if plan is None else report_kept(question, plan, costs),
-    )
+    if least is None:
+        return PlanReport(question, None, problem, question.state(), None)
+    return PlanReport(question, plan, problem, host_memory(question, least), _device(question, least))
 
 
 def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
@@ -118,74 +87,128 @@ def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:
     )
 
 
-def _device(question: RunQuestion, costs: Costs, plan: Plan) -> DeviceMemory:
-    run = question.num_devices, question.num_micro_batches, plan.rounds, question.limits(), plan.stale_layers
-    return device_memory(plan.partition, costs.keeping(plan.kept), *run)
+def _device(question: RunQuestion, plan: Plan) -> DeviceMemory:
+    costs, sizes = question.costs().keeping(plan.kept), (question.num_devices, question.num_micro_batches)
+    return device_memory(plan.partition, costs, *sizes, plan.rounds, question.limits(), plan.stale_layers)
 
 
-def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
-    if plan is None or question.device is None:
-        return None
-    share = question.gradient_bytes / question.accumulate_bytes
-    return plan_transfers(plan, costs, question.device.pcie_gb_per_s, question.recompute, share)
+# The link to the host.
 
 
-def best_mode(question: RunQuestion, plan: Plan) -> ConfigChange | None:
-    """Return the choice of rounds or update mode that makes steps shortest; None if none is clearly faster than `plan`."""
-    if question.given is not None:
-        return None
-    return max(_shorter(question, plan, _modes(question)), key=lambda change: change.gain, default=None)
+def step_transfers(plan: Plan, costs: Costs, gradient_share: float) -> list[tuple[float, float]]:
+    """Count the bytes that each stage moves up and down in a step; `gradient_share` as in `KeptLink`."""
+    link, micro_batches = KeptLink(math.inf, gradient_share), plan.num_micro_batches
+    sums = LayerSums(costs.keeping(plan.kept), "stage", link, micro_batches)
+    moved = sums.stage_bytes(plan.partition, plan.rounds, plan.stale_layers)
+    return [(micro_batches * up, micro_batches * down) for up, down in zip(*moved, strict=True)]
 
 
-def _modes(question: RunQuestion) -> list[tuple[str, RunQuestion]]:
-    return [
+def link_text(question: RunQuestion, plan: Plan) -> str:
+    """Compare what a plan moves with what the links carry: the roofline of RoundPipe's appendix C.
+
+    Uploads and downloads use different directions of a link, so the busier one counts. A stage above 100 % waits.
+    """
+    assert question.device is not None, "the card is known"
+    moved = step_transfers(plan, question.costs(), question.gradient_bytes / question.accumulate_bytes)
+    rate = question.device.pcie_gb_per_s * 1e9
+    up, down = (
+        sum(way) / (plan.num_devices * plan.step_s * rate or math.inf) for way in zip(*moved, strict=True)
+    )
+    loads = [
+        max(both) / (plan.num_micro_batches * stage.seconds * rate or math.inf)
+        for both, stage in zip(moved, plan.stages, strict=True)
+    ]
+    busiest = loads.index(max(loads))
+    stage = plan.stages[busiest]
+    return (
+        f"PCIe at {question.device.pcie_gb_per_s:g} GB/s each way: {100 * up:.0f} % up, {100 * down:.0f} % down on average; "
+        f"{100 * loads[busiest]:.0f} % in the busiest stage, {busiest} ({stage.kind}, {layer_names(stage, stage)})"
+    )
+
+
+def kept_text(question: RunQuestion, plan: Plan) -> str:
+    """Say what a plan keeps of a micro-batch and on the host at once, and the seconds that it saves; empty for nothing."""
+    if not plan.kept:
+        return ""
+    costs = question.costs().keeping(())
+    batch, run = question.host_batch(), (plan.num_devices, plan.update, plan.stale_layers)
+    kept, nothing = (
+        batch.boundary_bytes(plan.partition, plan.rounds, *run, names) for names in (plan.kept, ())
+    )
+    whole_s = sum(map(sum, LayerSums(costs, question.recompute).seconds(plan.partition)))
+    saved_s = whole_s - sum(stage.seconds for stage in plan.stages)
+    of_device_s = plan.num_micro_batches * saved_s / plan.num_devices
+    return (
+        f"kept activations: {size_text(sum(costs.keeping(plan.kept).values('kept_bytes')))} per micro-batch each way, "
+        f"{size_text(kept - nothing)} of the host at once"
+        + ("" if question.device is None else f"; saves {of_device_s:.4g} s of each device's step")
+    )
+
+
+def ratio_text(question: RunQuestion, costs: Costs) -> str:
+    """Format PipeOffload's k of the layers that can keep anything; empty without such layers or without a known link.
+
+    k is the time in which all parts of a layer go to the host and come back, over the layer's forward and backward. If
+    it is at most 1, computation can hide all of these copies.
+    """
+    link = question.keep_rule().link
+    ratios = [
+        2 * sum(part.nbytes for part in layer.keepable) / (link.bytes_per_s * seconds)
+        for layer in costs.layers
+        if link is not None and layer.keepable and (seconds := layer.forward_s + layer.backward_s)
+    ]
+    if link is None or not ratios:
+        return ""
+    least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
+    return (
+        f"keeping all of a layer's parts copies for {least if least == most else f'{least} to {most}'} of the time that the "
+        f"layer computes (k; at most 1 can be hidden), at {link.bytes_per_s / 1e9:.3g} GB/s each way ({len(ratios)} layers)"
+    )
+
+
+# Shorter steps.
+
+
+def gains(question: RunQuestion, plan: Plan, every: bool = True) -> dict[str, float]:
+    """Return changes of the config that make steps clearly shorter, and the share of a step that each saves alone.
+
+    The best one comes first. All of them keep the step's batch. Without `every`, only the rounds and the update mode are
+    changed, which a run can do at no other cost.
+    """
+    changes = [
         ('engine.rounds = "auto"', replace(question, rounds="auto")),
         ('engine.update = "async"', replace(question, update="async")),
     ]
-
-
-def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
-    """Try changes that keep the step's batch, each alone; yield those that make steps clearly shorter."""
-    alternatives = [*_modes(question), ('engine.recompute = "layer"', replace(question, recompute="layer"))]
-    for size in (question.micro_batch_size // 2, question.micro_batch_size * 2):
-        if 1 <= size <= question.global_batch_size:
-            changed = replace(question, micro_batch_size=size)
-            alternatives.append((f"training.micro_batch_size = {size}", changed))
+    if every:
+        changes.append(('engine.recompute = "layer"', replace(question, recompute="layer")))
+        sizes = question.micro_batch_size // 2, question.micro_batch_size * 2
+        changes += [
+            (f"training.micro_batch_size = {size}", replace(question, micro_batch_size=size))
+            for size in sizes
+            if 1 <= size <= question.global_batch_size
+        ]
     # The other changes would leave the given plan in place, which was made for other costs.
     if question.given is not None:
-        alternatives = [("engine.plan left out", replace(question, given=None))]
-    yield from _shorter(question, plan, alternatives)
-
-
-def _shorter(
-    question: RunQuestion, plan: Plan, alternatives: Iterable[tuple[str, RunQuestion]]
-) -> Iterator[ConfigChange]:
-    """Yield the changes that make steps clearly shorter."""
+        changes = [("engine.plan left out", replace(question, given=None))] if every else []
     # Compared without a choice of what to keep: with one, each of these plans would take seconds.
-    before_s = (
-        plan.step_s if question.without_choice() == question else plan_for(question.without_choice()).step_s
-    )
-    basis = "" if question.device is not None else ", if time is in proportion to counted work"
-    for setting, changed in alternatives:
+    bare, found = question.without_choice(), {}
+    before_s = plan.step_s if bare == question else plan_for(bare).step_s
+    for setting, changed in changes:
         # A change that alters nothing, or that does not fit, is no advice.
-        if changed == question or not fits(changed):
-            continue
-        gain = 1 - plan_for(changed.without_choice()).step_s / before_s if before_s else 0.0
-        if gain > CLEARLY_FASTER:
-            yield ConfigChange(setting, gain=gain, basis=basis)
+        if before_s and changed != question and fits(changed):
+            gain = 1 - plan_for(changed.without_choice()).step_s / before_s
+            if gain > CLEARLY_FASTER:
+                found[setting] = gain
+    return dict(sorted(found.items(), key=lambda change: -change[1]))
 
 
-def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
-    """Return the micro-batches per round that hide the upload of the layer that needs most of them.
+def gain_text(question: RunQuestion, setting: str, gain: float) -> str:
+    """Say what a change saves."""
+    basis = "" if question.device is not None else ", if time is in proportion to counted work"
+    return f"{setting} would take {100 * gain:.0f} % less time per step{basis}"
 
-    Layers without work are left out: nothing is computed that could hide their upload.
-    """
-    if question.device is None:
-        return None
-    rate = question.device.pcie_gb_per_s
-    return max(
-        (micro_batches_to_hide(layer, rate) for layer in costs.layers if layer.forward_s), default=None
-    )
+
+# What fits.
 
 
 def fits(question: RunQuestion) -> bool:
@@ -217,39 +240,28 @@ def missing_bytes(question: RunQuestion) -> tuple[int, int]:
     rounds = question.fixed_rounds
     choices = (1, question.num_micro_batches) if rounds is None else (rounds,)
     least = Candidate(*question.given) if question.given else least_candidate(problem, choices)
-    needed = problem.device_bytes(least.partition, least.rounds), problem.host_bytes(least)
-    allowed = limits.device_bytes, limits.host_bytes
-    device, host = (
-        0 if most is None else max(0, nbytes - most) for nbytes, most in zip(needed, allowed, strict=True)
+    device_bytes, host_bytes = problem.device_bytes(least.partition, least.rounds), problem.host_bytes(least)
+    return (
+        0 if limits.device_bytes is None else max(0, device_bytes - limits.device_bytes),
+        0 if limits.host_bytes is None else max(0, host_bytes - limits.host_bytes),
     )
-    return device, host
 
 
 def longest_tokens(question: RunQuestion) -> int:
     """Find the longest sequence that fits with one sequence per micro-batch and a batch of one per device; 0 if none does."""
-    shortest = replace(
-        question,
-        micro_batch_size=1,
-        global_batch_size=question.num_devices * question.machines.count,
-        rounds=1,
-        given=None,
-    )
-    longer = LENGTH_STEP
-    while longer < LONGEST_LENGTH and fits(replace(shortest, seq_len=longer)):
-        longer *= 2
-    if longer == LENGTH_STEP:
-        return 0
-    return _longest_that_fits(shortest, longer // 2, longer, LENGTH_STEP)
+    batch = question.num_devices * question.machines.count
+    shortest = replace(question, micro_batch_size=1, global_batch_size=batch, rounds=1, given=None)
+    return _first_that_fits(shortest, "seq_len", range(LONGEST_LENGTH, -1, -LENGTH_STEP))
 
 
-def _longest_that_fits(question: RunQuestion, fitting: int, most: int, step: int) -> int:
-    """Return the longest sequence below `most`, in multiples of `step`, with which a run fits: at least `fitting`."""
-    # Memory grows with the length.
-    low, high = fitting // step, -(-most // step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(replace(question, seq_len=middle * step)) else (low, middle)
-    return low * step
+def _first_that_fits(question: RunQuestion, name: str, values: Sequence[int]) -> int:
+    """Return the first value of a field with which the run fits, otherwise the last; each needs no more memory than the one before."""
+
+    def is_fitting(value: int) -> bool:
+        change: dict[str, Any] = {name: value}
+        return fits(replace(question, **change))
+
+    return values[bisect_left(values, True, hi=len(values) - 1, key=is_fitting)]
 
 
 def changes_that_fit(question: RunQuestion) -> Iterator[str]:
@@ -294,45 +306,43 @@ def _missing_share(question: RunQuestion) -> float:
 
 def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     """Yield changes that need less memory, the ones that change least first; none that is in force already."""
+
+    def less(key: str, values: Sequence[int]) -> tuple[str, RunQuestion]:
+        name = key.partition(".")[2]
+        change: dict[str, Any] = {name: _first_that_fits(question, name, values)}
+        return f"{key} = {change[name]}", replace(question, **change)
+
     if question.given is not None:
         yield "engine.plan left out", replace(question, given=None)
     if question.keep_activations not in ("auto", "none"):
         yield 'engine.keep_activations = "none"', replace(question, keep_activations="none", given_kept=None)
     if question.micro_batch_size > 1:
-        yield _halved(question, "micro_batch_size", 1)
+        yield less("training.micro_batch_size", _halves(question.micro_batch_size, 1))
     rounds, most = question.fixed_rounds, question.num_micro_batches
     # Steps of `bounded` have one round.
     if rounds is not None and rounds < most and question.update != "bounded":
-        values = [*(rounds << n for n in range(1, most.bit_length()) if rounds << n < most), most]
-        more = _first_that_fits(question, "rounds", values)
-        yield f"engine.rounds = {more}", replace(question, rounds=more)
+        yield less("engine.rounds", sorted({min(rounds << n, most) for n in range(1, most.bit_length() + 1)}))
     if question.accumulate_bytes > 2:
         yield 'engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)
-    yield from question.smaller_states()
+    for setting, updates in question.updates.smaller:
+        changed = replace(question, updates=updates)
+        if changed.state().state_bytes < question.state().state_bytes:
+            yield setting, changed
     if question.update != "sync":
         yield 'engine.update = "sync"', replace(question, update="sync")
     # Each round of each machine has a micro-batch.
     least = (rounds or 1) * question.micro_batch_size * question.machines.count
     if question.global_batch_size > least:
-        yield _halved(question, "global_batch_size", least)
-    # A length below a quarter would be another training.
+        yield less("training.global_batch_size", _halves(question.global_batch_size, least))
     step = 1 << max(0, question.seq_len.bit_length() - LENGTH_BITS)
-    length = _longest_that_fits(question, question.seq_len // 4, question.seq_len, step)
-    if 0 < length < question.seq_len:
-        yield f"training.seq_len = {length}", replace(question, seq_len=length)
+    # A length below a quarter would be another training.
+    lengths = [
+        steps * step for steps in range((question.seq_len - 1) // step, question.seq_len // 4 // step - 1, -1)
+    ]
+    if lengths and lengths[-1]:
+        yield less("training.seq_len", lengths)
 
 
-def _halved(question: RunQuestion, key: str, least: int) -> tuple[str, RunQuestion]:
-    """Halve a number of `[training]` until the run fits, or down to `least`."""
-    value = getattr(question, key)
-    values = [value >> n for n in range(1, value.bit_length()) if value >> n >= least] or [least]
-    value = _first_that_fits(question, key, values)
-    changed: dict[str, Any] = {key: value}
-    return f"training.{key} = {value}", replace(question, **changed)
-
-
-def _first_that_fits(question: RunQuestion, key: str, values: list[int]) -> int:
-    """Return the first value with which the run fits; otherwise the last one."""
-    changes: Iterator[dict[str, Any]] = ({key: value} for value in values)
-    fitting = (change[key] for change in changes if fits(replace(question, **change)))
-    return next(fitting, values[-1])
+def _halves(value: int, least: int) -> list[int]:
+    """List halves of a value, quarters and so on, down to `least`."""
+    return [value >> n for n in range(1, value.bit_length()) if value >> n >= least] or [least]

@@ -1,7 +1,8 @@
 """A run to be planned: all that the planner has to know of its config, its model and its machine, in numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from torchround.layer_work import aligned
 from torchround.pipeline.cards import DeviceSpec
@@ -111,38 +112,35 @@ class RunQuestion:
     def with_times(self, measured: Costs) -> "RunQuestion":
         """Return the run with the seconds of `measured` for its own micro-batches, and in proportion for others.
 
-        Layers are found by name. A layer without measured seconds keeps its counted ones. Raises `CostsError` for a name
-        that no layer has.
+        Layers are found by name. Layers, hops and updates without measured seconds keep their counted ones. Raises
+        `CostsError` for a name that no layer has.
         """
-        counted = {layer.name: layer for layer in self.costs().layers}
-        times = {layer.name: layer for layer in measured.layers}
-        if unknown := [name for name in times if name not in counted]:
-            first, *_, last = counted
+        own, times = self.costs().layers, {layer.name: layer for layer in measured.layers}
+        names = [layer.name for layer in own]
+        if unknown := [name for name in times if name not in names]:
             raise CostsError(
-                f"measured times name {unknown[0]}, but the model has {first} .. {last} ({len(counted)} layers)"
+                f"measured times name {unknown[0]}, but the model has {names[0]} .. {names[-1]} ({len(names)} layers)"
             )
-
         own_tokens = self.seq_len * self.longest_micro_batch
 
         def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-            costs = self.costs_for(tokens, sequences, accumulate_bytes)
-
-            def scaled(measured_s: float, counted_s: float, now_s: float) -> float:
-                # A layer without counted work, such as an embedding, takes time by its tokens.
-                return measured_s * (now_s / counted_s if counted_s else tokens * sequences / own_tokens)
-
+            counted, longer = (
+                self.costs_for(tokens, sequences, accumulate_bytes),
+                tokens * sequences / own_tokens,
+            )
             layers = []
-            for layer in costs.layers:
+            for layer, before in zip(counted.layers, own, strict=True):
                 if (time := times.get(layer.name)) is not None:
-                    own = counted[layer.name]
-                    layer = layer.timed(
-                        scaled(time.forward_s, own.forward_s, layer.forward_s),
-                        scaled(time.backward_s, own.backward_s, layer.backward_s),
-                    )
+                    # A layer without counted work, such as an embedding, takes time by its tokens.
+                    forward = layer.forward_s / before.forward_s if before.forward_s else longer
+                    backward = layer.backward_s / before.backward_s if before.backward_s else longer
+                    layer = layer.timed(time.forward_s * forward, time.backward_s * backward)
+                    layer = replace(layer, optimizer_s=time.optimizer_s or layer.optimizer_s)
                 layers.append(layer)
-            return replace(costs, layers=tuple(layers), launch_s=0.0)
+            hop_s = measured.hop_s * longer or counted.hop_s
+            return replace(counted, layers=tuple(layers), hop_s=hop_s, launch_s=0.0)
 
-        return replace(self, costs_for=costs_for, is_measured=True)
+        return replace(self, costs_for=cache(costs_for), is_measured=True)
 
     def keep_rule(self) -> KeepRule:
         """Return what may be kept.
@@ -187,13 +185,6 @@ class RunQuestion:
         )
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
-
-    def smaller_states(self) -> Iterator[tuple[str, "RunQuestion"]]:
-        """Yield changes of the optimizer that take less of the host, and the changed run."""
-        for setting, updates in self.updates.smaller:
-            changed = replace(self, updates=updates)
-            if changed.state().state_bytes < self.state().state_bytes:
-                yield setting, changed
 
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""

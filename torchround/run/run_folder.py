@@ -140,7 +140,7 @@ class RunFolder:
         """Return the plan that the run had last, None if it has no readable one."""
         try:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError):
             return None
 
     def _kept_source(self) -> ConfigSource | None:
