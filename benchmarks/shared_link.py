@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.frame import Benchmark, Report
-from benchmarks.timed_layers import empty_micro_batches, sleep_model
+from benchmarks.timed_layers import costs_of, empty_micro_batches, timed_model
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine
@@ -106,7 +106,7 @@ def _operations(entry: Entry) -> float:
 def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[int]]) -> list[Entry]:
     """Record a run of `options.steps` steps."""
     log = AccessLog()
-    model = sleep_model([(SLEEP_S, SLEEP_S)] * PARTITION.num_layers)
+    model = timed_model(costs_of([(SLEEP_S, SLEEP_S)] * PARTITION.num_layers))
     store = HostStore(model, policy=POLICIES[update])
     store.initialize(model, seed=0)
     devices = [CpuDevice(index) for index in range(options.devices)]
