@@ -18,7 +18,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kept-stage": ("kept_stage", "KEPT_STAGE"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
-    "kept-plans": ("kept_plans", "KEPT_PLANS"),
     "optimizer-speed": ("optimizer", "SPEED"),
     "optimizer-overlap": ("optimizer_overlap", "OVERLAP"),
     "training-memory": ("host_memory", "TRAINING"),

@@ -297,15 +297,16 @@ def test_the_plan_is_about_as_fast_as_the_fastest_and_needs_no_more_of_the_host(
     assert is_as_fast or plan.step_s <= fastest.step_s * (1 + AS_FAST + 1e-9)
 
 
-def test_equal_layers_are_joined_until_a_step_would_take_too_long():
-    """No plan of two devices that is within 1 % needs fewer boundaries, by trying all of them."""
+@pytest.mark.parametrize("share", [AS_FAST, 0.1])
+def test_equal_layers_are_joined_until_a_step_would_take_too_long(share):
+    """No plan of two devices that is within the share needs fewer boundaries, by trying all of them."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, boundary_bytes=1) for i in range(7))
     layer_times = Costs(layers, 0.01)
-    plan = make_plan(layer_times, 2, 64, "sync", 1)
+    plan = make_plan(layer_times, 2, 64, "sync", 1, as_fast=share)
     problem = PlanningProblem(layer_times, 2, 64, "sync", MemoryLimits())
     every = [Candidate(partition, 1) for partition in all_partitions(7)]
     fastest_s = min(problem.exact_s(candidate) for candidate in every)
-    as_fast = [c for c in every if problem.exact_s(c) <= fastest_s * (1 + AS_FAST)]
+    as_fast = [c for c in every if problem.exact_s(c) <= fastest_s * (1 + share)]
     assert plan.host_activation_bytes == min(problem.host_bytes(candidate) for candidate in as_fast)
 
 

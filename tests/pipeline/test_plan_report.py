@@ -245,15 +245,24 @@ def test_the_report_counts_bytes_load_and_seconds_of_what_is_kept():
     assert answers[0].device.total_bytes == plans[0].device_bytes
 
 
-VIRTUAL = {"device": None, "devices_on_host": True}
+# Copies of virtual devices take the time of the processors that compute. Without a limit any amount would be filled.
+VIRTUAL, CUT = {"device": None, "devices_on_host": True}, {"given": KEEPING.given, "device_bytes": GIB}
 
 
 @pytest.mark.parametrize(
     ("setting", "changes", "is_kept"),
-    [("auto", {}, True), ("auto", VIRTUAL, False), ("all", VIRTUAL, True), ("auto", {"host_bytes": None}, False)],
+    [
+        *[("auto", {}, True), ("auto", VIRTUAL, False), ("all", VIRTUAL, True), ("auto", {"host_bytes": None}, False)],
+        *[
+            ("auto", {"slower_for_memory": 1.0}, False),
+            ("auto", CUT, True),
+            ("auto", CUT | {"slower_for_memory": 1.0}, False),
+        ],
+    ],
 )
-def test_auto_keeps_nothing_on_virtual_devices_nor_without_a_limit_of_host_memory(setting, changes, is_kept):
-    """Copies of virtual devices take the time of the processors that compute. Without a limit any amount would be filled."""
+def test_auto_keeps_nothing_if_copies_take_the_time_of_processors_or_memory_has_no_limit_or_counts_more(
+    setting, changes, is_kept
+):
     question = replace(KEEPING, given=None, given_kept=None, keep_activations=setting, rounds=1)
     fast = DeviceSpec("card", 24, 1000)
     narrow = replace(question, **{"device": fast, "device_bytes": 22 * MIB, "host_bytes": GIB, **changes})

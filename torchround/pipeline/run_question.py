@@ -11,6 +11,7 @@ from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
+from torchround.pipeline.search.annealing import AS_FAST
 from torchround.pipeline.simulation.stage_times import KeptLink
 from torchround.pipeline.update_costs import UpdateCosts
 
@@ -50,6 +51,7 @@ class RunQuestion:
     - `validates`: whether validations come between steps.
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
+    - `slower_for_memory`: share by which the step may be longer than the fastest plan's, to need less host memory.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
     - `is_measured`: whether `costs_for` has measured seconds.
     - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
@@ -80,6 +82,7 @@ class RunQuestion:
     given: tuple[Partition, int] | None = None
     stale_layers: int | None = None
     keep_activations: str | tuple[str, ...] = "none"
+    slower_for_memory: float = AS_FAST
     given_kept: KeptNames | None = None
     machines: PlannedMachines = ONE_MACHINE
     is_measured: bool = False

@@ -132,6 +132,7 @@ def run_question(
         given=given,
         stale_layers=given_stale_layers(engine),
         keep_activations=engine.keep_activations,
+        slower_for_memory=engine.slower_for_memory,
         given_kept=given_kept(engine),
         machines=machines,
     )

@@ -7,7 +7,7 @@ backward of step t. More than the fewest without a bubble gain nothing.
 from collections.abc import Callable, Sequence
 
 from torchround.pipeline.keep_rule import items_by_gain
-from torchround.pipeline.search.annealing import AS_FAST, SAME_STEP, Search, find_plan
+from torchround.pipeline.search.annealing import SAME_STEP, Search, find_plan
 from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 # A step that is longer than the fastest one by at most this share is as short, if no larger share is given.
@@ -127,11 +127,13 @@ def keep_activations(
     return problem, best
 
 
-def keep_on(problem: PlanningProblem, candidate: Candidate) -> tuple[PlanningProblem, Candidate]:
+def keep_on(
+    problem: PlanningProblem, candidate: Candidate, as_fast: float
+) -> tuple[PlanningProblem, Candidate]:
     """Keep what is best on given cuts, which fit without keeping anything."""
     problem = problem.with_items(items_by_gain(problem.costs, problem.stale_layers or 0))
     fitting = fitting_amounts(problem, candidate)
-    return problem, next(filter(_fast_rule(problem, candidate, fitting, AS_FAST), fitting))
+    return problem, next(filter(_fast_rule(problem, candidate, fitting, as_fast), fitting))
 
 
 def fitting_amounts(
