@@ -5,11 +5,13 @@ Everything that a search asks about a plan is asked here, one candidate at a tim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.keep_rule import KeptItem, kept_names
 from torchround.pipeline.memory import MemoryLimits, device_memory
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.pool_count import PoolCount, boundaries_of
 from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
 from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
@@ -139,10 +141,31 @@ class PlanningProblem:
         """Compute the seconds that all devices together are busy with a step, or wait for the link."""
         return self.num_micro_batches * sum(self._stage_times(candidate).total_s) + self.costs.job_s
 
-    def least_work_s(self, candidate: Candidate) -> float:
-        """Compute a bound of the step time at once: the work of any plan with this fused stage, spread over the devices."""
-        micro_batch_s = self.sums_of(candidate.kept).work_s(candidate.partition.fused)
-        return self.num_micro_batches * micro_batch_s / self.num_devices
+    def device_s(self, candidate: Candidate) -> list[float]:
+        """Bound the step time by each device, in dispatch order: it idles until its first input and after its last output.
+
+        Steps without a flush follow each other, so devices take turns with the slots of a step: those that are a common
+        divisor of both numbers apart are done by as many devices.
+        """
+        times, devices = self._stage_times(candidate), self.num_devices
+        sizes = [len(part) for part in split_evenly(self.num_micro_batches, candidate.rounds)]
+        slots_s = [size * seconds for size in sizes for seconds in times.total_s]
+        if self.update != "sync":
+            apart = gcd(len(slots_s), devices)
+            return [sum(slots_s[first::apart]) * apart / devices for first in range(apart)]
+        stages, arrival_s, busy_s = len(times.total_s), [0.0, *accumulate(times.entry_s)], []
+        for first in range(min(devices, stages)):
+            last = stages - 1 - (len(slots_s) - 1 - first) % devices
+            ends_s = arrival_s[-1] - arrival_s[last + 1] if last >= 0 else 0.0
+            begins_s = arrival_s[first + 1] - times.total_s[first] - times.hop_s
+            busy_s.append(begins_s + sum(slots_s[first::devices]) + ends_s)
+        return busy_s
+
+    def least_rank_s(self, candidate: Candidate) -> float:
+        """Bound the rank of a candidate, several times as fast as it is timed."""
+        device_s = self.device_s(candidate)
+        most_s = max(device_s)
+        return most_s + self.idle_weight * (most_s - sum(device_s) / len(device_s))
 
     def rank_s(self, candidate: Candidate) -> float:
         """Compute what the search minimises: the step time, and in modes without a flush part of a device's idle time."""
