@@ -55,7 +55,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         counts = (*self.forward, self.fused, *self.backward)
-        if any(count < 1 for count in counts):
+        if min(counts) < 1:
             raise PlanError(f"every stage needs at least one layer, got {self}")
         if sum(self.forward) != sum(self.backward):
             raise PlanError(

@@ -7,8 +7,11 @@ and the effort is counted, not timed, so the same problem always gets the same p
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations, pairwise, product
+from math import ceil
+from operator import add, itemgetter
 from random import Random
 
 from torchround.pipeline.partition import Partition
@@ -20,21 +23,23 @@ SAME_STEP = 1e-9
 AS_FAST = 0.01
 # All plans are tried up to this many partitions x rounds: 7 layers have 1366 partitions.
 MOST_EXHAUSTIVE = 1500
-# What annealing may cost for one number of rounds, in stage slots. The steady state of a mode without a flush takes
-# several steps; the other cost of a plan is about OTHER_SLOTS.
-SLOTS, STEADY_STEPS, OTHER_SLOTS = {"sync": 100_000, "async": 60_000, "bounded": 60_000}, 8, 10
-# Plans that annealing starts from, with different numbers of stages.
-STARTS = 4
+# What annealing costs at most for one number of rounds, in timed stages. A steady state takes about STEADY_STEPS steps,
+# a move a third of a step and MOVE_COST, a bound half a step and MOVE_COST, a count of device memory COUNT_STEPS steps.
+EFFORT = {"sync": 100_000, "async": 7_000, "bounded": 30_000, "kept": 40_000}
+STEADY_STEPS, COUNT_STEPS, MOVE_COST = 3, 2, 5
+# Plans that annealing starts from, with different numbers of stages, and levels: half of the walks reach the next one.
+STARTS, LEVELS = 6, 4
 # The share by which a plan may be slower than the one before at first. It falls with this power of the effort left.
-WARMTH, COOLING = {"sync": 0.03, "async": 0.02}, 3
-# The share of moves that cut all stages of a direction anew, in each of the independent passes over the starts. Single
-# passes get caught: with half the effort each, two are better than one. A step with a flush has hardly any even stages.
-RECUT = {"sync": (0.0, 0.15), "async": (0.25, 0.25)}
+WARMTH, COOLING = {"sync": 0.03, "async": 0.01}, 3
+# The share of moves that cut all stages anew, and of the others, those from the slowest device to the fastest.
+RECUT, DIRECTED = {"sync": 0.08, "async": 0.25}, 0.5
 # A number of rounds whose best start is slower than the best known plan by this factor is not searched further.
 MOST_GAIN = 1.25
-# Relative sizes of the fused stage and of the number of forward stages that starts have, and the growth of the number
-# of stages beyond two turns of the devices.
-FUSED_FACTORS, FORWARD_FACTORS, GROWTH = (0, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.3), (0.85, 1.0, 1.15), 1.15
+# Starts are timed until their bound is slower than the best one by this factor.
+MOST_SLOWER = 1.02
+# Starts have about this many sizes of the fused stage, and of each a few numbers of forward and of backward stages,
+# whose stages are as long as these shares of the fused one.
+FUSED_SIZES, NUMBERS, SHARES = 32, 6, {"sync": (0.25, 1.2), "async": (0.5, 1.15)}
 # Plans of which the host memory is counted to choose the least.
 MOST_COUNTED = 20
 
@@ -46,21 +51,29 @@ class Search:
         self.problem = problem
         # The rank of each candidate that fits, and infinity for one that does not.
         self.met: dict[Candidate, float] = {}
+        self.bounds: dict[Candidate, float] = {}
         self.spent = 0
+
+    def bound(self, candidate: Candidate) -> float:
+        """Return a bound of the rank."""
+        if candidate not in self.bounds:
+            self.spent += MOVE_COST + candidate.rounds * candidate.partition.num_stages // 2
+            self.bounds[candidate] = self.problem.least_rank_s(candidate)
+        return self.bounds[candidate]
 
     def rank(self, candidate: Candidate, most: float = float("inf")) -> float:
         """Return the rank of a candidate that fits; infinity if it does not or is above `most`."""
         if candidate not in self.met:
-            self.spent += OTHER_SLOTS
-            if self.problem.least_work_s(candidate) > most:
+            if self.bound(candidate) > most:
                 return float("inf")
-            slots = candidate.rounds * candidate.partition.num_stages
-            self.spent += slots * (1 if self.problem.overlap == "sync" else STEADY_STEPS)
-            # Memory takes as long to count as a step, so a plan that is too slow anyway does without.
-            if (rank_s := self.problem.rank_s(candidate)) > most:
+            problem, stages = self.problem, candidate.partition.num_stages
+            self.spent += candidate.rounds * stages * (1 if problem.overlap == "sync" else STEADY_STEPS)
+            # Memory takes longer to count than a step, so a plan that is too slow anyway does without.
+            if (rank_s := problem.rank_s(candidate)) > most:
                 return float("inf")
-            fits = self.problem.fits_limits(candidate)
-            self.met[candidate] = rank_s if fits else float("inf")
+            if problem.limits.device_bytes is not None:
+                self.spent += COUNT_STEPS * stages
+            self.met[candidate] = rank_s if problem.fits_limits(candidate) else float("inf")
         return self.met[candidate]
 
     def best(self) -> Candidate | None:
@@ -79,52 +92,72 @@ class Search:
             for rounds, partition in product(rounds_choices, all_partitions(problem.num_layers)):
                 self.rank(Candidate(partition, rounds))
             return
-        starts = [self.starts(rounds) for rounds in rounds_choices]
-        for found in sorted(starts, key=lambda found: found[0][0]):
+        starts = sorted((self.starts(rounds) for rounds in rounds_choices), key=lambda found: found[0][0])
+        for index, found in enumerate(starts):
             if found[0][0] <= min(self.met.values()) * MOST_GAIN:
-                self.anneal([candidate for _, candidate in found])
+                self.anneal([candidate for _, candidate in found], 1 / (index + 1))
 
     def starts(self, rounds: int, kept: int = 0) -> list[tuple[float, Candidate]]:
         """Return the best of the starts for one number of rounds, with their ranks, all of different numbers of stages."""
         problem = self.problem
-        coarse, before = coarse_partitions(problem, rounds), self.spent
+        partitions = dict.fromkeys(chain(coarse_partitions(problem, rounds), even_partitions(problem)))
+        candidates = [Candidate(partition, rounds, kept) for partition in partitions]
         found: dict[int, tuple[float, Candidate]] = {}
         best = float("inf")
-        for number, partition in enumerate(chain(coarse, even_partitions(problem))):
-            # Hundreds of layers have starts of many stages, which come last.
-            if number >= len(coarse) and self.spent - before > SLOTS[problem.update]:
+        for candidate in sorted(candidates, key=self.bound):
+            most = best * (MOST_SLOWER if len(found) >= 2 else MOST_GAIN)
+            if self.bound(candidate) > most:
                 break
-            candidate = Candidate(partition, rounds, kept)
-            rank_s = self.rank(candidate, best * MOST_GAIN)
+            rank_s, stages = self.rank(candidate, most), candidate.partition.num_stages
             best = min(best, rank_s)
-            stages = partition.num_stages
-            if stages not in found or rank_s < found[stages][0] * (1 - SAME_STEP):
+            if rank_s < found.get(stages, (float("inf"),))[0] * (1 - SAME_STEP):
                 found[stages] = rank_s, candidate
+        if not found:
+            # A walk may still come within the limits, from where little memory is needed.
+            return [(float("inf"), candidates[0])]
         # Rounded, so that equal times in another order of additions are in the same order here.
         return sorted(found.values(), key=lambda start: float(f"{start[0]:.9g}"))[:STARTS]
 
-    def anneal(self, starts: Sequence[Candidate]) -> None:
-        """Walk from each start in turn, then once more from the best plan found; all that in independent passes."""
+    def _with_better_numbers(self, rank_s: float, found: Candidate) -> tuple[float, Candidate]:
+        """Change the fused stage and the numbers of stages by one each while that gives a faster plan of even stages."""
+        while found.partition.forward:
+            partition = found.partition
+            shape = len(partition.forward), partition.fused, len(partition.backward)
+            for change in ((0, 0, 1), (0, 0, -1), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0)):
+                other = replace(found, partition=even_partition(self.problem, *map(add, shape, change)))
+                if (other_s := self.rank(other, rank_s)) < rank_s * (1 - SAME_STEP):
+                    rank_s, found = other_s, other
+                    break
+            else:
+                break
+        return rank_s, found
+
+    def anneal(self, starts: Sequence[Candidate], share: float = 1.0) -> None:
+        """Walk from all starts, then on from the better half of what they found, and so on, with this share of the effort."""
         problem, mode = self.problem, self.problem.overlap
-        enough_s = least_step_s(problem) * (1 + SAME_STEP)
-        best = min(starts, key=self.rank)
-        for seed, recut in enumerate(RECUT[mode]):
-            random, found = Random(seed), min(starts, key=self.rank)
-            walks = [(start, 1.0, 0.5, 0.5 / len(starts)) for start in starts]
-            for index in range(len(walks) + 1):
-                start, warm, cool, part = walks[index] if index < len(walks) else (found, 0.5, 0.0, 0.5)
-                now, now_s = start, self.rank(start)
-                quota, before = part * SLOTS[problem.update] / len(RECUT[mode]), self.spent
-                while (spent := self.spent - before) < quota and self.rank(best) > enough_s:
-                    self.spent += 3
-                    left = warm + (cool - warm) * spent / quota
-                    most_s = now_s + self.rank(found) * (WARMTH[mode] * left**COOLING + SAME_STEP)
-                    other = moved(problem, now, random, recut)
+        enough_s, random = least_step_s(problem) * (1 + SAME_STEP), Random(0)
+        walks = [(self.rank(start), start) for start in dict.fromkeys(starts)]
+        walks = [walk for walk in walks if walk[0] < float("inf")] or walks[:1]
+        if mode != "sync":
+            walks = [self._with_better_numbers(*walk) for walk in walks]
+        # Fewer micro-batches than devices leave idle time in any mode.
+        few = problem.num_micro_batches < problem.num_devices
+        effort = EFFORT["kept" if problem.items else "sync" if few else problem.update]
+        for level in range(LEVELS):
+            quota = share * effort / LEVELS / len(walks)
+            for index, (found_s, found) in enumerate(walks):
+                now, now_s, before, device_s = found, found_s, self.spent, problem.device_s(found)
+                while (spent := self.spent - before) < quota and found_s > enough_s:
+                    self.spent += MOVE_COST + now.partition.num_stages // 3
+                    left = 1 - (level + spent / quota) / LEVELS
+                    most_s = now_s + found_s * (WARMTH[mode] * left**COOLING + SAME_STEP)
+                    other = moved(problem, now, random, device_s)
                     if (other_s := self.rank(other, most_s)) <= most_s:
-                        now, now_s = other, other_s
-                        if now_s < self.rank(found) * (1 - SAME_STEP):
-                            found = now
-            best = min(best, found, key=self.rank)
+                        now, now_s, device_s = other, other_s, problem.device_s(other)
+                        if now_s < found_s * (1 - SAME_STEP):
+                            found_s, found = now_s, now
+                walks[index] = found_s, found
+            walks = sorted(dict.fromkeys(walks), key=itemgetter(0))[: -(-len(walks) // 2)]
 
     def least_host(self, fastest: Candidate, is_fast: Callable[[Candidate], bool]) -> Candidate:
         """Return the plan of least host memory among those met that are fast and have as many rounds as `fastest`."""
@@ -214,28 +247,37 @@ def all_partitions(num_layers: int) -> Iterator[Partition]:
 
 
 def even_partitions(problem: PlanningProblem) -> Iterator[Partition]:
-    """Yield partitions of stages that are about equally long, the largest fused stages first."""
-    sums, layers, devices = problem.sums_of(0), problem.num_layers, problem.num_devices
-    forward_s, most = sums.forward_s, largest_fused(problem)
-    fewest_forward, fewest_backward = fewest_stages(problem, forward_s)
+    """Yield partitions of even stages that are about as long as their fused stage, or down to a third of that."""
+    sums, layers = problem.sums_of(0), problem.num_layers
+    forward_s, most = sums.forward_s, min(largest_fused(problem), problem.num_layers - 1)
     both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
-    shapes: dict[tuple[int, int, int], None] = {}
-    stages = 3
-    while stages < 2 * layers:
-        for fused_factor, forward_factor in product(FUSED_FACTORS, FORWARD_FACTORS):
-            seconds = fused_factor * (forward_s[-1] + both_s[-1]) / stages
-            fused = layers - bisect_left(both_s, both_s[-1] - seconds)
-            fused = min(max(1, fused), most, layers - 1)
-            split = layers - fused
-            share = forward_s[split] / max(forward_s[split] + both_s[split], 1e-300)
-            forward = round((stages - 1) * share * forward_factor)
-            forward = min(max(fewest_forward, forward, stages - 1 - split), split)
-            backward = min(max(fewest_backward, stages - 1 - forward), split)
-            shapes[fused, forward, backward] = None
-        stages = stages + 1 if stages <= 2 * devices else round(stages * GROWTH) + 1
-    for fused, forward, backward in sorted(shapes, reverse=True):
-        halves = cut(forward_s, layers - fused, forward), cut(both_s, layers - fused, backward)[::-1]
-        yield Partition(halves[0], fused, halves[1])
+    fewest = fewest_stages(problem, forward_s)
+    for fused in range(1, most + 1, -(-most // FUSED_SIZES)):
+        split = layers - fused
+        fused_s = max(forward_s[-1] - forward_s[split] + sums.backward_s[-1] - sums.backward_s[split], 1e-300)
+        numbers = (
+            _numbers(sums_s[split] / fused_s, split, least, SHARES[problem.overlap])
+            for sums_s, least in zip((forward_s, both_s), fewest, strict=True)
+        )
+        for forward, backward in product(*numbers):
+            yield even_partition(problem, forward, fused, backward)
+
+
+def even_partition(problem: PlanningProblem, forward: int, fused: int, backward: int) -> Partition:
+    """Cut the layers into about equally long stages of each direction, as near to these numbers as can be."""
+    sums, fused = problem.sums_of(0), min(max(fused, 1), problem.num_layers - 1)
+    split = problem.num_layers - fused
+    both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
+    forward, backward = (min(max(number, 1), split) for number in (forward, backward))
+    return Partition(cut(sums.forward_s, split, forward), fused, cut(both_s, split, backward)[::-1])
+
+
+def _numbers(fused_stages: float, split: int, least: int, shares: tuple[float, float]) -> list[int]:
+    """List numbers of stages for so many layers, which take as long as `fused_stages` fused stages and need `least`."""
+    low, high = (min(max(least, ceil(fused_stages / share)), split) for share in reversed(shares))
+    # Stages of few layers are even for few numbers of stages.
+    even = {-(-split // size) for size in range(1, NUMBERS)}
+    return sorted({*range(low, high + 1, -(-(high - low + 1) // NUMBERS)), *(even & {*range(low, high + 1)})})
 
 
 def fewest_stages(problem: PlanningProblem, sums_s: Sequence[float]) -> tuple[int, int]:
@@ -296,8 +338,10 @@ def _coarser(sums: Sequence[float], fused: int, backward: tuple[int, ...], forwa
     return Partition(cut(sums, sum(backward), forward), fused, backward)
 
 
-def moved(problem: PlanningProblem, candidate: Candidate, random: Random, recut: float) -> Candidate:
-    """Return a copy with one to a few random moves.
+def moved(
+    problem: PlanningProblem, candidate: Candidate, random: Random, device_s: Sequence[float]
+) -> Candidate:
+    """Return a copy with one to a few random moves; `device_s` are the candidate's bounds by device.
 
     A move cuts a stage in two, joins two stages, changes the fused stage, or takes single layers from one stage to
     another of the same direction. It may also keep more or less.
@@ -307,17 +351,18 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random, recut:
     if problem.items and random.random() < 0.3:
         place = problem.amounts.index(kept) + random.choice((-4, -1, 1, 4))
         kept = problem.amounts[min(max(place, 0), len(problem.amounts) - 1)]
-    if not forward:
+    if not forward or (kept != candidate.kept and random.random() < 0.5):
         return Candidate(partition, candidate.rounds, kept)
-
-    def stages() -> list[int]:
-        return forward if random.random() * (len(forward) + len(backward)) < len(forward) else backward
-
-    kind = random.random()
-    chosen = stages()
+    kind, chosen = random.random(), _direction(forward, backward, random)
     index = random.randrange(len(chosen))
-    if kind < recut:
-        forward, fused, backward = _recut(problem, len(forward), fused, len(backward), random)
+    if kind < RECUT[problem.overlap]:
+        # Even stages, one more or less of each kind or as many as before.
+        numbers = (
+            len(stages) + round(random.gauss(0, 1 + 0.1 * len(stages))) for stages in (forward, backward)
+        )
+        forward_number, backward_number = numbers
+        anew = even_partition(problem, forward_number, fused + random.choice((-1, 0, 0, 1)), backward_number)
+        forward, fused, backward = list(anew.forward), anew.fused, list(anew.backward)
     elif kind < 0.4 and chosen[index] > 1:
         first = random.randrange(1, chosen[index])
         chosen[index : index + 1] = [first, chosen[index] - first]
@@ -330,12 +375,8 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random, recut:
             fused += change
             forward[one] -= change
             backward[other] -= change
-    for _ in range(random.randrange(0 if kind < 0.65 else 1, 1 if kind < recut else 4)):
-        chosen = stages()
-        source, target = random.randrange(len(chosen)), random.randrange(len(chosen))
-        if chosen[source] > 1:
-            chosen[source] -= 1
-            chosen[target] += 1
+    if kind >= RECUT[problem.overlap]:
+        _take_layers(forward, backward, random, device_s, least=0 if kind < 0.65 else 1)
     # Stages that start small fill the devices sooner, and stages that end small drain them sooner. So of equal layers
     # only such plans are tried, which are far fewer.
     if problem.sorts_stages:
@@ -344,22 +385,29 @@ def moved(problem: PlanningProblem, candidate: Candidate, random: Random, recut:
     return Candidate(Partition(tuple(forward), fused, tuple(backward)), candidate.rounds, kept)
 
 
-def _recut(
-    problem: PlanningProblem, forward: int, fused: int, backward: int, random: Random
-) -> tuple[list[int], int, list[int]]:
-    """Cut the layers anew into even stages, one more or less of each kind or as many as before."""
-    fused = min(max(fused + random.choice((-1, 0, 0, 1)), 1), problem.num_layers - 1)
-    split, sums = problem.num_layers - fused, problem.sums_of(0)
-    numbers = [
-        min(max(number + round(random.gauss(0, 1 + 0.1 * number)), 1), split)
-        for number in (forward, backward)
-    ]
-    both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
-    return (
-        list(cut(sums.forward_s, split, numbers[0])),
-        fused,
-        list(cut(both_s, split, numbers[1])[::-1]),
-    )
+def _direction(forward: list[int], backward: list[int], random: Random) -> list[int]:
+    return forward if random.random() * (len(forward) + len(backward)) < len(forward) else backward
+
+
+def _take_layers(
+    forward: list[int], backward: list[int], random: Random, device_s: Sequence[float], least: int
+) -> None:
+    """Take a layer from a stage of the slowest device to one of the fastest, or `least` to 3 layers between any stages."""
+    if len(device_s) > 1 and random.random() < DIRECTED:
+        stages = _direction(forward, backward, random)
+        place, devices = 0 if stages is forward else len(forward) + 1, len(device_s)
+        slowest, fastest = device_s.index(max(device_s)), device_s.index(min(device_s))
+        sources, targets = (
+            range((device - place) % devices, len(stages), devices) for device in (slowest, fastest)
+        )
+        moves = [(stages, random.choice(sources), random.choice(targets))] if sources and targets else []
+    else:
+        chosen = [_direction(forward, backward, random) for _ in range(random.randrange(least, 4))]
+        moves = [(stages, random.randrange(len(stages)), random.randrange(len(stages))) for stages in chosen]
+    for stages, source, target in moves:
+        if stages[source] > 1:
+            stages[source] -= 1
+            stages[target] += 1
 
 
 def _smaller(problem: PlanningProblem, candidate: Candidate) -> Iterator[Candidate]:

@@ -20,6 +20,8 @@ MOST_COMPARED = 12
 FEWER = (0.75, 0.5, 0.25, 0.0)
 # Numbers of rounds that get a search with kept activations, the most promising first.
 MOST_ROUNDS = 3
+# Cuts that such a search starts from, for each of three amounts.
+KEPT_STARTS = 3
 
 
 def find_stale_plan(problem: PlanningProblem, as_fast: float) -> tuple[PlanningProblem, Candidate] | None:
@@ -110,13 +112,13 @@ def keep_activations(
             scores.append((rounds != found.rounds, problem.exact_s(start), rounds, start.kept))
     for _, _, rounds, kept in sorted(scores)[:MOST_ROUNDS]:
         base = found if rounds == found.rounds else find_plan(without, (rounds,), 0.0) or found
-        on_found = fitting_amounts(problem, Candidate(base.partition, rounds))
-        halves = {kept, problem.amounts[problem.amounts.index(kept) // 2]}
-        starts = [search.starts(rounds, amount)[0][1] for amount in sorted(halves)]
+        place = problem.amounts.index(kept)
+        amounts = sorted({problem.amounts[part * place // 2] for part in (0, 1, 2)})
+        cuts = [one.partition for amount in amounts for _, one in search.starts(rounds, amount)[:KEPT_STARTS]]
         # The best plan of other rounds: with more rounds its micro-batches take less of the host.
-        if best := search.best():
-            starts.append(Candidate(best.partition, rounds, best.kept))
-        search.anneal([*starts, *sorted(on_found, key=problem.busy_s)[:1]])
+        cuts += [base.partition, *([best.partition] if (best := search.best()) else [])]
+        fits_on = [fitting_amounts(problem, Candidate(cut, rounds)) for cut in dict.fromkeys(cuts)]
+        search.anneal([min(each, key=problem.busy_s) for each in fits_on if each])
     search.rank(found)
     fast = [candidate for candidate, rank_s in search.met.items() if rank_s < float("inf")]
     is_fast = _fast_rule(problem, found, fast, as_fast)

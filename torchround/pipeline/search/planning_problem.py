@@ -5,12 +5,15 @@ Everything that a search asks about a plan is asked here, one candidate at a tim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
+from operator import add
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.keep_rule import KeptItem, kept_names
 from torchround.pipeline.memory import MemoryLimits, device_memory
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
 from torchround.pipeline.simulation.step_time import step_seconds
 
@@ -128,10 +131,33 @@ class PlanningProblem:
         early_s, late_s = self.sums_of(candidate.kept).seconds(candidate.partition, candidate.rounds)
         return self.num_micro_batches * (sum(early_s) + sum(late_s)) + self.costs.job_s
 
-    def least_work_s(self, candidate: Candidate) -> float:
-        """Compute a bound of the step time at once: the work of any plan with this fused stage, spread over the devices."""
-        micro_batch_s = self.sums_of(candidate.kept).work_s(candidate.partition.fused)
-        return self.num_micro_batches * micro_batch_s / self.num_devices
+    def device_s(self, candidate: Candidate) -> list[float]:
+        """Bound the step time by each device, in dispatch order: it idles until its first input and after its last output.
+
+        Steps without a flush follow each other, so devices take turns with the slots of a step: those that are a common
+        divisor of both numbers apart are done by as many devices.
+        """
+        early_s, late_s = self.sums_of(candidate.kept).seconds(candidate.partition, candidate.rounds)
+        total_s, devices, hop_s = list(map(add, early_s, late_s)), self.num_devices, self.costs.hop_s
+        sizes = [len(part) for part in split_evenly(self.num_micro_batches, candidate.rounds)]
+        slots_s = [size * seconds for size in sizes for seconds in total_s]
+        if self.update != "sync":
+            apart = gcd(len(slots_s), devices)
+            return [sum(slots_s[first::apart]) * apart / devices for first in range(apart)]
+        stages, busy_s = len(total_s), []
+        arrival_s = [0.0, *accumulate(seconds + hop_s for seconds in late_s)]
+        for first in range(min(devices, stages)):
+            last = stages - 1 - (len(slots_s) - 1 - first) % devices
+            ends_s = arrival_s[-1] - arrival_s[last + 1] if last >= 0 else 0.0
+            begins_s = arrival_s[first + 1] - total_s[first] - hop_s
+            busy_s.append(begins_s + sum(slots_s[first::devices]) + ends_s)
+        return busy_s
+
+    def least_rank_s(self, candidate: Candidate) -> float:
+        """Bound the rank of a candidate, several times as fast as it is timed."""
+        device_s = self.device_s(candidate)
+        most_s = max(device_s)
+        return most_s + self.idle_weight * (most_s - sum(device_s) / len(device_s))
 
     def rank_s(self, candidate: Candidate) -> float:
         """Compute what the search minimises: the step time, and in modes without a flush part of a device's idle time."""
