@@ -103,7 +103,7 @@ def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():
 
 
 def test_more_rounds_make_room_for_more():
-    rule, room = (KeepRule("auto", KeptLink(1e9)), MemoryLimits(device_bytes=4000, host_bytes=8 * 130 * 11 // 3))
+    rule, room = (KeepRule("auto", KeptLink(1e9)), MemoryLimits(device_bytes=4000, host_bytes=8 * 130 * 11 // 4))
     one = make_plan(blocks(11), 4, 8, "async", 1, room, keep=rule)
     chosen = make_plan(blocks(11), 4, 8, "async", "auto", room, keep=rule)
     assert chosen.rounds > 1
