@@ -23,7 +23,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.saver import SaveSource
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LAYERS, DEVICES, MICRO_BATCHES = 8, 2, 4
 CHUNK_BYTES = 2**23

@@ -18,7 +18,7 @@ from benchmarks.frame import ROOT, Benchmark, Report, in_fresh_process, in_turns
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN
-from torchround.pipeline.cards import find_device
+from torchround.planning.cards import find_device
 
 MIB = 2**20
 SEQ_LEN = 2048

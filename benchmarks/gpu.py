@@ -34,11 +34,11 @@ from torchround.engine.results import StepResult, costs_from_reports, one_layer_
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import GIB
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.planner import evaluate_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import GIB
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
+from torchround.planning.planner import evaluate_plan
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question

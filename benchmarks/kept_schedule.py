@@ -19,12 +19,12 @@ from benchmarks.timed_layers import (
 )
 from torchround.engine.settings import EngineSettings
 from torchround.layer import KEEPABLE
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
-from torchround.pipeline.simulation.stage_times import KeptLink
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
+from torchround.planning.stage_times import KeptLink
 
 # Shares of a dense block's forward and of what it keeps, part by part, as counted for Llama 3 8B at 2048 tokens; the rest
 # are norms and rotations.

@@ -29,11 +29,11 @@ from torchround.engine.store.ownership import Ownership
 from torchround.machines import links
 from torchround.machines.group import MachineGroup
 from torchround.machines.links import Purpose
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.machine_shares import step_share
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 # Published layer times of Llama-3.1-8B on an RTX 4090, micro-batches of 4 x 2048 tokens: forward and backward seconds.
 # The embedding is not among them and takes none here.

@@ -21,10 +21,10 @@ from benchmarks.timed_layers import (
     with_updates,
 )
 from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 MOST_ADDED_PERCENT = 2.0
 

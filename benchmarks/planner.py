@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frame import GIB, ROOT, Benchmark, Report
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 COSTS = ROOT / "docs" / "costs"
 NUM_DEVICES, NUM_MICRO_BATCHES = 8, 16

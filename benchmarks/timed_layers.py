@@ -25,8 +25,8 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.plan import Plan
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
 

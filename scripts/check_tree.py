@@ -31,7 +31,7 @@ TOP_LEVEL = frozenset(
 )
 
 # What each room may import besides itself. `commands` and the package's own names may import every room.
-BELOW_ENGINE = {"config", "layer", "pipeline", "untrusted"}
+BELOW_ENGINE = {"config", "layer", "planning", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | set(
     "accelerators optim data checkpoint hf observe engine machines generation".split()
 )
@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keeping": {"kept_operations"},
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
-    "pipeline": {"config", "layer_work", "untrusted"},
+    "planning": {"config", "layer_work", "untrusted"},
     "machines": {"config", "untrusted"},
     "optim": BELOW_ENGINE | {"accelerators"},
     "data": BELOW_ENGINE,
@@ -162,7 +162,7 @@ def model_imports_little(source: Source) -> Iterator[str]:
 
 def planner_is_pure(source: Source) -> Iterator[str]:
     """Check that the planner has no torch, no threads and no files."""
-    if source.room == "pipeline":
+    if source.room == "planning":
         yield from (
             f"imports {name}" for name in IMPURE & {module.split(".")[0] for module in source.imports()}
         )

@@ -1,4 +1,4 @@
-"""The fit of `torchround/pipeline/rates.py` on RoundPipe's layer times and throughputs (docs/planning.md): for maintainers.
+"""The fit of `torchround/planning/rates.py` on RoundPipe's layer times and throughputs (docs/planning.md): for maintainers.
 
     python scripts/fit_rates.py            print the constants, and each model's prediction from a fit without it
     python scripts/fit_rates.py --check    exit code 1 if a prediction is off, or rates.py has other constants
@@ -32,11 +32,11 @@ from scripts.pipeline_tables import (
 from torchround.commands.configured_model import build_model
 from torchround.config import parse_command_line
 from torchround.layer import LayeredModel, LayerWork
-from torchround.pipeline.cards import DEVICES
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.planner import evaluate_plan
-from torchround.pipeline.rates import RATES, CardRates, Rates, costs_from_work
+from torchround.planning.cards import DEVICES
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition
+from torchround.planning.planner import evaluate_plan
+from torchround.planning.rates import RATES, CardRates, Rates, costs_from_work
 from torchround.run.numbers import layer_numels
 
 CARD = next(device for device in DEVICES if device.name == "rtx4090")

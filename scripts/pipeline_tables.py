@@ -29,17 +29,17 @@ from torchround.commands.plan_run import configured_question, hardware, known_vo
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
-from torchround.pipeline import machine_report
-from torchround.pipeline.cards import find_device
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import host_memory, plan_for
-from torchround.pipeline.planner import UPDATES, InfeasiblePlanError, make_plan
-from torchround.pipeline.rates import RATES
-from torchround.pipeline.run_question import RunQuestion
-from torchround.pipeline.search.annealing import AS_FAST
+from torchround.planning import machine_report
+from torchround.planning.cards import find_device
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.memory import GIB, MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import host_memory, plan_for
+from torchround.planning.planner import UPDATES, InfeasiblePlanError, make_plan
+from torchround.planning.rates import RATES
+from torchround.planning.run_question import RunQuestion
+from torchround.planning.search import AS_FAST
 from torchround.run.numbers import with_job
 from torchround.simulate.bound import SimulationSetup
 from torchround.simulate.report import ScheduleReport

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchround.commands import CommandError
-from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
-from torchround.pipeline.costs import Costs, CostsError
-from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan import read_partition
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.rates import CardRates, costs_from_work
-from torchround.pipeline.timeline import trace_events
+from torchround.engine.timeline import trace_events
+from torchround.planning.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
+from torchround.planning.costs import Costs, CostsError
+from torchround.planning.memory import GIB, MemoryLimits
+from torchround.planning.partition import PlanError
+from torchround.planning.plan import read_partition
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.rates import CardRates, costs_from_work
 from torchround.simulate.bound import ScheduleError, SimulationSetup
 from torchround.simulate.report import ScheduleReport
 from torchround.simulate.schedules import SCHEDULES, simulate_schedule

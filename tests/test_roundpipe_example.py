@@ -6,7 +6,7 @@ from torch import nn
 
 from examples.roundpipe import RoundPipe, batches, main, net_of, stages_of
 from torchround import Pipeline
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LOSS = nn.CrossEntropyLoss(reduction="sum")
 

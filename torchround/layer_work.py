@@ -51,7 +51,7 @@ class Products:
     - `flops`: products of the forward, once per token that is computed.
     - `frozen_flops`: the part of `flops` spent on products with frozen weights.
     - `kind`: `"dense"`, attention included, `"grouped"` for stacks of experts, or `"head"`. Each has a rate of its own
-      (`pipeline/rates.py`). Another kind is a `ValueError`.
+      (`planning/rates.py`). Another kind is a `ValueError`.
     """
 
     flops: float

@@ -16,7 +16,7 @@ from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
-from torchround.pipeline.plan import Plan
+from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers

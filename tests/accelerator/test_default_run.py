@@ -14,7 +14,7 @@ import torchround.trainer
 from tests.support.small_run import small_runs, use_family
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
-from torchround.pipeline.memory import MIB
+from torchround.planning.memory import MIB
 
 __all__ = ["small_runs"]
 

@@ -6,8 +6,8 @@ from tests.support.faults import Bomb
 from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
 from torchround.engine.ordering import GRADIENT_LANDED
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HostBatch
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.host_buffers import HostBatch
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 STEPS = 4

@@ -9,7 +9,7 @@ from tests.support.toy import toy_engine, toy_store
 from torchround.engine.errors import PipelineError
 from torchround.engine.worker.structure import flatten
 from torchround.layer import aligned
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
 

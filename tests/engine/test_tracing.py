@@ -15,9 +15,9 @@ from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.timeline import COMPUTE, HOST, TaskKind, label
 from torchround.engine.tracing import StepTraces
 from torchround.optim import make_optimizer
-from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind, label
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)

@@ -11,10 +11,10 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.host_buffers import whole_pages
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.plan_report import longest_tokens, plan_for
-from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.planning.host_buffers import whole_pages
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.plan_report import longest_tokens, plan_for
+from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
 from torchround.run.numbers import RunNumbers, run_question

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from tests.support.counted_rules import FULL
 from tests.support.small_run import ASYNC, STEPS, small_runs, stop_after
-from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.cards import DeviceSpec
+from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.planning.partition import Partition
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
+from torchround.planning.run_question import RunQuestion
 from torchround.run.run_plan import PlanByMeasuring
 
 __all__ = ["small_runs"]

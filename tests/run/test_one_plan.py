@@ -10,10 +10,10 @@ from tests.support.small_run import TIED, files_of, small_runs
 from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
 from torchround.models import FAMILIES
-from torchround.pipeline import plan_report
-from torchround.pipeline.memory import MIB
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.rates import RATES
+from torchround.planning import plan_report
+from torchround.planning.memory import MIB
+from torchround.planning.plan_report import plan_for
+from torchround.planning.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 from torchround.run.run_plan import given_kept

@@ -8,7 +8,7 @@ import pytest
 from torchround.commands.configured_model import build_model
 from torchround.commands.plan_run import dry_run_hardware, planned_machines, question_of
 from torchround.config import parse_command_line
-from torchround.pipeline.plan_report import fits, host_memory, plan_for
+from torchround.planning.plan_report import fits, host_memory, plan_for
 from torchround.run.run_plan import PlanByMeasuring
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.support.published_models import PARTITIONS, by_night, published_costs, published_partition
 from tests.support.random_costs import costs as random_costs
 from tests.support.random_costs import exact_step_s, partitions
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.timeline import Task, TaskKind, trace_events
+from torchround.engine.timeline import Task, TaskKind, trace_events
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.partition import Partition
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
 

@@ -22,8 +22,8 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.partition import Partition
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import Partition
 
 # The first value of an axis is the default, which the table writes as a dot.
 AXES = {

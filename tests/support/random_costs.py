@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import strategies as st
+from torchround.planning.simulation import step_time
 
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulation import step_time
-from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.stage_times import KeptLink, LayerSums
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import simulate
 

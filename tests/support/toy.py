@@ -15,7 +15,7 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, aligned
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
 # eps is well above the rounding of a gradient, see `rounding.py`: weights can be compared between computations that

@@ -26,9 +26,9 @@ from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
-from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
-from torchround.pipeline.costs import Costs, CostsError
-from torchround.pipeline.machine_report import (
+from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.planning.costs import Costs, CostsError
+from torchround.planning.machine_report import (
     USABLE_RATE,
     fewest_machines,
     machine_rows,
@@ -36,10 +36,10 @@ from torchround.pipeline.machine_report import (
     report_exchange,
     usable_bytes_per_s,
 )
-from torchround.pipeline.memory import GIB, PROGRAM_BYTES, gib_text, size_text
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan import Plan, text_table
-from torchround.pipeline.plan_report import (
+from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
+from torchround.planning.partition import PlanError
+from torchround.planning.plan import Plan, text_table
+from torchround.planning.plan_report import (
     PlanReport,
     changes_that_fit,
     fits,
@@ -52,8 +52,8 @@ from torchround.pipeline.plan_report import (
     ratio_text,
     report_plan,
 )
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import (
     USABLE_DEVICE_FRACTION,
     USABLE_HOST_FRACTION,

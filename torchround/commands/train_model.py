@@ -58,12 +58,12 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
-from torchround.pipeline.cards import UnknownPeakError
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import gain_text, gains, host_memory, report_plan
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
+from torchround.planning.cards import UnknownPeakError
+from torchround.planning.memory import size_text
+from torchround.planning.partition import PlanError
+from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware

@@ -1,7 +1,7 @@
 """The buffers that the passes of an engine need on the host, reserved before they are used.
 
 A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever devices progress in an order
-that they had not taken before. `pipeline/host_buffers.py` counts for the worst order.
+that they had not taken before. `planning/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ from torchround.engine.passes import PassShape
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import StagingSizes
-from torchround.pipeline.host_buffers import LOSS_BYTES, HeldPass, most_buffers, restarted_layers, whole_pages
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
+from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, most_buffers, restarted_layers, whole_pages
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.partition import Partition, StageKind, evaluation_tasks, step_tasks
 
 NO_SIZES = StagingSizes(boundary_bytes=0, integer_bytes=0, micro_batches=0, training=False)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchround.accelerators import kind_of
 from torchround.engine.errors import DeviceMemoryError, HostMemoryError
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 
 T = TypeVar("T")
 

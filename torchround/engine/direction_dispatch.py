@@ -8,7 +8,7 @@ from torchround.engine.direction_jobs import DirectionJob, directed_bundles
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.update_report import UPDATED
-from torchround.pipeline.partition import StageKind, StageTask, slots_before_late_jobs
+from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
 
 class DirectionDispatch:

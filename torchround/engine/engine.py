@@ -54,9 +54,9 @@ from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, ma
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.memory import forward_stages
-from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.memory import forward_stages
+from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
-from torchround.pipeline.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare
 
 
 class LandedGradients:

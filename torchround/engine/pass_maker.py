@@ -17,9 +17,9 @@ from torchround.engine.passes_under_way import PassesUnderWay
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Batch
-from torchround.pipeline.host_buffers import kept_cuts
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, StageTask
+from torchround.planning.host_buffers import kept_cuts
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import Partition, StageTask
 
 
 class PassMaker:

@@ -15,15 +15,15 @@ from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing
 from torchround.engine.worker.structure import FLAT
 from torchround.layer import Batch, aligned
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import (
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import (
     Partition,
     Stage,
     StageKind,
     StageTask,
     step_tasks,
 )
-from torchround.pipeline.run_question import INTEGER_TENSORS
+from torchround.planning.run_question import INTEGER_TENSORS
 
 
 @dataclass(frozen=True)

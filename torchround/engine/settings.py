@@ -10,7 +10,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import KeptNames, Partition
+from torchround.planning.partition import KeptNames, Partition
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torchround.generation.decoding_cache import sequence_bytes
 from torchround.generation.sampling import Sampling
 from torchround.generation.scoring import Score, score
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
-from torchround.pipeline.memory import MIB, size_text, slot_space
-from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.planning.memory import MIB, size_text, slot_space
+from torchround.planning.partition import Partition, Stage, StageKind
 
 # One in each half of a device's space for weights: with two stages a pass, both are still there in the next pass.
 STAGES_THAT_STAY = 2

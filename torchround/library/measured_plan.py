@@ -7,11 +7,11 @@ from torchround.layer import LayeredModel, aligned
 from torchround.library.probe import LayerMeasure
 from torchround.library.refusals import PipelineUsageError
 from torchround.library.sample_batch import SampleBatch
-from torchround.pipeline.cards import ASSUMED_DEVICE
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.planner import InfeasiblePlanError, make_plan
+from torchround.planning.cards import ASSUMED_DEVICE
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.planner import InfeasiblePlanError, make_plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import layer_numels, parameter_counts
 

@@ -15,9 +15,9 @@ from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.partition import split_evenly
-from torchround.pipeline.plan import Plan
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import split_evenly
+from torchround.planning.plan import Plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
 

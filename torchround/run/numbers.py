@@ -1,7 +1,7 @@
 """The numbers of a run, taken from its config and its model in this one place.
 
 Everything that counts, plans or builds takes them from here, so that the plan of a run, its measuring plan, its dry run
-and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
+and the `plan` command cannot disagree: `run_question` puts them together, and `planning/plan_report.py` answers.
 """
 
 import math
@@ -23,12 +23,12 @@ from torchround.engine.worker.orthogonalise import STEPS, scratch_bytes, slot_by
 from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
-from torchround.pipeline.cards import ASSUMED_DEVICE, DeviceSpec
-from torchround.pipeline.costs import BundleCount, Costs, LayerCost, ParameterCounts
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.rates import CardRates, costs_from_work, launch_seconds
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
-from torchround.pipeline.update_costs import (
+from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
+from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.planning.update_costs import (
     JOB_DTYPE,
     JOB_ELEMENT_BYTES,
     RuleCosts,

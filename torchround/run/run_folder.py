@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.config import Config, RunTable, to_toml
-from torchround.pipeline.plan import Plan
+from torchround.planning.plan import Plan
 from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.terminal import terminal_safe
 

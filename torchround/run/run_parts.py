@@ -9,8 +9,8 @@ from torchround.engine.device import Device
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch
 from torchround.observe import MetricsLogger, open_metrics
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.plan import Plan
+from torchround.planning.run_question import RunQuestion
 from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers

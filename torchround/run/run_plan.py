@@ -14,11 +14,11 @@ from pathlib import Path
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
-from torchround.pipeline.partition import KeptNames, Partition, PlanError
-from torchround.pipeline.plan import Plan, kept_before
-from torchround.pipeline.plan_report import plan_for, ratio_text
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.partition import KeptNames, Partition, PlanError
+from torchround.planning.plan import Plan, kept_before
+from torchround.planning.plan_report import plan_for, ratio_text
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import RunQuestion
 
 logger = logging.getLogger(__name__)
 

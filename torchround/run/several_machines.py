@@ -25,8 +25,8 @@ from torchround.machines.group import HostShare, MachineGroup
 from torchround.machines.launch import require_same
 from torchround.machines.link_rate import measure_rate
 from torchround.observe.record import MachineTimes, StepRecord
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines
+from torchround.planning.memory import size_text
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 from torchround.run.early_end import StopRequest
 from torchround.untrusted.progress import Progress
 

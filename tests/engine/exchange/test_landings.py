@@ -14,7 +14,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel
-from torchround.pipeline.machine_shares import landing_window_bytes
+from torchround.planning.machine_shares import landing_window_bytes
 
 
 def test_a_part_waits_for_exactly_the_parts_that_had_its_memory():

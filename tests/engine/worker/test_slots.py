@@ -11,9 +11,9 @@ from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
-from torchround.pipeline.memory import device_memory
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan_report import plan_for
+from torchround.planning.memory import device_memory
+from torchround.planning.partition import Partition
+from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question

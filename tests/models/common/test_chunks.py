@@ -27,8 +27,8 @@ from torchround.layer import KEEPABLE, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed.without_memory import Meter
 from torchround.models.common import chunks
-from torchround.pipeline.cards import find_device
-from torchround.pipeline.rates import CardRates, costs_from_work
+from torchround.planning.cards import find_device
+from torchround.planning.rates import CardRates, costs_from_work
 
 CHUNK, TOKENS = 24, 64  # the last chunk has 16 tokens
 UNITS = {torch.float32: FP32, torch.bfloat16: BF16}

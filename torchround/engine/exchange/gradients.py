@@ -27,7 +27,7 @@ from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import Machine, MachineGroup
 from torchround.machines.links import Purpose, Receiver, Sender, chunk_numel
-from torchround.pipeline.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare
 
 
 class SharedGradients(LandedGradients):

@@ -24,7 +24,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 from torchround.machines.links import Purpose
-from torchround.pipeline.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare
 
 
 class GroupExchange(StepExchange):

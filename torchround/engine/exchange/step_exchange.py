@@ -17,7 +17,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.pipeline.machine_shares import StepShare, step_share
+from torchround.planning.machine_shares import StepShare, step_share
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
 from torchround.optim.range_threads import Range, RangeThreads
-from torchround.pipeline.host_buffers import whole_pages
-from torchround.pipeline.memory import GIB, size_text
+from torchround.planning.host_buffers import whole_pages
+from torchround.planning.memory import GIB, size_text
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer

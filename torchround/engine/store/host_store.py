@@ -33,7 +33,7 @@ from torchround.engine.store.weight_values import WeightValues
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 from torchround.optim.optimizer import Optimizer, make_optimizer
-from torchround.pipeline.partition import Stage
+from torchround.planning.partition import Stage
 
 
 class HostStore:

@@ -17,7 +17,7 @@ from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, fill
 from torchround.engine.worker.structure import flatten, unflatten
 from torchround.layer import Batch, Hidden, aligned
-from torchround.pipeline.host_buffers import LOSS_BYTES
+from torchround.planning.host_buffers import LOSS_BYTES
 
 
 class HostTensors:

@@ -20,7 +20,7 @@ from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.file_reader import FileReader, pieces_of
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
-from torchround.pipeline.memory import ROUNDING_ELEMENTS
+from torchround.planning.memory import ROUNDING_ELEMENTS
 
 
 class WeightUpload:

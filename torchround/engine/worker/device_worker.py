@@ -38,7 +38,7 @@ from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonal
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import Partition, StageKind
+from torchround.planning.partition import Partition, StageKind
 
 T = TypeVar("T")
 # The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.

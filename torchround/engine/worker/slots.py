@@ -16,8 +16,8 @@ from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
 from torchround.layer import Hidden, aligned
-from torchround.pipeline.memory import ROUNDING_ELEMENTS, slot_space
-from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
+from torchround.planning.partition import Partition, Stage, StageKind
 
 
 class SlotRing:

@@ -10,8 +10,8 @@ One step maps a state of times to the next one, in every update mode. `StageTime
 
 from collections.abc import Callable, Sequence
 
-from torchround.pipeline.partition import slots_before_late_jobs, split_evenly
-from torchround.pipeline.simulation.stage_times import StageTimes
+from torchround.planning.partition import slots_before_late_jobs, split_evenly
+from torchround.planning.stage_times import StageTimes
 
 NEVER = float("-inf")
 # Most steps to run until one repeats; after that the steady state comes from the transition matrix.

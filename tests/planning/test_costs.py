@@ -8,10 +8,10 @@ from hypothesis import given
 from scripts import fit_rates
 from tests.support.random_costs import costs
 from torchround.layer import KeptWork, LayerWork, Products
-from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, find_device
-from torchround.pipeline.costs import Costs, CostsError, KeptCost, LayerCost
-from torchround.pipeline.rates import RATES, CardRates, Rates, costs_from_work
-from torchround.pipeline.update_costs import newton_schulz_flops
+from torchround.planning.cards import ASSUMED_DEVICE, DEVICES, DeviceSpec, find_device
+from torchround.planning.costs import Costs, CostsError, KeptCost, LayerCost
+from torchround.planning.rates import RATES, CardRates, Rates, costs_from_work
+from torchround.planning.update_costs import newton_schulz_flops
 from torchround.run.numbers import with_job
 
 

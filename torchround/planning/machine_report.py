@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.partition import split_evenly
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import fits, host_memory, plan_for
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
-from torchround.pipeline.simulation.exchange_time import (
+from torchround.planning.exchange_time import (
     Exchange,
     ExchangedBundle,
     exchange_step_seconds,
 )
-from torchround.pipeline.simulation.stage_times import LayerSums
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import split_evenly
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import fits, host_memory, plan_for
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import PlannedMachines, RunQuestion
+from torchround.planning.stage_times import LayerSums
 
 # Share of a network's line rate that carries data.
 USABLE_RATE = 0.9

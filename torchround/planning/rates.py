@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchround.layer_work import LayerWork, Products
-from torchround.pipeline.cards import DeviceSpec, UnknownPeakError
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
+from torchround.planning.cards import DeviceSpec, UnknownPeakError
+from torchround.planning.costs import Costs, KeptCost, LayerCost
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from itertools import accumulate
 from math import gcd
 from operator import add
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.host_buffers import HostBatch
-from torchround.pipeline.keep_rule import KeptItem, kept_names
-from torchround.pipeline.memory import MemoryLimits, device_memory
-from torchround.pipeline.partition import Partition, split_evenly
-from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
-from torchround.pipeline.simulation.step_time import step_seconds
+from torchround.planning.costs import Costs
+from torchround.planning.host_buffers import HostBatch
+from torchround.planning.keep_rule import KeptItem, kept_names
+from torchround.planning.memory import MemoryLimits, device_memory
+from torchround.planning.partition import Partition, split_evenly
+from torchround.planning.stage_times import KeptLink, LayerSums
+from torchround.planning.step_time import step_seconds
 
 # An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than
 # the costs say. So among steps of about the same length the search prefers the one with less idle time.

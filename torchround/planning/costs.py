@@ -51,7 +51,7 @@ class LayerCost:
     - `workspace_bytes`: scratch inside one call.
     - `optimizer_s`: one update of the layer on the host, once per step.
     - `job_s`, `job_link_s`: what a device computes for the layer's update, and one copy for it in each direction, once per
-      step (`run_jobs` in `simulation/step_time.py`).
+      step (`run_jobs` in `step_time.py`).
     - `job_slot_bytes`, `job_scratch_bytes`: device memory of such a job, for copies and while it computes.
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
     - `kept`: names of those that are kept if the layer lies in a backward stage.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.rates import RATES
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.partition import Partition
+from torchround.planning.rates import RATES
 
 
 @dataclass(frozen=True)

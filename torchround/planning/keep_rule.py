@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from torchround.pipeline.costs import Costs, CostsError, LayerCost
-from torchround.pipeline.partition import KeptNames, PlanError
-from torchround.pipeline.simulation.stage_times import KeptLink
+from torchround.planning.costs import Costs, CostsError, LayerCost
+from torchround.planning.partition import KeptNames, PlanError
+from torchround.planning.stage_times import KeptLink
 
 # Parts whose seconds per byte differ by less than this share count as equal: measured times of equal layers differ.
 ALIKE = 0.1

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import (
+from torchround.planning.costs import Costs
+from torchround.planning.partition import (
     KeptNames,
     Partition,
     Stage,

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from tests.support.published_models import by_night, published_costs
 from tests.support.random_costs import all_partitions, costs, exact_step_s, limits
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HostBatch
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
-from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.plan import Plan, read_partition
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.rates import RATES
-from torchround.pipeline.search.annealing import AS_FAST
-from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
-from torchround.pipeline.simulation.stage_times import KeptLink
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.host_buffers import HostBatch
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import GIB, MemoryLimits, device_memory
+from torchround.planning.partition import Partition, PlanError
+from torchround.planning.plan import Plan, read_partition
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.planning.planning_problem import Candidate, PlanningProblem
+from torchround.planning.rates import RATES
+from torchround.planning.search import AS_FAST
+from torchround.planning.stage_times import KeptLink
 
 # The search for the fastest; a plan that needs less host memory may take 1 % longer (below).
 fastest_plan = partial(make_plan, as_fast=0.0)

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, by_night, published_costs
 from tests.support.random_costs import all_partitions, costs, exact_step_s
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.host_buffers import HostBatch
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import step_transfers
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.search.choices import AS_SHORT
+from torchround.planning.choices import AS_SHORT
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.host_buffers import HostBatch
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition, PlanError
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import step_transfers
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
 
 SIZES = {"devices": st.integers(1, 4), "micro_batches": st.integers(1, 5)}
 

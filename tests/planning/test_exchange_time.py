@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import costs, partitions
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import Partition, split_evenly
-from torchround.pipeline.simulation.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
-from torchround.pipeline.simulation.stage_times import LayerSums
-from torchround.pipeline.simulation.step_time import step_seconds
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
+from torchround.planning.partition import Partition, split_evenly
+from torchround.planning.stage_times import LayerSums
+from torchround.planning.step_time import step_seconds
 
 SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async"])}
 

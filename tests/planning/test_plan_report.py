@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.counted_rules import COMPACT_ADAMW, FULL
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
-from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.pipeline.machine_report import machine_rows, report_exchange, usable_bytes_per_s
-from torchround.pipeline.machine_shares import assign_owners, landing_bytes, step_share
-from torchround.pipeline.memory import GIB, STAGED_BYTES, gib_text
-from torchround.pipeline.partition import Partition, PlanError, split_evenly
-from torchround.pipeline.plan_report import (
+from torchround.planning.cards import DeviceSpec
+from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.planning.machine_report import machine_rows, report_exchange, usable_bytes_per_s
+from torchround.planning.machine_shares import assign_owners, landing_bytes, step_share
+from torchround.planning.memory import GIB, STAGED_BYTES, gib_text
+from torchround.planning.partition import Partition, PlanError, split_evenly
+from torchround.planning.plan_report import (
     changes_that_fit,
     fits,
     gains,
@@ -25,9 +25,9 @@ from torchround.pipeline.plan_report import (
     report_plan,
     step_transfers,
 )
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
-from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.planning.run_question import PlannedMachines, RunQuestion
+from torchround.planning.update_costs import RuleCosts, UpdateCosts
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20

@@ -12,13 +12,13 @@ from tests.support.published_models import by_night
 from tests.support.random_costs import LINKS, costs, limits
 from torchround.commands.plan_run import configured_question, hardware, parser
 from torchround.config import parse_command_line
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.plan_report import longest_tokens, plan_for
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.simulation.stage_times import KeptLink
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition, PlanError
+from torchround.planning.plan_report import longest_tokens, plan_for
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.planning.stage_times import KeptLink
 
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from torchround.layer_work import aligned
-from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, CostsError, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state
-from torchround.pipeline.partition import KeptNames, Partition, split_evenly
-from torchround.pipeline.search.annealing import AS_FAST
-from torchround.pipeline.simulation.stage_times import KeptLink
-from torchround.pipeline.update_costs import UpdateCosts
+from torchround.planning.cards import DeviceSpec
+from torchround.planning.costs import Costs, CostsError, ParameterCounts
+from torchround.planning.host_buffers import HostBatch
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import HostMemory, MemoryLimits, host_state
+from torchround.planning.partition import KeptNames, Partition, split_evenly
+from torchround.planning.search import AS_FAST
+from torchround.planning.stage_times import KeptLink
+from torchround.planning.update_costs import UpdateCosts
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token, `aligned`.
 INTEGER_TENSORS = 4

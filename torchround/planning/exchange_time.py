@@ -11,10 +11,10 @@ are ready. A message has arrived once it has passed its sender's and its receive
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.machine_shares import assign_owners
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulation.stage_times import StageTimes, completing_stage
-from torchround.pipeline.simulation.step_time import run_slots
+from torchround.planning.machine_shares import assign_owners
+from torchround.planning.partition import Partition
+from torchround.planning.stage_times import StageTimes, completing_stage
+from torchround.planning.step_time import run_slots
 
 # Steps of `async` before its step time is taken, as delays settle within a few steps. The mean is taken over this many
 # steps for each device, because steps can repeat with a period of as many steps as there are devices. Messages can

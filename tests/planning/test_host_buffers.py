@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HeldPass, HostBatch, kept_cuts, most_buffers
-from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.host_buffers import HeldPass, HostBatch, kept_cuts, most_buffers
+from torchround.planning.partition import Partition, StageKind, evaluation_tasks, step_tasks
 
 FORWARD, BACKWARD = StageKind.FORWARD, StageKind.BACKWARD
 UNIT_COSTS = {n: Costs((LayerCost("layer", 1.0, 2.0, boundary_bytes=1),) * n) for n in (3, 4)}

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import KeptNames, Partition, PlanError
+from torchround.planning.memory import size_text
+from torchround.planning.partition import KeptNames, Partition, PlanError
 from torchround.untrusted.strict_json import parse_json
 
 # Figures of a plan's file are below this, so that sums of them stay finite.

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.support.counted_rules import ADAMW, COMPACT_ADAMW, COMPACT_MUON, FULL, MUON, SPLIT
 from tests.support.random_costs import costs, partitions
-from torchround.pipeline.costs import BundleCount, Costs, LayerCost, ParameterCounts
-from torchround.pipeline.host_buffers import PAGE_BYTES
-from torchround.pipeline.memory import MemoryLimits, device_memory, forward_stages, host_state, slot_space, stage_bytes
-from torchround.pipeline.partition import Partition, StageKind, evaluation_stages, evaluation_tasks, step_tasks
-from torchround.pipeline.update_costs import UpdateCosts
+from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts
+from torchround.planning.host_buffers import PAGE_BYTES
+from torchround.planning.memory import MemoryLimits, device_memory, forward_stages, host_state, slot_space, stage_bytes
+from torchround.planning.partition import Partition, StageKind, evaluation_stages, evaluation_tasks, step_tasks
+from torchround.planning.update_costs import UpdateCosts
 
 # weights, gradients, activations, boundary, workspace
 LAYERS = Costs(

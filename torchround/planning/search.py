@@ -14,8 +14,8 @@ from math import ceil
 from operator import add, itemgetter
 from random import Random
 
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
+from torchround.planning.partition import Partition
+from torchround.planning.planning_problem import Candidate, PlanningProblem
 
 # Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
 SAME_STEP = 1e-9

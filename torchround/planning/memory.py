@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch, restarted_layers
-from torchround.pipeline.machine_shares import assign_owners, landing_bytes
-from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_stages
-from torchround.pipeline.update_costs import UpdateCosts
+from torchround.planning.costs import Costs, ParameterCounts
+from torchround.planning.host_buffers import HostBatch, restarted_layers
+from torchround.planning.machine_shares import assign_owners, landing_bytes
+from torchround.planning.partition import Partition, Stage, StageKind, evaluation_stages
+from torchround.planning.update_costs import UpdateCosts
 
 GIB = 2**30
 MIB = 2**20

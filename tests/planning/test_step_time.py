@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.random_costs import LINKS, costs, exact_step_s, in_both_ways, partitions, simulated_step_s
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.partition import Partition, StageKind
+from torchround.planning.stage_times import KeptLink, LayerSums
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import simulate
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import DeviceMemory, HostMemory, device_memory, size_text
-from torchround.pipeline.plan import Plan, layer_names
-from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, least_candidate, make_plan
-from torchround.pipeline.run_question import RunQuestion
-from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
-from torchround.pipeline.simulation.stage_times import KeptLink, LayerSums
+from torchround.planning.costs import Costs
+from torchround.planning.memory import DeviceMemory, HostMemory, device_memory, size_text
+from torchround.planning.plan import Plan, layer_names
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, least_candidate, make_plan
+from torchround.planning.planning_problem import Candidate, PlanningProblem
+from torchround.planning.run_question import RunQuestion
+from torchround.planning.stage_times import KeptLink, LayerSums
 
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22

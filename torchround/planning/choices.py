@@ -6,9 +6,9 @@ backward of step t. More than the fewest without a bubble gain nothing.
 
 from collections.abc import Callable, Sequence
 
-from torchround.pipeline.keep_rule import items_by_gain
-from torchround.pipeline.search.annealing import SAME_STEP, Search, find_plan
-from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
+from torchround.planning.keep_rule import items_by_gain
+from torchround.planning.planning_problem import Candidate, PlanningProblem
+from torchround.planning.search import SAME_STEP, Search, find_plan
 
 # A step that is longer than the fastest one by at most this share is as short, if no larger share is given.
 AS_SHORT = 0.001

@@ -7,9 +7,9 @@ with N * R rounds does, and every part of a gradient is the same on both.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.costs import ParameterCounts
-from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
-from torchround.pipeline.partition import PlanError, split_evenly
+from torchround.planning.costs import ParameterCounts
+from torchround.planning.host_buffers import PAGE_BYTES, whole_pages
+from torchround.planning.partition import PlanError, split_evenly
 
 # Share of all gradient bytes of a round that may have landed without having been sent or added up, unless two
 # bundles are larger. All devices can fill it while the network is busy with what landed before.

@@ -1,15 +1,21 @@
 """The planner: the fastest plan within the memory limits, a given partition as a plan, and the reason why nothing fits.
 
-The search for the fastest plan is in `search/`. The error for a run that does not fit says what is short and by how much.
+The search for the fastest plan is in `search.py`. The error for a run that does not fit says what is short and by how much.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import (
+from torchround.planning.choices import (
+    fewest_stale_layers,
+    find_stale_plan,
+    keep_activations,
+    keep_on,
+)
+from torchround.planning.costs import Costs
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import (
     MemoryLimits,
     device_memory,
     gib_text,
@@ -17,22 +23,16 @@ from torchround.pipeline.memory import (
     stage_bytes,
     stage_compute_bytes,
 )
-from torchround.pipeline.partition import Partition, PlanError, StageKind
-from torchround.pipeline.plan import Plan, PlannedStage, kept_before
-from torchround.pipeline.search.annealing import (
+from torchround.planning.partition import Partition, PlanError, StageKind
+from torchround.planning.plan import Plan, PlannedStage, kept_before
+from torchround.planning.planning_problem import Candidate, PlanningProblem
+from torchround.planning.search import (
     AS_FAST,
     MOST_EXHAUSTIVE,
     coarse_partitions,
     find_plan,
     num_partitions,
 )
-from torchround.pipeline.search.choices import (
-    fewest_stale_layers,
-    find_stale_plan,
-    keep_activations,
-    keep_on,
-)
-from torchround.pipeline.search.planning_problem import Candidate, PlanningProblem
 
 UPDATES = ("sync", "async", "bounded")
 
