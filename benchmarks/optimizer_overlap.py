@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +55,7 @@ def measure(options: argparse.Namespace) -> Report:
         with slow_optimizer(costs):
             return measure_plan(costs, plan, options.steps, is_blocking=is_blocking).step_s
 
-    pairs = [(share, is_blocking) for share in all_cases for is_blocking in (False, True)[: 1 + bool(share)]]
+    pairs = [(0.0, False), *product(options.optimizer, (False, True))]
     runs = in_turns(
         {f"{pair}": lambda pair=pair: one_run(*pair) for pair in pairs},  # type: ignore[misc]
         options.turns,

@@ -52,7 +52,7 @@ def stages_of(forward: list[int], fused: int, backward: list[int]) -> list[Stage
 
     A backward recomputes its layers, because their activations would fill the host: it takes 1 + 2 times as long as a
     forward. So a forward stage of three layers takes as long as a backward stage of one. Devices wait for the slowest
-    stage, and stages of equal time leave nobody waiting. The last layers are fused: their forward and backward run at
+    stage, and stages of equal time leave no device waiting. The last layers are fused: their forward and backward run at
     once, so they are computed once.
     """
     stages, layer = [], 0
@@ -103,7 +103,7 @@ class Host:
         self.layers = layers
         self.optimizer = torch.optim.AdamW(layers.parameters(), lr=lr, weight_decay=0.0)
         self.worker = Worker("optimizer")
-        # The engine has one or two buffers and lets an update wait until nobody reads the old weights any more. Copies
+        # The engine has one or two buffers and lets an update wait until no device reads the old weights any more. Copies
         # that are never written again show the same values and need no such rule.
         self.versions: list[Future[list[Weights]]] = [self.worker.run(self._copy)]
 
@@ -181,7 +181,7 @@ class RoundPipe:
         parts = list(inputs.chunk(num_micro_batches)), list(labels.chunk(num_micro_batches))
         step = Step(*parts, len(self.host.layers))
         for stage in self.stages:
-            # This line is RoundPipe: the next stage goes to the next device, whatever layers it has.
+            # This line is RoundPipe: the next stage goes to the next device, with any layers.
             device = self.slot % len(self.devices)
             run = partial(self._run, stage, step, weights, self.shells[device])
             step.jobs.append(self.devices[device].run(run))

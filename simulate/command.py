@@ -206,5 +206,5 @@ def _read(path: Path, parse: Callable[[str], Read]) -> Read:
         return parse(path.read_text())
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
-    except (CostsError, PlanError) as error:
+    except (UnicodeDecodeError, CostsError, PlanError) as error:
         raise CommandError(f"{path}: {error}") from None

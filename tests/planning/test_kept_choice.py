@@ -111,6 +111,15 @@ def test_more_rounds_make_room_for_more():
     assert sum(map(len, chosen.kept)) > sum(map(len, one.kept))
 
 
+def test_numbers_of_rounds_without_room_for_their_tokens_are_left_out():
+    """A device has no room for the tokens of all micro-batches, whatever is kept; `anneal` had no cuts to start from."""
+    room = MemoryLimits(device_bytes=400, host_bytes=10**6, integer_bytes=60)
+    model = Costs(tuple(LayerCost(f"block.{i}", 1.0, 2.0, keepable=(KeptCost("down", 5, 0.4),)) for i in range(13)))
+    rule = KeepRule("auto", KeptLink(1e9))
+    assert make_plan(model, 2, 8, "sync", "auto", room, keep=rule).rounds > 1
+    assert make_plan(Costs(model.layers[:1]), 2, 4, keep=rule).partition.num_layers == 1
+
+
 def test_a_layer_that_keeps_whole_keeps_all_or_nothing():
     model = blocks(11, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import strategies as st
-from torchround.planning import step_time
 
+from torchround.planning import step_time
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition

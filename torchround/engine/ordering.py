@@ -2,7 +2,7 @@
 
 Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
 saves beside training, rules 7 and 8 are for several machines, rules 9 and 10 for directions that devices compute for
-the optimizer. Each rule is one method of `Ordering`, and each has a test that breaks it.
+the optimizer. Each rule is one method of `Ordering`, and each has tests that fail without it.
 
 | rule | who waits | until |
 |---|---|---|

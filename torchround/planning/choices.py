@@ -1,4 +1,4 @@
-"""What a plan has besides its cuts: the stale layers of `bounded`, and the activations that it keeps.
+"""Choices of a plan besides its cuts: the stale layers of `bounded`, and the activations that it keeps.
 
 A stale layer is one whose weights the forward of step t + 1 reads one version older, so that it can begin beside the
 backward of step t. More than the fewest without a bubble gain nothing.
@@ -118,7 +118,9 @@ def keep_activations(
         # The best plan of other rounds: with more rounds its micro-batches take less of the host.
         cuts += [base.partition, *([best.partition] if (best := search.best()) else [])]
         fits_on = [fitting_amounts(problem, Candidate(cut, rounds)) for cut in dict.fromkeys(cuts)]
-        search.anneal([min(each, key=problem.busy_s) for each in fits_on if each])
+        # With few rounds a device may have no room for the tokens, with any cuts.
+        if starts := [min(each, key=problem.busy_s) for each in fits_on if each]:
+            search.anneal(starts)
     search.rank(found)
     fast = [candidate for candidate, rank_s in search.met.items() if rank_s < float("inf")]
     is_fast = _fast_rule(problem, found, fast, as_fast)

@@ -131,12 +131,14 @@ class Costs:
     layers: tuple[LayerCost, ...]
     hop_s: Seconds = 0.0
     shared: tuple[tuple[int, ...], ...] = ()
-    adding_share: float = ADDING_SHARE
+    adding_share: Seconds = ADDING_SHARE
     launch_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise CostsError("costs need at least one layer")
+        if wrong := [layer for group in self.shared for layer in group if not 0 <= layer < self.num_layers]:
+            raise CostsError(f"shared names layer {wrong[0]}, there are {self.num_layers}")
 
     @property
     def num_layers(self) -> int:

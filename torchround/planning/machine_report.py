@@ -87,7 +87,8 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) 
     sums = LayerSums(question.costs().keeping(plan.kept), question.recompute, link, sum(sizes))
     times = sums.times(plan.partition, question.update, len(sizes))
     exchange = exchange_of(question, bytes_per_s)
-    return exchange_step_seconds(times, sizes, question.num_devices, exchange)
+    launches_s = sum(sizes) * question.costs().launch_s
+    return max(exchange_step_seconds(times, sizes, question.num_devices, exchange), launches_s)
 
 
 def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:

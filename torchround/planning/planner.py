@@ -221,7 +221,7 @@ def why_infeasible(
         candidate = least_candidate(problem, rounds_choices)
     plan = _plan(problem, candidate)
     run = problem.num_devices, problem.num_micro_batches, plan.rounds, limits, problem.stale_layers or 0
-    device = device_memory(plan.partition, problem.costs, *run)
+    device = device_memory(plan.partition, problem.costs_of(0), *run)
     host_bytes = problem.host_bytes(candidate)
     needs = []
     if limits.device_bytes is not None and device.total_bytes > limits.device_bytes:

@@ -157,7 +157,8 @@ class PlanningProblem:
         """Bound the rank of a candidate, several times as fast as it is timed."""
         device_s = self.device_s(candidate)
         most_s = max(device_s)
-        return most_s + self.idle_weight * (most_s - sum(device_s) / len(device_s))
+        busy_s = sum(device_s) / len(device_s) + self.costs.job_s / self.num_devices
+        return most_s + self.idle_weight * (most_s - busy_s)
 
     def rank_s(self, candidate: Candidate) -> float:
         """Compute what the search minimises: the step time, and in modes without a flush part of a device's idle time."""

@@ -25,7 +25,7 @@ AS_FAST = 0.01
 MOST_EXHAUSTIVE = 1500
 # What annealing costs at most for one number of rounds, in timed stages. A steady state takes about STEADY_STEPS steps,
 # a move a third of a step and MOVE_COST, a bound half a step and MOVE_COST, a count of device memory COUNT_STEPS steps.
-EFFORT = {"sync": 100_000, "async": 7_000, "bounded": 30_000, "kept": 40_000}
+EFFORT = {"sync": 100_000, "async": 7_000, "bounded": 60_000, "kept": 40_000}
 STEADY_STEPS, COUNT_STEPS, MOVE_COST = 3, 2, 5
 # Plans that annealing starts from, with different numbers of stages, and levels: half of the walks reach the next one.
 STARTS, LEVELS = 6, 4
@@ -252,7 +252,7 @@ def even_partitions(problem: PlanningProblem) -> Iterator[Partition]:
     forward_s, most = sums.forward_s, min(largest_fused(problem), problem.num_layers - 1)
     both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
     fewest = fewest_stages(problem, forward_s)
-    for fused in range(1, most + 1, -(-most // FUSED_SIZES)):
+    for fused in range(1, most + 1, max(1, -(-most // FUSED_SIZES))):
         split = layers - fused
         fused_s = max(forward_s[-1] - forward_s[split] + sums.backward_s[-1] - sums.backward_s[split], 1e-300)
         numbers = (
