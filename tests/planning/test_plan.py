@@ -316,3 +316,11 @@ def test_a_step_is_at_least_its_transfers_over_a_link_and_the_traffic_of_the_hos
     for link, step_s in ((KeptLink(1e15), both_s), (KeptLink(nbytes / 5), 5), (None, 0.3)):
         plan = make_plan(Costs((layer,)), 1, 1, "async", 1, keep=KeepRule("none", link))
         assert plan.step_s == pytest.approx(step_s)
+
+
+def test_the_rank_of_a_plan_is_not_below_its_bound_if_jobs_of_the_update_fill_idle_devices():
+    seconds = ((1.0, 3.0, 0.0), (0.0, 2.0, 3.0), (1.0, 1.0, 0.0), (2.0, 2.0, 3.0))
+    model = Costs(tuple(LayerCost("layer", first, second, job_s=job_s) for first, second, job_s in seconds))
+    problem = PlanningProblem(model, 3, 2, "async", MemoryLimits())
+    candidate = Candidate(Partition((1,), 3, (1,)), 1)
+    assert problem.least_rank_s(candidate) <= problem.rank_s(candidate) * (1 + 1e-9)
