@@ -7,7 +7,7 @@ after the last slot. The engine runs these very tasks and the simulator times th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -70,6 +70,12 @@ class Partition:
     @property
     def num_stages(self) -> int:
         return len(self.forward) + 1 + len(self.backward)
+
+    def joined(self, index: int) -> "Partition":
+        """Return the partition with backward stages `index` and `index + 1` as one."""
+        backward = self.backward
+        both = sum(backward[index : index + 2])
+        return replace(self, backward=(*backward[:index], both, *backward[index + 2 :]))
 
     def stages(self) -> tuple[Stage, ...]:
         """List all stages in dispatch order: forward, fused, backward."""

@@ -274,9 +274,8 @@ def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> 
 def _with_joined_stages(problem: PlanningProblem, candidate: Candidate) -> Candidate:
     """Join neighbouring backward stages wherever a device has room, from the deepest one on."""
     partition, rounds, index = candidate.partition, candidate.rounds, 0
-    while index + 1 < len(backward := partition.backward):
-        both = (*backward[:index], backward[index] + backward[index + 1], *backward[index + 2 :])
-        joined = replace(partition, backward=both)
+    while index + 1 < len(partition.backward):
+        joined = partition.joined(index)
         if problem.fits_device(joined, rounds):
             partition = joined
         else:

@@ -250,8 +250,7 @@ def even_partitions(problem: PlanningProblem) -> Iterator[Partition]:
     """Yield partitions of even stages that are about as long as their fused stage, or down to a third of that."""
     sums, layers = problem.sums_of(0), problem.num_layers
     forward_s, most = sums.forward_s, min(largest_fused(problem), problem.num_layers - 1)
-    both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
-    fewest = fewest_stages(problem, forward_s)
+    both_s, fewest = sums.both_s, fewest_stages(problem, forward_s)
     for fused in range(1, most + 1, max(1, -(-most // FUSED_SIZES))):
         split = layers - fused
         fused_s = max(forward_s[-1] - forward_s[split] + sums.backward_s[-1] - sums.backward_s[split], 1e-300)
@@ -267,9 +266,8 @@ def even_partition(problem: PlanningProblem, forward: int, fused: int, backward:
     """Cut the layers into about equally long stages of each direction, as near to these numbers as can be."""
     sums, fused = problem.sums_of(0), min(max(fused, 1), problem.num_layers - 1)
     split = problem.num_layers - fused
-    both_s = [again + back for again, back in zip(sums.recompute_s, sums.backward_s, strict=True)]
     forward, backward = (min(max(number, 1), split) for number in (forward, backward))
-    return Partition(cut(sums.forward_s, split, forward), fused, cut(both_s, split, backward)[::-1])
+    return Partition(cut(sums.forward_s, split, forward), fused, cut(sums.both_s, split, backward)[::-1])
 
 
 def _numbers(fused_stages: float, split: int, least: int, shares: tuple[float, float]) -> list[int]:
@@ -412,11 +410,7 @@ def _take_layers(
 
 def _smaller(problem: PlanningProblem, candidate: Candidate) -> Iterator[Candidate]:
     """Yield candidates in which two neighbouring backward stages are one, and those that keep less."""
-    partition = candidate.partition
-    backward = partition.backward
-    for index in range(len(backward) - 1):
-        both = (*backward[:index], backward[index] + backward[index + 1], *backward[index + 2 :])
-        joined = Partition(partition.forward, partition.fused, both)
-        yield Candidate(joined, candidate.rounds, candidate.kept)
+    for index in range(len(candidate.partition.backward) - 1):
+        yield replace(candidate, partition=candidate.partition.joined(index))
     for kept in problem.amounts[: problem.amounts.index(candidate.kept)]:
-        yield Candidate(partition, candidate.rounds, kept)
+        yield replace(candidate, kept=kept)

@@ -70,6 +70,7 @@ class LayerSums:
         self.num_micro_batches = num_micro_batches
         self.forward_s, self.recompute_s = costs.running("forward_s"), costs.running("recompute_s")
         self.backward_s, self.updated_s = costs.running("backward_s"), costs.running("optimizer_s")
+        self.both_s = list(map(add, self.recompute_s, self.backward_s))  # of whole backward stages
         self.completed_with = costs.completed_with()
         self.jobs = layers_with_jobs(costs)
         self._outputs = costs.values("boundary_bytes")
