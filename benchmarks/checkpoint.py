@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from benchmarks.frame import Benchmark, Report, in_fresh_process, in_turns, peak_bytes, timed
-from benchmarks.timed_layers import empty_micro_batches, sleep_model
+from benchmarks.timed_layers import costs_of, empty_micro_batches, timed_model
 from torchround.checkpoint import Checkpointer
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
@@ -23,7 +23,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.saver import SaveSource
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LAYERS, DEVICES, MICRO_BATCHES = 8, 2, 4
 CHUNK_BYTES = 2**23
@@ -33,7 +33,8 @@ WAYS = ("cached", "direct", "passing")
 
 def heavy_model(parameters: int, forward_s: float) -> LayeredModel:
     """Build `LAYERS` layers that take `forward_s` forward and twice that backward, and hold these parameters."""
-    return sleep_model([(forward_s, 2 * forward_s)] * LAYERS, unused_parameters=parameters // LAYERS)
+    costs = costs_of([(forward_s, 2 * forward_s)] * LAYERS)
+    return timed_model(costs, unused_parameters=[parameters // LAYERS] * LAYERS)
 
 
 def filled_store(model: LayeredModel) -> HostStore:

@@ -18,7 +18,7 @@ from benchmarks.frame import ROOT, Benchmark, Report, in_fresh_process, in_turns
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN
-from torchround.pipeline.cards import find_device
+from torchround.planning.cards import find_device
 
 MIB = 2**20
 SEQ_LEN = 2048
@@ -177,8 +177,9 @@ def most_tokens_per_s() -> float:
     Attention, recomputation, transfers and the optimizer are left out; all of them make a step slower.
     """
     card = find_device("rtx4090")
-    assert card is not None, "the table of cards has the RTX 4090"
-    return card.flops_per_s("bfloat16") / (6 * LLAMA_3_2_1B_PARAMETERS)
+    peak = card and card.flops_per_s("bfloat16")
+    assert peak is not None, "the table of cards has the RTX 4090"
+    return peak / (6 * LLAMA_3_2_1B_PARAMETERS)
 
 
 def write_chats(path: Path, texts: list[str]) -> Path:

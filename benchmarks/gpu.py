@@ -32,14 +32,13 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import GIB
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.planner import evaluate_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import GIB
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
+from torchround.planning.planner import evaluate_plan
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question
@@ -156,13 +155,10 @@ class Bench:
         hardware, numbers = find_hardware(table), self._numbers(table)
         plan = plan_for(run_question(self.shape.model, numbers, hardware))
         devices = hardware.make_devices()
-        links = find_link_use(table.share_links, devices, store)
         baseline_bytes = start_peak(devices)
         compiler = self._layer_compiler(table, hardware)
         start_s = time.perf_counter()
-        with build_engine(
-            self.shape.model, store, devices, plan, numbers, OPTIMIZER, compiler, links.turns
-        ) as engine:
+        with build_engine(self.shape.model, store, devices, plan, numbers, OPTIMIZER, compiler) as engine:
             results, ends_s, allocations = self._steps(engine)
             allocations = [count - allocations[WARM_UP_STEPS - 1] for count in allocations]
             peak_bytes = peak(devices) - baseline_bytes
@@ -170,7 +166,6 @@ class Bench:
         figures["first_step_s"] = ends_s[0] - start_s  # with all compilation
         figures |= {
             "plan": json.loads(plan.to_json()),
-            "links": links.text,
             "predicted_step_s": plan.step_s if hardware.spec is not None else None,
             "predicted_from_measured_layers_s": self._predicted_s(plan, measured),
             # Several workers may share a card, whose peak is theirs together.

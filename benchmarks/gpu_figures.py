@@ -10,7 +10,7 @@ import torch
 from torchround.accelerators import kind_of
 from torchround.engine.device import Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 from torchround.run.hardware import Hardware
 
 REPEATS = 4

@@ -30,7 +30,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
 from torchround.models.common.config import TransformerConfig
-from torchround.pipeline.plan_report import host_memory, plan_for
+from torchround.planning.plan_report import host_memory, plan_for
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question

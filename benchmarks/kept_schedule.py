@@ -2,20 +2,29 @@
 
 import argparse
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.frame import Benchmark, Report
-from benchmarks.kept_layers import MeasuredKept, measure_kept
-from benchmarks.timed_layers import BLOCK_BACKWARD_S, BLOCK_BYTES, BLOCK_FORWARD_S, HEAD_BLOCKS
+from benchmarks.modelled_link import LinkedDevice, ModelledTime
+from benchmarks.timed_layers import (
+    BLOCK_BACKWARD_S,
+    BLOCK_BYTES,
+    BLOCK_FORWARD_S,
+    HEAD_BLOCKS,
+    run_plan,
+    timed_model,
+)
+from torchround.engine.settings import EngineSettings
 from torchround.layer import KEEPABLE
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.keep_rule import KeepRule
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
+from torchround.planning.stage_times import KeptLink
 
 # Shares of a dense block's forward and of what it keeps, part by part, as counted for Llama 3 8B at 2048 tokens; the rest
 # are norms and rotations.
@@ -120,7 +129,7 @@ def compare(
 ) -> dict[str, Any]:
     """Measure the planner's choice of what to keep beside a plan that keeps nothing."""
     limits = MemoryLimits(int(options.stage_blocks * BLOCK_BYTES), host_bytes)
-    link = KeptLink(bytes_per_s, bytes_per_s)
+    link = KeptLink(bytes_per_s)
 
     def run(setting: str) -> tuple[Plan, MeasuredKept]:
         rule = KeepRule(setting, link)
@@ -142,6 +151,36 @@ def compare(
         "link_s": [kept.up_s, kept.down_s],
         "peak_bytes": [kept.peak_bytes, full.peak_bytes],
     }
+
+
+@dataclass(frozen=True)
+class MeasuredKept:
+    """Mean step time in the steady state, and per step and device the time of copies up and down the link.
+
+    `peak_bytes` is the most memory that one device held.
+    """
+
+    step_s: float
+    up_s: float
+    down_s: float
+    peak_bytes: int
+
+
+def measure_kept(costs: Costs, plan: Plan, bytes_per_s: float, steps: int, pace: float) -> MeasuredKept:
+    """Run the real engine under `plan`, kept parts included, on devices whose links move `bytes_per_s` each way.
+
+    `steps` as in `run_plan`. Times are those of `ModelledTime`.
+    """
+    clock = ModelledTime(pace)
+    devices = [LinkedDevice(index, clock, bytes_per_s) for index in range(plan.num_devices)]
+    settings = EngineSettings(rounds=plan.rounds, kept=plan.kept)
+    step_s, results = run_plan(timed_model(costs, clock), plan, devices, settings, steps, clock)
+    # Of all steps: at the end of one of them devices may have begun to copy for the next one, as threads come.
+    up_s, down_s = (
+        sum(device.link_s[is_up] for device in devices) / len(results) / plan.num_devices
+        for is_up in (True, False)
+    )
+    return MeasuredKept(step_s, up_s, down_s, max(device.peak_bytes() for device in devices))
 
 
 def missed_bounds(figures: Report) -> list[str]:

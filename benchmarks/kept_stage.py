@@ -17,7 +17,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import KEEPABLE
 from torchround.models import FAMILIES
-from torchround.pipeline.partition import KeptNames, Partition, StageKind
+from torchround.planning.partition import KeptNames, Partition, StageKind
 
 # The most that a stage that keeps everything may take of one that recomputes. The products of a block are a third of
 # their backward and recomputation together, so no ratio is below 0.67 for a block of products alone.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from benchmarks.frame import Benchmark, Report, in_turns, median_ratio
-from benchmarks.timed_layers import Sleeper, SleepLayer, empty_micro_batches
+from benchmarks.timed_layers import costs_of, empty_micro_batches, timed_model
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -26,15 +26,14 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.layer import LayeredModel
 from torchround.machines import links
 from torchround.machines.group import MachineGroup
 from torchround.machines.links import Purpose
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.machine_shares import step_share
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 # Published layer times of Llama-3.1-8B on an RTX 4090, micro-batches of 4 x 2048 tokens: forward and backward seconds.
 # The embedding is not among them and takes none here.
@@ -181,19 +180,10 @@ def run_machine(setup: Setup, rank: int, num_machines: int, at_end: bool, port: 
         return train_and_exchange(setup, group) if at_end else train(setup, group)
 
 
-def timed_model(setup: Setup) -> LayeredModel:
-    """Build layers of known times and sizes; the weights that no computation uses are exchanged like others."""
-    sleeper, last = Sleeper(), len(setup.sizes) - 1
-    layers = [
-        SleepLayer(sleeper, pair, index == last, size)
-        for index, (pair, size) in enumerate(zip(setup.seconds, setup.sizes, strict=True))
-    ]
-    return LayeredModel(tuple(f"layer.{index}" for index in range(len(layers))), tuple(layers))
-
-
 def open_engine(setup: Setup, group: MachineGroup | None) -> Engine:
     """Fill a store in bf16 and start an engine over the timed layers."""
-    model, plan = timed_model(setup), setup.plan
+    # Weights that no computation uses are exchanged like others.
+    model, plan = timed_model(costs_of(setup.seconds), unused_parameters=setup.sizes), setup.plan
     ownership = Ownership(group.rank, group.size) if group is not None else None
     store = HostStore(model, torch.bfloat16, policy=POLICIES[plan.update], ownership=ownership)
     store.initialize(model, seed=0)

@@ -19,7 +19,7 @@ from benchmarks.frame import Benchmark, Report, in_turns
 from torchround.optim import COMPACT, EXACT, StateFormat, UpdateBuffers, UpdateKernel, UpdateRule, update_
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_kind import KernelKind
-from torchround.optim.node_threads import NodeThreads, Range, nodes_of_machine
+from torchround.optim.range_threads import Range, RangeThreads
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.optim.split_weights import split
 
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Time all passes in turns, then compare the weights that ours and PyTorch's arrive at."""
     num_threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    threads = NodeThreads(num_threads, nodes_of_machine())
+    threads = RangeThreads(num_threads)
     numel = options.mi_parameters * 2**20
     passes: dict[str, Callable[[], float | None]] = dict(
         contestants(numel, threads, find_cpu_adam(options.deepspeed))
@@ -118,7 +118,7 @@ def wall_and_cpu_s(update: Callable[[], float | None]) -> tuple[float, float]:
 
 
 def contestants(
-    numel: int, threads: NodeThreads, cpu_adam: Optimizer | None
+    numel: int, threads: RangeThreads, cpu_adam: Optimizer | None
 ) -> dict[str, Callable[[], None]]:
     """Return each pass by name, with state of its own and the common gradient and device weights."""
     generator = torch.Generator().manual_seed(0)
@@ -166,13 +166,13 @@ def our_pass(buffers: UpdateBuffers, kernel: UpdateKernel | None) -> Callable[[]
     return update
 
 
-def copy_loop(numel: int, threads: NodeThreads) -> Callable[[], None]:
+def copy_loop(numel: int, threads: RangeThreads) -> Callable[[], None]:
     """Return a copy that moves as many bytes as the compact pass, by the same threads: what memory can do."""
     nbytes = numel * TRAFFIC_BYTES["copy"] // 2
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
-    def work(part: Range) -> None:
-        while (piece := part.take(COPIED_BYTES)) is not None:
+    def work(whole: Range) -> None:
+        while (piece := whole.take(COPIED_BYTES)) is not None:
             first, stop = piece
             ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
 

@@ -18,7 +18,7 @@ from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
 from torchround.optim.lr_schedule import LRSchedule
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 TASK = "pre-training"
 # The models' own initial matrices (standard deviation 0.02) suit a width of 1600. At 128 they would be too small for

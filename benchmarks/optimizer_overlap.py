@@ -1,9 +1,11 @@
-"""What the optimizer adds to a sync step: layers of known time, and an optimizer slowed down to a known time."""
+"""What the optimizer adds to a step: layers of known time, and an optimizer slowed down to a known time."""
 
 import argparse
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -20,10 +22,10 @@ from benchmarks.timed_layers import (
     with_updates,
 )
 from torchround.engine.update import Updater
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 MOST_ADDED_PERCENT = 2.0
 
@@ -31,6 +33,7 @@ MOST_ADDED_PERCENT = 2.0
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the shape of the pipeline and the optimizer's times."""
     add_pipeline_options(parser)
+    parser.add_argument("--update", choices=("sync", "async"), default="sync", help="age of the weights")
     parser.add_argument("--scale", type=float, default=2.0, help="factor on every layer's time")
     parser.add_argument("--turns", type=int, default=3, help="runs of each, of which the median counts")
     parser.add_argument(
@@ -47,16 +50,17 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)
     all_cases = cases(options)
 
-    def one_run(share: float) -> float:
+    def one_run(share: float, is_blocking: bool) -> float:
         costs, plan = all_cases[share]
         with slow_optimizer(costs):
-            return measure_plan(costs, plan, options.steps).step_s
+            return measure_plan(costs, plan, options.steps, is_blocking=is_blocking).step_s
 
+    pairs = [(0.0, False), *product(options.optimizer, (False, True))]
     runs = in_turns(
-        {str(share): lambda share=share: one_run(share) for share in all_cases},  # type: ignore[misc]
+        {f"{pair}": lambda pair=pair: one_run(*pair) for pair in pairs},  # type: ignore[misc]
         options.turns,
     )
-    step_s = {share: statistics.median(runs[str(share)]) for share in all_cases}
+    step_s = {pair: statistics.median(runs[f"{pair}"]) for pair in pairs}
     free, without = all_cases[0.0]
     return {
         "devices": options.devices,
@@ -64,7 +68,7 @@ def measure(options: argparse.Namespace) -> Report:
         "scale": options.scale,
         "partition": [without.partition.forward, without.partition.fused, without.partition.backward],
         "simulated_step_s": without.step_s,
-        "step_s": step_s[0.0],
+        "step_s": step_s[0.0, False],
         "forward_of_a_micro_batch_s": sum(layer.forward_s for layer in free.layers),
         "with_optimizer": [report_of(share, all_cases, step_s) for share in options.optimizer],
     }
@@ -78,7 +82,10 @@ def cases(options: argparse.Namespace) -> dict[float, tuple[Costs, Plan]]:
     found = {}
     for share in (0.0, *options.optimizer):
         costs = with_updates(free, [share * layer.forward_s * passes for layer in free.layers])
-        found[share] = costs, make_plan(costs, options.devices, options.microbatches, "sync", limits=limits)
+        found[share] = (
+            costs,
+            make_plan(costs, options.devices, options.microbatches, options.update, limits=limits),
+        )
     return found
 
 
@@ -96,9 +103,12 @@ def slow_optimizer(costs: Costs) -> Iterator[None]:
 
 
 def report_of(
-    share: float, all_cases: dict[float, tuple[Costs, Plan]], step_s: dict[float, float]
+    share: float, all_cases: dict[float, tuple[Costs, Plan]], step_s: dict[tuple[float, bool], float]
 ) -> dict[str, Any]:
-    """Report one optimizer time: measured and simulated, over the step without an optimizer."""
+    """Report one optimizer time: measured and simulated, over the step without an optimizer.
+
+    `blocking`: all devices wait for the whole update, so that they drain before it and fill after it.
+    """
     (free, without), (costs, plan) = all_cases[0.0], all_cases[share]
 
     def percent(seconds: float, base_s: float) -> float:
@@ -110,8 +120,12 @@ def report_of(
         "optimizer_over_forward_of_a_micro_batch": optimizer_s
         / sum(layer.forward_s for layer in free.layers),
         "partition": [plan.partition.forward, plan.partition.fused, plan.partition.backward],
-        "step_s": step_s[share],
-        "added_percent": percent(step_s[share], step_s[0.0]),
+        "step_s": step_s[share, False],
+        "added_percent": percent(step_s[share, False], step_s[0.0, False]),
+        "blocking_added_percent": percent(step_s[share, True], step_s[0.0, False]),
+        "simulated_blocking_added_percent": percent(
+            simulated_step_s(free, replace(plan, update="sync")) + optimizer_s, without.step_s
+        ),
         "simulated_added_percent": percent(plan.step_s, without.step_s),
         "simulated_added_percent_of_the_plan_without": percent(
             simulated_step_s(costs, without), without.step_s
@@ -135,19 +149,20 @@ def headline(figures: Report) -> tuple[str, str]:
     added = ", ".join(f"{case['added_percent']:.1f}" for case in cases)
     simulated = ", ".join(f"{case['simulated_added_percent']:.1f}" for case in cases)
     lengths = ", ".join(f"{case['optimizer_over_forward_of_a_micro_batch']:g}" for case in cases)
+    blocking = ", ".join(f"{case['blocking_added_percent']:.1f}" for case in cases)
     return (
         f"optimizer of {lengths} forwards of a micro-batch adds {added} % (simulated {simulated})",
-        f"no optimizer: {figures['step_s']:.3f} s per step",
+        f"with a barrier {blocking} %; no optimizer: {figures['step_s']:.3f} s per step",
     )
 
 
 OVERLAP = Benchmark(
-    """What the optimizer adds to a sync step: layers of known time, and an optimizer slowed down to a known time.
+    """What the optimizer adds to a step: layers of known time, and an optimizer slowed down to a known time.
 
 The update of each layer sleeps its part of --optimizer times the time that the devices spend on a step's forward
 (micro-batches x layers / devices); everything else is the engine as it is. Each case is planned with the update's
 times, as a run plans once it has measured them. The simulation is given for that plan and for the plan that knows of
-no optimizer. --check asks that an optimizer no slower than one micro-batch's forward adds at most 2 %.""",
+no optimizer. Beside each there is a step at whose end all devices wait for the whole update. --check asks that an optimizer no slower than one micro-batch's forward adds at most 2 %.""",
     add_options,
     measure,
     headline,

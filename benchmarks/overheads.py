@@ -18,11 +18,11 @@ from torchround.data.loader import Loader
 from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.results import DeviceSpan
+from torchround.engine.timeline import TaskKind
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.observe import MetricsLogger, StepRecord
-from torchround.pipeline.timeline import TaskKind
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepMeter
 

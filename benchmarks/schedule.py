@@ -10,11 +10,11 @@ from benchmarks.frame import Benchmark, Report
 from benchmarks.rival_pipelines import rival_bubbles
 from benchmarks.timed_layers import BLOCK_BYTES, measure_plan, simulated_step_s, sleep_costs, with_updates
 from torchround.engine.store.bundles import POLICIES
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import StageKind
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import StageKind
+from torchround.planning.plan import Plan
+from torchround.planning.planner import make_plan
 
 # The bounds hold where layers take at least `CHECKED_SCALE` times their time: shorter layers drown in the engine's own
 # work on a machine that has fewer cores than the benchmark has devices.

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from benchmarks.staleness_cells import FIRST_RATES, StudySize, tuned_rate
 from benchmarks.study import Cell, Results, losses_by_seed, losses_table, mean_curve, rates_table
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.planner import make_plan
+from torchround.planning.costs import Costs
+from torchround.planning.memory import GIB, MemoryLimits
+from torchround.planning.planner import make_plan
 
 COSTS = Path(__file__).parents[1] / "docs" / "costs" / "rtx4090_llama3_1_8b.json"
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24

@@ -14,7 +14,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.pipeline.plan_report import plan_for
+from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, run_question

@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.modelled_link import ModelledTime
+from torchround.accelerators import PLANNED_KIND
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -20,9 +23,10 @@ from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.plan import Plan
+from torchround.keeping import keep
+from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
 
@@ -30,6 +34,7 @@ BLOCK_FORWARD_S, BLOCK_BACKWARD_S = 0.004, 0.008
 HEAD_BLOCKS = 2.3
 BLOCK_BYTES = 2**20  # what a block keeps for its backward; sets how many blocks fit into a stage
 WARM_UP_STEPS = 2
+FP32_BYTES = 4
 
 
 class Sleeper:
@@ -52,68 +57,94 @@ class Sleeper:
         self._too_long_s += time.perf_counter() - start - seconds
 
 
+Clock = Sleeper | ModelledTime
+
+
 class SleepFunction(torch.autograd.Function):
     """Identity whose forward takes `forward_s` and whose backward takes `backward_s`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, sleeper: Sleeper, forward_s: float, backward_s: float
+        ctx: Any, hidden: Tensor, weight: Tensor, clock: Clock, forward_s: float, backward_s: float
     ) -> Tensor:
-        ctx.sleeper, ctx.backward_s = sleeper, backward_s
-        sleeper.sleep(forward_s)
+        ctx.clock, ctx.backward_s = clock, backward_s
+        clock.sleep(forward_s)
         return hidden + weight  # the weight takes part, so that there is a gradient to download
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
-        ctx.sleeper.sleep(ctx.backward_s)
+        ctx.clock.sleep(ctx.backward_s)
         return gradient.contiguous(), gradient.sum((0, 1)), None, None, None
 
 
-class SleepLayer(nn.Module):
-    """A layer whose time is known. The last layer returns a loss.
+class ProductsTakeTime(TorchDispatchMode):
+    """Let each product that really runs take `seconds` of the device's time."""
 
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self._clock, self._seconds = clock, seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._clock.sleep(self._seconds)
+        return func(*args, **kwargs or {})
+
+
+class TimedLayer(nn.Module):
+    """A layer of known time whose parts keep results of known size. The last layer returns a loss.
+
+    A part's time passes when its product runs: a replay that takes the result from the host takes none.
     `unused_parameters` is the size of a weight that no computation uses, but that is updated and saved.
     """
 
-    def __init__(
-        self,
-        sleeper: Sleeper,
-        seconds: tuple[float, float],
-        is_last: bool,
-        unused_parameters: int = 0,
-    ) -> None:
+    def __init__(self, clock: Clock, cost: LayerCost, is_last: bool, unused_parameters: int = 0) -> None:
         super().__init__()
-        self.sleeper = sleeper
+        self.clock, self.cost, self.is_last = clock, cost, is_last
+        self.rest_s = cost.forward_s - sum(part.seconds for part in cost.keepable)
         self.weight = nn.Parameter(torch.empty(8, device="meta"))
         if unused_parameters:
             self.ballast = nn.Parameter(torch.empty(unused_parameters, device="meta"))
-        self.seconds = seconds  # forward, backward
-        self.is_last = is_last
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Sleep, and pass on the hidden states, (B, T, 8), or their sum as the loss."""
+        """Take the time, and pass on the hidden states, (B, T, 8), or their sum as the loss."""
         if hidden is None:
             hidden = torch.zeros(*micro_batch.tokens.shape, 8)
-        hidden = SleepFunction.apply(hidden, self.weight, self.sleeper, *self.seconds)
+        for part in self.cost.keepable:
+            with ProductsTakeTime(self.clock, part.seconds):
+                shapes = (1, 1), (1, part.nbytes // FP32_BYTES)
+                result = keep(part.name, torch.mm, *(hidden.new_zeros(shape) for shape in shapes))
+            hidden = hidden + result[0, 0]
+        hidden = SleepFunction.apply(hidden, self.weight, self.clock, self.rest_s, self.cost.backward_s)
         return hidden.sum() if self.is_last else hidden
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count what the layer keeps, so that the engine reserves host buffers for it."""
+        kept = tuple(KeptWork(part.name, part.nbytes, 0.0) for part in self.cost.keepable)
+        return LayerWork(boundary_bytes=batch * tokens * 8 * FP32_BYTES, keepable=kept)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Set any value: only time is measured."""
         self.weight.zero_()
 
 
-def sleep_model(
-    seconds: Sequence[tuple[float, float]], sleeper: Sleeper | None = None, unused_parameters: int = 0
+def timed_model(
+    costs: Costs, clock: Clock | None = None, unused_parameters: Sequence[int] = ()
 ) -> LayeredModel:
-    """Build a model of layers with these forward and backward seconds, the last one the loss."""
-    sleeper = sleeper or Sleeper()
-    last = len(seconds) - 1
-    return LayeredModel(
-        tuple(f"layer.{index}" for index in range(len(seconds))),
-        tuple(
-            SleepLayer(sleeper, pair, index == last, unused_parameters) for index, pair in enumerate(seconds)
-        ),
-    )
+    """Build a model of layers with these costs, the last one the loss. Without a clock they sleep."""
+    clock, last = clock or Sleeper(), costs.num_layers - 1
+    sizes = unused_parameters or [0] * costs.num_layers
+    layers = [
+        TimedLayer(clock, cost, index == last, size)
+        for index, (cost, size) in enumerate(zip(costs.layers, sizes, strict=True))
+    ]
+    return LayeredModel(tuple(cost.name for cost in costs.layers), tuple(layers))
+
+
+def costs_of(seconds: Sequence[tuple[float, float]]) -> Costs:
+    """Return layers with these forward and backward seconds as the planner's costs."""
+    return Costs(tuple(LayerCost(f"layer.{index}", *pair) for index, pair in enumerate(seconds)))
 
 
 def empty_micro_batches(count: int) -> list[MicroBatch]:
@@ -153,42 +184,61 @@ class Measured:
     update_s: tuple[float, ...]
 
 
-def measure_plan(costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] = ()) -> Measured:
+def measure_plan(
+    costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] = (), is_blocking: bool = False
+) -> Measured:
     """Run the real engine under `plan` on virtual devices of these speeds, all 1 if none are given.
 
-    The schedule repeats only after as many steps as there are devices, because each step starts on another device.
-    So single steps differ, and `steps` should be a multiple of the devices. The warm-up steps and the last step,
-    which no other step follows, are left out.
+    `steps` and `is_blocking` as in `run_plan`.
     """
     sleeper = Sleeper({f"torchround cpu:{index}": speed for index, speed in enumerate(speeds) if speed != 1})
-    model = sleep_model([(layer.forward_s, layer.backward_s) for layer in costs.layers], sleeper)
-    store = HostStore(model, policy=POLICIES[plan.update])
-    store.initialize(model, seed=0)
-    micro_batches = empty_micro_batches(plan.num_micro_batches)
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
     clip: Literal["global", "layer"] = "layer" if plan.update == "bounded" else "global"
     settings = EngineSettings(rounds=plan.rounds, clip=clip, stale_layers=plan.stale_layers)
-    results: list[StepResult] = []
-    seconds = []  # the moments at which steps ended
-    with Engine(model, store, devices, plan.partition, optimizer=AdamWTable(), settings=settings) as engine:
-        for _ in range(WARM_UP_STEPS + steps + 1):
-            results.append(engine.forward_backward(micro_batches))
-            engine.step(lr=1e-3)
-            # Collect a step only after the next one was handed out, so that neighbouring steps can overlap.
-            if len(results) > 1:
-                seconds.append(_finish(results[-2]))
-        seconds.append(_finish(results[-1]))
-        busy_s = sum(report.busy_s for report in results[-2].reports())
+    step_s, results = run_plan(
+        timed_model(costs, sleeper), plan, devices, settings, steps, is_blocking=is_blocking
+    )
     return Measured(
-        step_s=(seconds[-2] - seconds[WARM_UP_STEPS - 1]) / steps,
-        busy_s=busy_s,
+        step_s=step_s,
+        busy_s=sum(report.busy_s for report in results[-2].reports()),
         update_s=_update_seconds(results[WARM_UP_STEPS:], len(costs.layers)),
     )
 
 
-def _finish(result: StepResult) -> float:
-    result.collect()
-    return time.perf_counter()
+def run_plan(
+    model: LayeredModel,
+    plan: Plan,
+    devices: Sequence[CpuDevice],
+    settings: EngineSettings,
+    steps: int,
+    clock: ModelledTime | None = None,
+    is_blocking: bool = False,
+) -> tuple[float, list[StepResult]]:
+    """Run the real engine under `plan`; return the mean seconds of a step by `clock`, or the machine's, and all results.
+
+    The schedule repeats only after as many steps as there are devices, because each step starts on another device.
+    So single steps differ, and `steps` should be a multiple of the devices. The warm-up steps and the last step,
+    which no other step follows, are left out. With `is_blocking` each step waits until the host has updated all layers.
+    """
+    store = HostStore(model, policy=POLICIES[plan.update])
+    store.initialize(model, seed=0)
+    micro_batches = empty_micro_batches(plan.num_micro_batches)
+    parts = model, store, devices, plan.partition
+    now = clock.now if clock else time.perf_counter
+    results: list[StepResult] = []
+    ends_s = []
+    with Engine(*parts, optimizer=AdamWTable(), settings=settings, observer=clock) as engine:
+        for _ in range(WARM_UP_STEPS + steps + 1):
+            results.append(engine.forward_backward(micro_batches))
+            engine.step(lr=1e-3)
+            if is_blocking:
+                engine.drain()
+            # Collect a step only after the next one was handed out, so that neighbouring steps can overlap.
+            if len(results) > 1:
+                results[-2].collect()
+                ends_s.append(now())
+        results[-1].collect()
+    return (ends_s[-1] - ends_s[WARM_UP_STEPS - 1]) / steps, results
 
 
 def _update_seconds(results: Sequence[StepResult], num_layers: int) -> tuple[float, ...]:

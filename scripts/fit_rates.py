@@ -1,4 +1,4 @@
-"""The fit of `torchround/pipeline/rates.py` on RoundPipe's layer times and throughputs (docs/planning.md): for maintainers.
+"""The fit of `torchround/planning/rates.py` on RoundPipe's layer times and throughputs (docs/planning.md): for maintainers.
 
     python scripts/fit_rates.py            print the constants, and each model's prediction from a fit without it
     python scripts/fit_rates.py --check    exit code 1 if a prediction is off, or rates.py has other constants
@@ -32,12 +32,12 @@ from scripts.pipeline_tables import (
 from torchround.commands.configured_model import build_model
 from torchround.config import parse_command_line
 from torchround.layer import LayeredModel, LayerWork
-from torchround.pipeline.cards import DEVICES
-from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work, hop_seconds
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.planner import evaluate_plan
-from torchround.pipeline.rates import RATES, Rates
-from torchround.run.numbers import layer_parameters
+from torchround.planning.cards import DEVICES
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition
+from torchround.planning.planner import evaluate_plan
+from torchround.planning.rates import RATES, CardRates, Rates, costs_from_work
+from torchround.run.numbers import layer_numels
 
 CARD = next(device for device in DEVICES if device.name == "rtx4090")
 LIMITS = 0.8, 1.25  # of predicted over measured tokens/s
@@ -56,13 +56,13 @@ class Published:
 
     index: int
     model: LayeredModel
-    parameters: tuple[ParameterCounts, ...]
+    numels: tuple[tuple[int, int], ...]
 
     def costs(self, sequences: int, rates: Rates) -> Costs:
         """Count the costs of its layers but the embedding, which has no published time."""
         works: list[LayerWork] = [layer.work(sequences, TOKENS, 2) for layer in self.model.layers[1:]]  # type: ignore[operator]
-        run = self.model.names[1:], works, self.parameters[1:], CARD, "float16"
-        return costs_from_work(*run, fp16_accumulation=True, rates=rates)
+        card = CardRates.of(CARD, "float16", fp16_accumulation=True, rates=rates)
+        return costs_from_work(self.model.names[1:], works, self.numels[1:], card)
 
     @property
     def times(self) -> list[float]:
@@ -71,7 +71,7 @@ class Published:
 
     @property
     def update_bytes(self) -> float:
-        return UPDATE_BYTES * sum(layer.trained for layer in self.parameters)
+        return UPDATE_BYTES * sum(trained for trained, _ in self.numels)
 
     def step_s(self, costs: Costs, update: str, devices: int) -> float:
         """Simulate a step of the paper's partition without its update."""
@@ -90,7 +90,7 @@ def published_models() -> dict[str, Published]:
     for index, (name, config) in enumerate(zip(MODELS, CONFIGS, strict=True)):
         options = parse_command_line(["--config", str(ROOT / "configs" / f"{config}.toml")])
         model = build_model(options, warns=False)
-        models[name] = Published(index, model, tuple(layer_parameters(model)))
+        models[name] = Published(index, model, tuple(layer_numels(model)))
     return models
 
 
@@ -124,7 +124,7 @@ def predicted_s(name: str, rates: Rates, update: str, devices: int) -> float:
     step_s = step_s + update_s if update == "sync" else max(step_s, update_s)
     if name == UNLOCKED:  # each layer goes up for the forward and for the backward
         uploaded = 2 * sum(layer.weight_bytes for layer in costs.layers)
-        step_s += hop_seconds(uploaded, CARD)
+        step_s += CARD.hop_s(uploaded)
     return step_s
 
 

@@ -1,7 +1,7 @@
-"""The tables of docs/schedules.md and docs/simulated_results.md, from simulation: a tool for maintainers.
+"""The tables of simulated figures in three pages of docs/, and the drawings of these tables: a tool for maintainers.
 
-    python scripts/pipeline_tables.py            print them
-    python scripts/pipeline_tables.py --write    put them between their markers in the pages
+    python scripts/pipeline_tables.py            print the tables
+    python scripts/pipeline_tables.py --write    put them between their markers in the pages, and draw them
     python scripts/pipeline_tables.py --check    compare them with the pages; exit code 1 if one differs
 
 A table is between `<!-- table NAME -->` and `<!-- end -->`. Nothing in them is measured on this machine.
@@ -12,8 +12,10 @@ import contextlib
 import io
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -21,24 +23,30 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.line_chart import Panel, drawing
+from torchround.commands.configured_model import build_model
 from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
-from torchround.pipeline import machine_report
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.planner import UPDATES, InfeasiblePlanError, make_plan
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning import machine_report
+from torchround.planning.cards import find_device
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.memory import GIB, MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import host_memory, plan_for
+from torchround.planning.planner import UPDATES, InfeasiblePlanError, make_plan
+from torchround.planning.rates import RATES
+from torchround.planning.run_question import RunQuestion
+from torchround.planning.search import AS_FAST
+from torchround.run.numbers import with_job
 from torchround.simulate.bound import SimulationSetup
 from torchround.simulate.report import ScheduleReport
 from torchround.simulate.schedules import RULES, simulate_schedule
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("schedules", "simulated_results", "planning"))
 MODELS = {
     "Qwen3-1.7B": "qwen3_1_7b",
     "Llama-3.1-8B": "llama3_1_8b",
@@ -48,6 +56,7 @@ MODELS = {
 }
 CONFIGS = tuple(MODELS.values())
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
+HOST_GIB = 745  # the paper's 800 GB
 # The paper's batches per model, in sequences of 2048 tokens, in micro-batches of four.
 BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
 # The tokens/s that RoundPipe's authors measured on RTX 4090s (fp16, everything recomputed), by update and number of cards.
@@ -58,6 +67,12 @@ MEASURED = {
 }
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
+# On A800s the paper has no table: lengths of the three small models as a range, and the 4090s' least share of the
+# fastest other system's tokens/s on A800s.
+LONGEST_A800 = ("192K to 288K",) * 3 + ("-",) * 2
+LEAST_SHARE_OF_A800 = 0.76
+# Bytes that casts between 16-bit and 32-bit copies of a weight and of its gradient read and write.
+COPIED_BYTES = 12
 BOUND = tuple(RULES)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
@@ -103,6 +118,12 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             if table != table_in(page, name):
                 stale.append(f"{path.name}: {name}")
             page = with_table(page, name, table)
+        for name, drawn in drawings_of(page).items():
+            picture = path.parent / "images" / name
+            if not picture.exists() or picture.read_text(encoding="utf-8") != drawn:
+                stale.append(f"{path.name}: {name}")
+            if options.write:
+                picture.write_text(drawn, encoding="utf-8")
         if options.write:
             path.write_text(page, encoding="utf-8")
     if options.check and stale:
@@ -130,6 +151,15 @@ def with_table(page: str, name: str, table: str) -> str:
     return before + marker + table + "\n" + end + after
 
 
+def drawings_of(page: str) -> dict[str, str]:
+    """Draw the page's tables that have a picture in it. Returns the file of each."""
+    return {
+        name: drawing([(panel, table_in(page, table)) for table, panel in panels])
+        for name, panels in DRAWINGS.items()
+        if f"(images/{name})" in page
+    }
+
+
 def published_table() -> str:
     """Compare bubbles in % with the published partitions: published, then simulated here."""
     rows = []
@@ -154,21 +184,18 @@ def published(name: str, model: int) -> ScheduleReport:
     return simulate_schedule(name, SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
 
 
-def bound_table() -> str:
-    """Compare all schedules with bound stages on the published layer times, partitioned by us."""
-    return compared_table(BOUND)
-
-
-def roundpipe_table() -> str:
-    """Show RoundPipe's plans on the same layer times, in one round and within a card's memory."""
-    return compared_table(ROUNDPIPE)
-
-
 def compared_table(names: Sequence[str]) -> str:
-    """Show bubbles in % per model; for the 8B model also step time, activations, drift and transfers."""
-    rows = []
+    """Compare schedules on the published layer times, partitioned by us; RoundPipe's in one round within a card's memory.
+
+    Bubbles are in % per model. For the 8B model also step time, activations, drift and transfers are shown.
+    """
+    limits, rows = MemoryLimits(device_bytes=DEVICE_GIB * GIB), []
+    setups = {
+        model: SimulationSetup(published_costs(file), DEVICES, MICRO_BATCHES, rounds=1, limits=limits)
+        for model, file in MODELS.items()
+    }
     for name in names:
-        reports = {model: compared(name, model) for model in MODELS}
+        reports = {model: simulate_schedule(name, setup) for model, setup in setups.items()}
         bubbles = [f"{100 * result.bubble:.1f}" for result in reports.values()]
         rows.append([f"`{name}`", *bubbles, *other_cells(reports["Llama-3.1-8B"])])
     return markdown(["bubble, %", *MODELS, "8B: ms / step", "GiB", "drift", "GB / step"], rows)
@@ -179,17 +206,6 @@ def other_cells(result: ScheduleReport) -> list[str]:
     memory = max(result.peak_activation_bytes) / GIB
     step_ms, moved_gb = result.makespan_s * 1e3, result.moved_bytes / 1e9
     return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
-
-
-def compared(name: str, model: str) -> ScheduleReport:
-    """Simulate a schedule on a model's published costs, partitioned by us, with 24 GiB for RoundPipe's plan."""
-    return simulate_schedule(name, fair_setup(MODELS[model]))
-
-
-def fair_setup(file: str) -> SimulationSetup:
-    """Set up the published costs within 24 GiB, and one round for RoundPipe."""
-    limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
-    return SimulationSetup(published_costs(file), DEVICES, MICRO_BATCHES, rounds=1, limits=limits)
 
 
 def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32) -> str:
@@ -247,16 +263,17 @@ def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fie
 
 
 def planned_table() -> str:
-    """Show the bubbles of our plans in one round: within a card's memory first, then what no limit would take."""
+    """Show the bubbles of our plans in one round: within a card's memory first, then what no limit would take.
+
+    Within a card's memory the fastest plan is shown beside that of least host memory which is about as fast.
+    """
     rows = []
     for update, published_name in (("sync", "roundpipe_sync"), ("async", "roundpipe_async")):
-        plans = [planned(file, update, DEVICE_GIB) for file in MODELS.values()]
         rows.append([f"`{update}`, published", *(f"{figure:.2f}" for figure in PUBLISHED[published_name])])
-        rows.append(
-            [f"`{update}` within {DEVICE_GIB} GiB per card", *(percent(plan.bubble) for plan in plans)]
-        )
-        above = [percent(plan.step_s / plan.lower_bound_s - 1) for plan in plans]
-        rows.append(["step above the lower bound", *above])
+        for share in (0.0, AS_FAST):
+            plans = [planned(file, update, DEVICE_GIB, share) for file in MODELS.values()]
+            cells = [f"{percent(plan.bubble)} ({plan.host_activation_bytes / GIB:.1f} GiB)" for plan in plans]
+            rows.append([f"`{update}`, {DEVICE_GIB} GiB per card, `slower_for_memory = {share:g}`", *cells])
     for update in ("sync", "async"):
         plans = [planned(file, update, None) for file in MODELS.values()]
         cells = [f"{percent(plan.bubble)} ({plan.device_bytes / GIB:.0f} GiB)" for plan in plans]
@@ -265,44 +282,47 @@ def planned_table() -> str:
 
 
 def bounded_table() -> str:
-    """Show plans of `bounded` beside those of the other modes: published layer times, then times counted for H100s."""
+    """Show plans of `bounded` beside those of the other modes: published layer times, then times counted for H100s.
+
+    The former are planned within a card's memory.
+    """
     rows = []
-    for card, question_of in (("RTX 4090", published_modes), ("H100", counted_modes)):
-        by_model = [question_of(model) for model in range(len(MODELS))]
+    for card in ("RTX 4090", "H100"):
+        by_model = [
+            {
+                update: plan_for(replace(counted(model, "h100"), update=update))
+                if card == "H100"
+                else planned(CONFIGS[model], update, DEVICE_GIB)
+                for update in UPDATES
+            }
+            for model in range(len(MODELS))
+        ]
         for update in UPDATES:
             plans = [modes[update] for modes in by_model]
             cells = [f"{plan.step_s:.3g} s, {percent(plan.bubble)} %" for plan in plans]
             rows.append([f"8 x {card}, `{update}`", *cells])
-        stale = [
-            f"{modes['bounded'].stale_layers} of {modes['bounded'].partition.num_layers}"
-            for modes in by_model
-        ]
+        plans = [modes["bounded"] for modes in by_model]
+        stale = [f"{plan.stale_layers} of {plan.partition.num_layers}" for plan in plans]
         rows.append([f"8 x {card}, stale layers", *stale])
     return markdown(["step, bubble", *MODELS], rows)
 
 
-def published_modes(model: int) -> dict[str, Plan]:
-    """Plan a model's published layer times in each mode, within a card's memory."""
-    return {update: planned(CONFIGS[model], update, DEVICE_GIB) for update in UPDATES}
+def asked(model: int, card: str, overrides: Sequence[str] = ()) -> RunQuestion:
+    """Return the planner's question for one of the paper's configs on eight cards, with counted times."""
+    config = ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml")]
+    machine = ["--device", card, "--num-devices", f"{DEVICES}", "--host-memory-gib", f"{HOST_GIB}"]
+    options = parse_command_line([*config, *overrides])
+    given = hardware(plan_parser().parse_args([*config, *machine]), options.config)
+    return configured_question(options, known_vocab_size(options), given)
 
 
-def counted_modes(model: int) -> dict[str, Plan]:
-    """Plan one of the paper's configs in each mode on eight H100s, with counted times."""
-    return {update: plan_for(replace(counted(model), update=update)) for update in UPDATES}
-
-
-def counted(model: int, card: str = "h100") -> RunQuestion:
-    """Return the planner's question for one of the paper's configs on eight cards, with counted times.
+def counted(model: int, card: str) -> RunQuestion:
+    """Return the same question for a comparison of schedules.
 
     Nothing is kept for backward stages, so that the modes are compared with all that they recompute. Launches are left out:
     their seconds are those of a slow core of the host, which would hide the schedule. The host's memory has no limit.
     """
-    given = plan_parser().parse_args(
-        ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml"), "--device", card, "--num-devices", "8"]
-    )
-    options = parse_command_line(["--config", given.config])
-    machine = hardware(given, options.config)
-    question = configured_question(options, known_vocab_size(options), machine)
+    question = asked(model, card)
 
     def without_launches(*size: int) -> Costs:
         return replace(question.costs_for(*size), launch_s=0.0)
@@ -310,10 +330,10 @@ def counted(model: int, card: str = "h100") -> RunQuestion:
     return replace(question, keep_activations="none", costs_for=without_launches, host_bytes=None)
 
 
-def planned(file: str, update: str, device_gib: int | None) -> Plan:
+def planned(file: str, update: str, device_gib: int | None, share: float = AS_FAST) -> Plan:
     """Plan a model's published layer times in one round."""
     limits = MemoryLimits(device_bytes=None if device_gib is None else device_gib * GIB)
-    return make_plan(published_costs(file), DEVICES, MICRO_BATCHES, update, 1, limits)
+    return make_plan(published_costs(file), DEVICES, MICRO_BATCHES, update, 1, limits, share)
 
 
 def machines_table() -> str:
@@ -332,8 +352,8 @@ def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
     """Return a cell of `machines_table`; one figure if there is nothing to exchange."""
     grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
     rates = [machine_report.usable_bytes_per_s(gbit) for gbit in machine_report.GBIT_PER_S]
-    costs, tokens = grown.costs(), grown.global_batch_size * grown.seq_len
-    steps = [machine_report.machine_step_seconds(grown, plan, costs, rate) for rate in rates]
+    tokens = grown.global_batch_size * grown.seq_len
+    steps = [machine_report.machine_step_seconds(grown, plan, rate) for rate in rates]
     return " / ".join(f"{tokens / step_s / 1000:.1f}" for step_s in (steps if count > 1 else steps[:1]))
 
 
@@ -377,9 +397,121 @@ def rate_at(model: int, tokens: int) -> str:
 
 def tokens_per_s(model: int, update: str, devices: int) -> float:
     """Predict the tokens/s of a model's plan with the paper's batch."""
-    costs, batch = published_costs(CONFIGS[model]), BATCHES[model]
+    return BATCHES[model] * TOKENS / step_s(model, update, published_costs(CONFIGS[model]), devices)
+
+
+def step_s(model: int, update: str, costs: Costs, devices: int = DEVICES) -> float:
+    """Plan the paper's batch in one round and within a card's memory; return the seconds of the fastest step."""
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
-    return batch * TOKENS / make_plan(costs, devices, batch // SEQUENCES, update, 1, limits).step_s
+    return make_plan(costs, devices, BATCHES[model] // SEQUENCES, update, 1, limits, 0.0).step_s
+
+
+def blocking_table() -> str:
+    """Compare copies that the host makes layer by layer beside the next step with copies that hold all devices up.
+
+    The devices of the latter drain, all copies follow, and the next step starts from idle devices.
+    """
+    rows: list[list[str]] = [["events"], ["blocking"], ["of it copies"]]
+    for model in range(len(MODELS)):
+        costs = published_costs(CONFIGS[model])
+        # Gradients of published costs have 4 bytes each.
+        copies_s = [
+            layer.gradient_bytes / 4 * COPIED_BYTES / RATES.update_bytes_per_s for layer in costs.layers
+        ]
+        layers = zip(costs.layers, copies_s, strict=True)
+        copying = replace(costs, layers=tuple(replace(layer, optimizer_s=each) for layer, each in layers))
+        events_s, drained_s = step_s(model, "async", copying), step_s(model, "sync", costs)
+        blocking_s = drained_s + sum(copies_s)
+        rows[0].append(f"{events_s:.2f}")
+        rows[1].append(f"{blocking_s:.2f} (+{blocking_s - events_s:.2f})")
+        rows[2].append(f"{sum(copies_s):.2f}")
+    return markdown(["seconds per step", *MODELS], rows)
+
+
+def muon_table() -> str:
+    """Show what Muon's work on devices adds to a step: published layer times, then times counted in bfloat16."""
+    rows = []
+    for card, pair_of in (("published times", published_muon), ("counted, bf16", counted_muon)):
+        for update in ("sync", "async"):
+            pairs = [pair_of(model, update) for model in range(len(MODELS))]
+            cells = [f"{before:.2f} s, {100 * (after / before - 1):+.1f} %" for before, after in pairs]
+            rows.append([f"`{update}`, {card}", *cells])
+    return markdown(["step with AdamW, change with Muon", *MODELS], rows)
+
+
+def published_muon(model: int, update: str) -> tuple[float, float]:
+    """Return the steps of a model's published layer times, with the paper's batch: without and with the work of Muon."""
+    costs, jobs = published_costs(CONFIGS[model]), muon_costs(model).layers
+    # Published times of some models lack the embedding, which has no matrix of Muon.
+    pairs = zip(costs.layers, jobs[len(jobs) - costs.num_layers :], strict=True)
+    layers = tuple(replace(layer, job_s=job.job_s, job_link_s=job.job_link_s) for layer, job in pairs)
+    return step_s(model, update, costs), step_s(model, update, replace(costs, layers=layers))
+
+
+def counted_muon(model: int, update: str) -> tuple[float, float]:
+    """Return the steps of one of the paper's configs on eight RTX 4090s: without and with the work of Muon."""
+    question = replace(counted(model, "rtx4090"), update=update, slower_for_memory=0.0)
+    with_jobs = replace(question, costs_for=lambda *sizes: muon_costs(model))
+    return plan_for(question).step_s, plan_for(with_jobs).step_s
+
+
+def muon_costs(model: int) -> Costs:
+    """Return the counted costs of one of the paper's configs on RTX 4090s, with the work of Muon in its blocks."""
+    options = parse_command_line(["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml")])
+    costs, card = counted(model, "rtx4090").costs(), find_device("rtx4090")
+    assert card is not None, "the table of cards has it"
+    layers = list(costs.layers)
+    for index, block in enumerate(build_model(options, warns=False).layers[1:-1], start=1):
+        matrices = [p.shape for p in block.parameters() if p.requires_grad and p.ndim > 1]
+        layers[index] = with_job(layers[index], matrices, card, "bfloat16")
+    return replace(costs, layers=tuple(layers))
+
+
+def kept_table() -> str:
+    """Show what plans keep for their backward stages, and what that gains, within the paper's host memory."""
+    rows = []
+    for model, card, tokens in product(range(len(MODELS)), ("rtx4090", "h100"), (TOKENS, 8 * TOKENS)):
+        sizes = {
+            "seq_len": tokens,
+            "global_batch_size": max(DEVICES, BATCHES[model] * TOKENS // tokens),
+            "micro_batch_size": max(1, SEQUENCES * TOKENS // tokens),
+        }
+        keys = [f"--training.{key}={size}" for key, size in sizes.items()]
+        # Compiled layers keep all or nothing; this table is of single parts.
+        question = asked(model, card, [*keys, "--engine.compile=false"])
+        bare = replace(question, keep_activations="none")
+        without, plan = plan_for(bare), plan_for(question)
+        kept = Counter(name for names in plan.kept for name in names)
+        host = [host_memory(*pair).total_bytes / GIB for pair in ((bare, without), (question, plan))]
+        rows.append(
+            [
+                *(f"`{CONFIGS[model]}`", card, f"{tokens}"),
+                ", ".join(f"`{name}` {number}" for name, number in kept.items()) or "nothing",
+                f"{without.step_s:.2f} to {plan.step_s:.2f}",
+                f"{without.step_s / plan.step_s:.2f}",
+                f"{host[0]:.0f} to {host[1]:.0f}",
+            ]
+        )
+    return markdown(["model", "card", "tokens", "kept, by layers", "step, s", "gain", "host, GiB"], rows)
+
+
+def a800_table() -> str:
+    """Predict tokens/s and the longest sequence on eight A800s, beside what the paper says of them."""
+    rows = []
+    for update in ("async", "sync"):
+        plans = [plan_for(replace(counted(model, "a800"), update=update)) for model in range(len(MODELS))]
+        rates = zip(BATCHES, plans, strict=True)
+        rows.append(
+            [
+                f"tokens/s, `{update}`, predicted",
+                *(f"{batch * TOKENS / plan.step_s:.0f}" for batch, plan in rates),
+            ]
+        )
+    most = [f"{rate / LEAST_SHARE_OF_A800:.0f}" for rate in MEASURED["async", 8]]
+    rows.append(["tokens/s, fastest other system, at most", *most])
+    rows.append(["longest, predicted", *(f"{longest_tokens(config, 'a800')[0]}" for config in CONFIGS)])
+    rows.append(["longest, RoundPipe, published", *LONGEST_A800])
+    return markdown(["8 x A800", *MODELS], rows)
 
 
 def longest_table() -> str:
@@ -391,12 +523,12 @@ def longest_table() -> str:
     return markdown(["tokens", *MODELS], rows)
 
 
-def longest_tokens(config: str) -> tuple[int, int]:
-    """Read the last line of `torchround plan` on eight RTX 4090s: the longest sequence, and that with 16-bit sums."""
+def longest_tokens(config: str, card: str = "rtx4090") -> tuple[int, int]:
+    """Read the last line of `torchround plan` on eight cards: the longest sequence, and that with 16-bit sums."""
     output = io.StringIO()
-    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", "rtx4090"]
+    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", card]
     with contextlib.redirect_stdout(output):
-        plan_run([*arguments, "--num-devices", "8", "--host-memory-gib", "800"])
+        plan_run([*arguments, "--num-devices", f"{DEVICES}", "--host-memory-gib", f"{HOST_GIB}"])
     line = output.getvalue().partition("longest sequence that fits")[2]
     found = [int(number.replace(",", "")) for number in re.findall(r": ([\d,]+) tokens", line)]
     assert found, f"the plan of {config} says nothing of the longest sequence"
@@ -417,20 +549,46 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "published": published_table,
-        "bound": bound_table,
-        "roundpipe": roundpipe_table,
+        "bound": partial(compared_table, BOUND),
+        "roundpipe": partial(compared_table, ROUNDPIPE),
         "pipeoffload": pipeoffload_table,
         "offload": offload_table,
         "paci": paci_table,
         "planned": planned_table,
         "bounded": bounded_table,
         "throughput": throughput_table,
+        "blocking": blocking_table,
+        "muon": muon_table,
+        "a800": a800_table,
+        "kept": kept_table,
         "lengths": lengths_table,
         "longest": longest_table,
         "machines": machines_table,
     }
 )
-
+# The tables that are drawn: the file in docs/images/, and what each of its panels takes from which table.
+DRAWINGS: Mapping[str, Sequence[tuple[str, Panel]]] = MappingProxyType(
+    {
+        "throughput.svg": (
+            (
+                "throughput",
+                Panel("Tokens/s of 1 to 8 RTX 4090s, async", r"(\d+) x RTX 4090, `async`, predicted"),
+            ),
+            ("lengths", Panel("Tokens/s by length of sequence, 8 x RTX 4090", r"(\d+)")),
+        ),
+        "offload.svg": (
+            (
+                "offload",
+                Panel(
+                    "Activations left, %, over chunks offloaded of 16",
+                    r"(\d+)",
+                    is_transposed=True,
+                    is_log=False,
+                ),
+            ),
+        ),
+    }
+)
 
 if __name__ == "__main__":
     sys.exit(main())

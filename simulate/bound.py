@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.timeline import Task, TaskKind
+from torchround.engine.timeline import Task, TaskKind
+from torchround.planning.costs import Costs
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
 

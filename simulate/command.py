@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchround.commands import CommandError
-from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
-from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.timeline import trace_events
+from torchround.engine.timeline import trace_events
+from torchround.planning.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
+from torchround.planning.costs import Costs, CostsError
+from torchround.planning.memory import GIB, MemoryLimits
+from torchround.planning.partition import PlanError
+from torchround.planning.plan import read_partition
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.rates import CardRates, costs_from_work
 from torchround.simulate.bound import ScheduleError, SimulationSetup
 from torchround.simulate.report import ScheduleReport
 from torchround.simulate.schedules import SCHEDULES, simulate_schedule
@@ -95,7 +97,7 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
         memory_gib = card.memory_gib
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
-    given = _read(options.partition, _partition_and_rounds) if options.partition is not None else (None, None)
+    given = _read(options.partition, read_partition) if options.partition is not None else (None, None)
     same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
         *(costs, options.devices, options.microbatches, not options.no_recompute),
@@ -190,24 +192,12 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         return costs_from_work(
             model.names,
             [layer.work(batch, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
-            [ParameterCounts(size) for size in sizes],
-            card,
-            dtype,
+            [(size, 0) for size in sizes],
+            CardRates.of(card, dtype),
             element_bytes,
         )
     except UnknownPeakError as error:
         raise CommandError(f"--dtype: {error}") from None
-
-
-def _partition_and_rounds(text: str) -> tuple[Partition, int | None]:
-    try:
-        data = json.loads(text)
-        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), data.get("rounds")
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CommandError(
-            'expected {"forward": [7, 7], "fused": 1, "backward": [5, 9], "rounds": 2}, '
-            f"rounds optional ({type(error).__name__}: {error})"
-        ) from None
 
 
 def _read(path: Path, parse: Callable[[str], Read]) -> Read:
@@ -216,5 +206,5 @@ def _read(path: Path, parse: Callable[[str], Read]) -> Read:
         return parse(path.read_text())
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
-    except (CommandError, CostsError) as error:
+    except (UnicodeDecodeError, CostsError, PlanError) as error:
         raise CommandError(f"{path}: {error}") from None

@@ -7,11 +7,10 @@ dependencies.
 from collections.abc import Sequence
 from typing import Any
 
-from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, StageKind, StageTask, slots_before_late_jobs, step_tasks
-from torchround.pipeline.simulation.kept_link import LinkWaits
-from torchround.pipeline.simulation.update_jobs import update_jobs
-from torchround.pipeline.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
+from torchround.engine.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition, StageKind, StageTask, slots_before_late_jobs, step_tasks
+from torchround.planning.stage_times import KeptLink, LayerSums, layers_with_jobs
 
 
 def dispatch_tasks(
@@ -25,25 +24,25 @@ def dispatch_tasks(
     update: str = "sync",
     stale_layers: int = 0,
     steps: int = 1,
-    link_waits: LinkWaits | None = None,
+    link: KeptLink | None = None,
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
-    Jobs that devices do for the update follow the slots of each step, or come among those of the next (`update_jobs.py`).
+    Jobs that devices do for the update follow the slots of each step, or come among those of the next (`run_jobs` in `step_time.py`).
     If there are several steps, each is followed by its update: after the step's last gradient and job the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
     update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
-    and forward stages read the first `stale_layers` layers one version older. With `link_waits`, stages take at
+    and forward stages read the first `stale_layers` layers one version older. With a `link`, stages take at
     least as long as their transfers.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
     stale_layers = min(stale_layers, partition.num_layers - partition.fused) if update == "bounded" else 0
     builder = _Builder(costs, recompute, update == "bounded", stale_layers)
-    if link_waits is not None:
-        builder.link_s = link_waits.of(partition, rounds)
+    sums = LayerSums(costs, recompute, link, num_micro_batches)
+    builder.seconds = list(zip(*sums.seconds(partition, rounds), strict=True))
     num_slots = rounds * partition.num_stages
-    has_late_jobs = update == "async" and steps > 1 and bool(update_jobs(costs))
+    has_late_jobs = update == "async" and steps > 1 and bool(layers_with_jobs(costs))
     before_jobs = slots_before_late_jobs(len(partition.forward), num_slots, num_devices)
     updates: dict[int, list[int]] = {}  # step -> the tasks that update the layers with its gradients
     # `async` weights are one step old, so that a step runs while the host still updates with the gradients of the one
@@ -74,12 +73,12 @@ class _Builder:
     def __init__(self, costs: Costs, recompute: str, is_bounded: bool, stale_layers: int) -> None:
         self.costs = costs
         self.recompute = recompute
+        self.seconds: list[tuple[float, float]] = []  # of each stage, before and after it needs its input
         self.is_bounded = is_bounded
         self.completed_with = costs.completed_with()
         self.stale_layers = stale_layers
         self.input_bytes = [0, *(layer.boundary_bytes for layer in costs.layers)]
         self.tasks: list[Task] = []
-        self.link_s: list[float] = []
         self.last_gradients: list[int] = []  # the last task of each slot that makes gradients
 
     def begin_step(self, step: int, updates: list[int], older: list[int]) -> None:
@@ -101,9 +100,7 @@ class _Builder:
         stage, device, micro_batches = stage_task.stage, stage_task.device, stage_task.micro_batches
         inside, layers = range(stage.start, stage.stop), self.costs.layers[stage.start : stage.stop]
         is_forward, is_backward = stage.kind is StageKind.FORWARD, stage.kind is StageKind.BACKWARD
-        early_s, late_s = stage_seconds(self.costs, stage, self.recompute)
-        waits_s = self.link_s[stage_task.stage_index] if self.link_s else 0.0
-        early_s, late_s = (early_s + waits_s, late_s) if is_backward else (early_s, late_s + waits_s)
+        early_s, late_s = self.seconds[stage_task.stage_index]
         kept = [layer.activation_bytes for layer in layers]
         peak = sum(kept) if self.recompute == "stage" and not is_forward else max(kept)
         weights_ready = self._weights_ready(stage.kind, stage.start, stage.stop)
@@ -142,16 +139,14 @@ class _Builder:
 
         They wait for these tasks with gradients, or each one for its own layer's gradient of this step.
         """
-        for index, job in enumerate(update_jobs(self.costs)):
-            device, layers = (first_slot + index) % num_devices, range(job.layer, job.layer + 1)
-            memory = (
-                self.costs.layers[job.layer].job_slot_bytes + self.costs.layers[job.layer].job_scratch_bytes
-            )
-            sources = gradients or [self.gradient_of[job.layer]]
+        for number, (index, layer) in enumerate(layers_with_jobs(self.costs)):
+            device, layers = (first_slot + number) % num_devices, range(index, index + 1)
+            memory = layer.job_slot_bytes + layer.job_scratch_bytes
+            sources = gradients or [self.gradient_of[index]]
             for kind, seconds, stream, scratch in (
-                (TaskKind.WEIGHTS, job.link_s, "job up", 0),
-                (TaskKind.ORTHOGONALISE, job.seconds, COMPUTE, memory),
-                (TaskKind.GRADIENTS, job.link_s, "job down", 0),
+                (TaskKind.WEIGHTS, layer.job_link_s, "job up", 0),
+                (TaskKind.ORTHOGONALISE, layer.job_s, COMPUTE, memory),
+                (TaskKind.GRADIENTS, layer.job_link_s, "job down", 0),
             ):
                 fields = {"after": _ends(sources), "stream": stream, "scratch_bytes": scratch}
                 sources = [self._append(device, kind, seconds, layers, -1, **fields)]

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
+from torchround.engine.timeline import COMPUTE, HOST, Task, TaskKind
 from torchround.simulate.report import ScheduleReport
 from torchround.untrusted.regular_file import replaced_whole
 

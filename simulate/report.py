@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torchround.pipeline.timeline import COMPUTE, Task, TaskKind
+from torchround.engine.timeline import COMPUTE, Task, TaskKind
 from torchround.simulate.events import Run, simulate, steady_state
 
 GAPS = ("fill", "drain", "switch", "imbalance")

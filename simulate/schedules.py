@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from torchround.pipeline.partition import split_evenly
-from torchround.pipeline.planner import make_plan
-from torchround.pipeline.timeline import Task
+from torchround.engine.timeline import Task
+from torchround.planning.partition import split_evenly
+from torchround.planning.planner import make_plan
 from torchround.simulate.bound import (
     BACKWARD,
     FORWARD,

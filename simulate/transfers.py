@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from math import ceil, floor, gcd
 from operator import itemgetter
 
-from torchround.pipeline.timeline import Task, TaskKind
+from torchround.engine.timeline import Task, TaskKind
 from torchround.simulate.bound import (
     BACKWARD,
     FORWARD,

@@ -52,8 +52,8 @@ THOROUGH_PLACES = (
     *("tests/engine/watch/", "tests/engine/worker/test_file_reader.py"),
     *("tests/models/test_against_transformers.py", "tests/models/test_costs.py"),
     *("tests/models/test_kept_activations.py", "tests/models/test_through_the_engine.py"),
-    *("tests/observe/test_page_in_browser.py", "tests/pipeline/search/test_kept_choice.py"),
-    *("tests/pipeline/simulation/test_step_time.py", "tests/pipeline/test_plan.py"),
+    *("tests/observe/test_page_in_browser.py", "tests/planning/test_kept_choice.py"),
+    *("tests/planning/test_step_time.py", "tests/planning/test_plan.py"),
     *("tests/test_imports.py", "tests/test_typical_mistakes.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "shared_runs", "processes"])

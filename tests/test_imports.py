@@ -20,7 +20,7 @@ def run_python(code, folder):
 
 
 def test_the_planner_runs_where_there_is_no_torch():
-    imports = "\n".join(f"import {module}" for module in modules("torchround/pipeline"))
+    imports = "\n".join(f"import {module}" for module in modules("torchround/planning"))
     run_python(f"sys.modules['torch'] = None\n{imports}", ROOT)
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULE
     from torchround.layer import Products as Products
     from torchround.library.pipeline import Pipeline as Pipeline
     from torchround.models import FAMILIES as FAMILIES
-    from torchround.pipeline.partition import Partition as Partition
-    from torchround.pipeline.plan import Plan as Plan
-    from torchround.pipeline.planner import make_plan as make_plan
+    from torchround.planning.partition import Partition as Partition
+    from torchround.planning.plan import Plan as Plan
+    from torchround.planning.planner import make_plan as make_plan
 
 _MODULES = {
     "AcceleratorDevice": "torchround.engine.device",
@@ -35,11 +35,11 @@ _MODULES = {
     "LayerWork": "torchround.layer",
     "LayeredModel": "torchround.layer",
     "MicroBatch": "torchround.layer",
-    "Partition": "torchround.pipeline.partition",
+    "Partition": "torchround.planning.partition",
     "Pipeline": "torchround.library.pipeline",
-    "Plan": "torchround.pipeline.plan",
+    "Plan": "torchround.planning.plan",
     "Products": "torchround.layer",
-    "make_plan": "torchround.pipeline.planner",
+    "make_plan": "torchround.planning.planner",
 }
 
 

@@ -3,12 +3,12 @@
 A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module`. Its parameters are on the
 `meta` device; the engine binds them to memory that the engine owns. Its buffers, if any, are constants.
 
-Micro-batches, which are a part of this protocol, are in `micro_batch.py`.
+Two parts of this protocol have files of their own: micro-batches `micro_batch.py`, the work of a layer `layer_work.py`.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from torchround.accelerators import PLANNED_KIND, is_accelerator
 
 # Parts of this protocol, which are imported from here.
+from torchround.layer_work import KEEPABLE as KEEPABLE  # noqa: PLC0414
+from torchround.layer_work import KeptWork as KeptWork  # noqa: PLC0414
+from torchround.layer_work import LayerWork as LayerWork  # noqa: PLC0414
+from torchround.layer_work import Products as Products  # noqa: PLC0414
+from torchround.layer_work import aligned as aligned  # noqa: PLC0414
 from torchround.micro_batch import IGNORED_LABEL as IGNORED_LABEL  # noqa: PLC0414
 from torchround.micro_batch import KERNEL_BLOCK as KERNEL_BLOCK  # noqa: PLC0414
 from torchround.micro_batch import Batch as Batch  # noqa: PLC0414
@@ -26,13 +31,6 @@ from torchround.micro_batch import MicroBatch as MicroBatch  # noqa: PLC0414
 from torchround.micro_batch import longest_document as longest_document  # noqa: PLC0414
 from torchround.micro_batch import most_documents as most_documents  # noqa: PLC0414
 from torchround.micro_batch import with_dropout_seeds as with_dropout_seeds  # noqa: PLC0414
-
-# The parts of a layer whose results can be kept for its recomputation (`torchround/keeping.py`): query, key and value
-# before norm and rotation; the attention kernel; its output projection; gate and up, of an MLP or of experts; the last
-# product.
-KEEPABLE = ("qkv", "attention", "output", "gate_up", "down")
-# Each of several tensors that travel in one buffer begins at a multiple of this.
-ALIGNMENT_BYTES = 256
 
 # The value between two layers: a tensor, or any nested structure of `torch.utils._pytree` whose leaves are tensors and
 # plain values (`engine/worker/structure.py`).
@@ -92,101 +90,6 @@ class FileTensor:
     begin: int
 
 
-@dataclass(frozen=True)
-class KeptWork:
-    """A part of a layer whose results can be kept for its recomputation, one of `KEEPABLE`.
-
-    - `nbytes`: what is kept for one micro-batch, each tensor rounded up to `ALIGNMENT_BYTES`.
-    - `flops`: matrix products that the recomputation then skips, counted as in `Products`.
-    - `activation_bytes`: the part of `LayerWork.activation_bytes` that is the same memory as the kept tensors. A
-      recomputation from them does not need it a second time.
-    - `kind`: the kind of these products, as in `Products`.
-    """
-
-    name: str
-    nbytes: int
-    flops: float
-    activation_bytes: int = 0
-    kind: str = "dense"
-
-    @staticmethod
-    def of(
-        name: str, sizes: Iterable[int], flops: float, activation_bytes: int = 0, kind: str = "dense"
-    ) -> "KeptWork":
-        """Count a part that keeps tensors of these sizes, in bytes."""
-        nbytes = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-        return KeptWork(name, nbytes, flops, activation_bytes, kind)
-
-
-PRODUCT_KINDS = ("dense", "grouped", "head")
-
-
-@dataclass(frozen=True)
-class Products:
-    """Matrix products of one kind in the forward of a layer. A multiply-add is 2 FLOPs.
-
-    - `flops`: products of the forward, once per token that is computed.
-    - `frozen_flops`: the part of `flops` spent on products with frozen weights.
-    - `kind`: `"dense"`, attention included, `"grouped"` for stacks of experts, or `"head"`. Each has a rate of its own
-      (`pipeline/rates.py`). Another kind is a `ValueError`.
-    """
-
-    flops: float
-    frozen_flops: float = 0.0
-    kind: str = "dense"
-
-    def __post_init__(self) -> None:
-        if self.kind not in PRODUCT_KINDS:
-            raise ValueError(f"kind = {self.kind!r} of products must be one of {PRODUCT_KINDS}")
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """The cost of one layer, or of a part of one, for one micro-batch, counted from shapes.
-
-    - `products`: the matrix products.
-    - `activation_bytes`: memory kept between the layer's forward and its backward.
-    - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
-    - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
-    - `keepable`: the parts whose results can be kept, in the order in which they run.
-    - `unkept_bytes`: what would be kept too, but is made again in the backward, chunk by chunk.
-    """
-
-    products: tuple[Products, ...] = ()
-    activation_bytes: int = 0
-    boundary_bytes: int = 0
-    workspace_bytes: int = 0
-    keepable: tuple[KeptWork, ...] = ()
-    unkept_bytes: int = 0
-
-    def __add__(self, other: "LayerWork") -> "LayerWork":
-        """Combine parts of one layer that run one after the other.
-
-        Kept memory adds up, products and keepable parts are joined. Scratch is free again when the next part runs, and only
-        one part's output leaves the layer, so of these two the larger counts.
-        """
-        return LayerWork(
-            self.products + other.products,
-            self.activation_bytes + other.activation_bytes,
-            max(self.boundary_bytes, other.boundary_bytes),
-            max(self.workspace_bytes, other.workspace_bytes),
-            self.keepable + other.keepable,
-            self.unkept_bytes + other.unkept_bytes,
-        )
-
-    @property
-    def forward_flops(self) -> float:
-        return sum(part.flops for part in self.products)
-
-    @property
-    def backward_flops(self) -> float:
-        """FLOPs of the backward without recomputation.
-
-        A product's two gradients cost a forward each; a frozen weight needs no gradient of its own.
-        """
-        return sum(2 * part.flops - part.frozen_flops for part in self.products)
-
-
 class Layer(Protocol):
     """The interface that the engine needs from each layer. The object is also an `nn.Module`.
 
@@ -244,8 +147,8 @@ class LayeredModel:
     `ValueError` for names that repeat or are unknown, and for buffers on `meta`.
 
     - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
-    - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor rounded up
-      to `ALIGNMENT_BYTES`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
+    - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor
+      `aligned`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
       in the first pass of a shape.
     - `receives_gradients`: by layer, which tensors of its input receive gradients, in the order of
       `engine/worker/structure.py`. All floating-point ones do if it does not say.
@@ -277,7 +180,7 @@ class LayeredModel:
 
     def constant_bytes(self) -> int:
         """Count the bytes that the buffers take on each device."""
-        return sum(-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in self.constants())
+        return sum(aligned(part.nbytes) for part in self.constants())
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""

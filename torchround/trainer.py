@@ -13,11 +13,10 @@ from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
-from torchround.engine.worker.link_turns import find_link_use
 from torchround.observe import MetricsLogger
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
-from torchround.pipeline.plan import Plan
+from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
@@ -140,10 +139,6 @@ class Trainer:
         if not all(self._machines.agree("start", planning.is_kept, "whether plans are kept")):
             planning.measure()
         say(planning.text())
-        # Before the first engine: while links are measured nothing may be allocated on the devices.
-        self._links = find_link_use(self.config.engine.share_links, self._devices, self.store)
-        if self._links.text:
-            say(self._links.text)
         self._folder.describe(self.config, planning.settled)
         if parts.epoch_steps is not None:
             parts.epoch_steps.keep(self._folder.path)
@@ -329,7 +324,6 @@ class Trainer:
                 parts.numbers,
                 self.config.optimizer,
                 self._compiler,
-                self._links.turns,
                 times_layers,
                 self._machines.group,
             )

@@ -4,7 +4,7 @@ from tests.support.any_layers import any_batches, any_model, assert_same_value, 
 from tests.support.device_toy import device_engine
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, toy_store, train
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
 WORKERS = (3, 1)

@@ -14,7 +14,7 @@ import torchround.trainer
 from tests.support.small_run import small_runs, use_family
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
-from torchround.pipeline.memory import MIB
+from torchround.planning.memory import MIB
 
 __all__ = ["small_runs"]
 
@@ -32,7 +32,7 @@ KEYS = (
         "--engine.num_devices=2",
         "--training.dtype=bfloat16",
     ),
-    *("--engine.plan=none", "--engine.devices=simulated", "--engine.share_links=false"),
+    *("--engine.plan=none", "--engine.devices=simulated"),
 )
 
 

@@ -3,57 +3,9 @@
 import pytest
 import torch
 
-from tests.support.device_toy import device_engine
-from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround import accelerators
-from torchround.engine.device import UPLOADS, AcceleratorDevice, DeviceWatcher, Stream
+from torchround.engine.device import UPLOADS, AcceleratorDevice, Stream
 from torchround.engine.store.host_memory import HostAllocator
-from torchround.engine.worker.link_turns import LEAST_BYTES, measure_rates
-
-
-class Waits(DeviceWatcher):
-    """Between which streams of which devices waits were enqueued."""
-
-    def __init__(self):
-        self.source, self.seen = {}, set()
-
-    def recorded(self, device, stream, event, what):
-        self.source[id(event)] = device.name, stream, event  # kept, so that its id stays its own
-        return event
-
-    def waits(self, device, stream, event, what):
-        if id(event) in self.source:
-            self.seen.add((device.name, stream, *self.source[id(event)][:2]))
-        return event
-
-
-def test_devices_of_one_link_wait_for_each_others_uploads_and_no_other_device_does(kind):
-    watcher = Waits()
-
-    def make(torch_device, worker):
-        device = AcceleratorDevice(torch_device, worker)
-        device.watchers.append(watcher)
-        return device
-
-    partition = PARTITIONS["one layer a stage"]
-    model = toy_model()
-    with device_engine(kind, model, toy_store(model), partition, 3, make=make, turns=[(0, 1)]) as engine:
-        train(engine, toy_batches(2, micro_batches=4))
-    names = [f"{kind}:0/{worker}" for worker in range(3)]
-    between = {
-        (waiting, other)
-        for waiting, stream, other, source in watcher.seen
-        if stream is source is Stream.WEIGHT_UPLOAD and waiting != other
-    }
-    assert between == {(names[0], names[1]), (names[1], names[0])}
-
-
-def test_a_link_is_measured_with_the_devices_own_marks(kind):
-    devices = [AcceleratorDevice(f"{kind}:0", worker) for worker in range(2)]
-    assert all(device.has_link for device in devices)
-    rates = measure_rates(devices, torch.zeros(LEAST_BYTES, dtype=torch.uint8))
-    assert len(rates.alone) == 2 and list(rates.together) == [(0, 1)]
-    assert all(rate > 0 for rate in (*rates.alone, *rates.together[0, 1]))
 
 
 @pytest.mark.parametrize("stream", Stream)

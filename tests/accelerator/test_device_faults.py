@@ -15,7 +15,7 @@ from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)

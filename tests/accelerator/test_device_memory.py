@@ -15,7 +15,7 @@ from torchround.engine.store.host_memory import HostAllocator, PageLocker
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.common import chunks
-from torchround.pipeline.plan_report import plan_for
+from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, run_question

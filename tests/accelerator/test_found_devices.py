@@ -10,7 +10,7 @@ from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, to
 from torchround.accelerators import kind_of, present_kind
 from torchround.config import EngineTable
 from torchround.engine.device import AcceleratorDevice
-from torchround.pipeline.memory import MIB
+from torchround.planning.memory import MIB
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware
 
 __all__ = ["small_runs"]

@@ -97,12 +97,9 @@ EVENTS = {
 }
 # These stand for a wait for an event that is recorded on the spot: without either, the same is missing.
 ON_THE_SPOT = {"packed tensors", "final gradients", "an uploaded look-ahead", "a direction"}
-# These decide which copy goes first. Bits do not depend on them, and tests of link turns and of the worker show the order.
-ONLY_FOR_SPEED = {
-    *("activations before early gradients", "activations before weights", "activations before gradients"),
-    *("its turn on the link", "the end of its turn on the link"),
-}
-TURNS = ShortRun("one layer a stage", workers=3, settings=(("turns", ((0, 1, 2),)),))
+# These decide which copy goes first. Bits do not depend on them, and tests of the worker show the order.
+ONLY_FOR_SPEED = {"activations before early gradients", "activations before weights", "activations before gradients"}
+FINEST = ShortRun("one layer a stage", workers=3)
 
 FAULTS = {
     **{f"no wait for {place}": (Unordered(place, "no wait"), *shown) for place, shown in WAITS.items()},
@@ -207,12 +204,12 @@ class OnlyForSpeed(Unordered):
 @pytest.mark.parametrize("stream", Stream)
 def test_what_only_makes_copies_wait_for_their_turn_changes_no_bit(simulator, stream):
     fault = OnlyForSpeed(None, "no wait")
-    right = outcome(simulator, TURNS, hurried(stream), fault)
-    assert fault.times > 0 and right.equals(expected(TURNS)[0])
+    right = outcome(simulator, FINEST, hurried(stream), fault)
+    assert fault.times > 0 and right.equals(expected(FINEST)[0])
 
 
 def test_every_wait_and_every_event_of_the_engine_is_in_the_tables(simulator):
-    runs = {run for _, run, _ in FAULTS.values()} | {TURNS, replace(TWO, policy=BOUNDED, stale_layers=0)}
+    runs = {run for _, run, _ in FAULTS.values()} | {FINEST, replace(TWO, policy=BOUNDED, stale_layers=0)}
     seen = [expected(run)[1] for run in runs]
     waits, events = (set().union(*(getattr(one, name) for one in seen)) for name in ("waits_for", "events"))
     assert waits - ONLY_FOR_SPEED == WAITS.keys()

@@ -47,7 +47,6 @@ def draw(seed):
     workers, devices = drawn.choice(WORKERS)
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
-        "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
         # A layer whose forward read older weights must be computed anew.
         "kept": tuple(
             () if layer < run.stale_layers else names

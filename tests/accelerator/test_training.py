@@ -14,7 +14,7 @@ from tests.support.reference import Reference
 from tests.support.small_decoders import decoder
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.layer import MicroBatch, longest_document, with_dropout_seeds
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LR = 1e-2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,7 +15,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(kind, small_runs, monkeypatch, mode):
-    keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
+    keys = [*MODES[mode], f"--engine.devices={kind}"]
     assert small_runs("whole", *keys) == 0
     with pytest.MonkeyPatch.context() as patch:
         before_step(patch, 3, interrupt)
@@ -26,7 +26,7 @@ def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_another_plan_and_number_of_devices_give_the_same_run(kind, small_runs, mode):
-    keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
+    keys = [*MODES[mode], f"--engine.devices={kind}"]
     assert small_runs("run", *keys) == 0
     assert small_runs("whole", *keys, "--engine.plan=none", "--engine.num_devices=1") == 0
     small_runs.assert_same("run", "whole")

@@ -11,7 +11,7 @@ from benchmarks.plain_loops import random_step
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
-from torchround.pipeline.memory import PROGRAM_BYTES
+from torchround.planning.memory import PROGRAM_BYTES
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question

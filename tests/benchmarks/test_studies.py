@@ -18,7 +18,7 @@ from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Two texts that are short and always installed.

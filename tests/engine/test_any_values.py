@@ -13,7 +13,7 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.slots import Packing
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITIONS = {
     "one stage": Partition((), 6, ()),

@@ -15,7 +15,7 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim import SpikeBounds
-from torchround.pipeline.partition import StageKind
+from torchround.planning.partition import StageKind
 
 STEPS = 4
 

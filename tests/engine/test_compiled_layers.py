@@ -30,7 +30,7 @@ from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.optim import HostOptimizer
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 pytestmark = pytest.mark.compiles
 

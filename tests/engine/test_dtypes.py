@@ -5,7 +5,7 @@ import torch
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.pipeline.plan import Plan
+from torchround.planning.plan import Plan
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers

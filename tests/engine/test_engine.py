@@ -18,7 +18,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.update import update_threads
 from torchround.layer import IGNORED_LABEL, MicroBatch
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)

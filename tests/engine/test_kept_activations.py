@@ -9,7 +9,7 @@ from tests.support import toy
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train, watched
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import EngineUsageError
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LR = 1e-2
 

@@ -9,11 +9,11 @@ from tests.support import toy
 from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model
 from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
+from torchround.engine.timeline import TaskKind
 from torchround.engine.update_report import BundleUpdate
 from torchround.keeping import keep
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.partition import Stage, StageKind, StageTask
-from torchround.pipeline.timeline import TaskKind
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.partition import Stage, StageKind, StageTask
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
 

@@ -7,9 +7,9 @@ from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_en
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.timeline import TaskKind
 from torchround.optim import make_optimizer
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.timeline import TaskKind
+from torchround.planning.costs import Costs, LayerCost
 from torchround.simulate.dispatch import dispatch_tasks
 
 LR = 1e-2

@@ -5,7 +5,8 @@ import pytest
 from tests.support.faults import PART_LANDED, Bomb
 from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.pipeline.pool_count import HostBatch, PoolCount
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.host_buffers import HostBatch
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 STEPS = 4
@@ -120,12 +121,14 @@ def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
         for layer in model.layers[:frozen]:
             layer.requires_grad_(False)
         outputs = (2 * 128 * WIDTH * 4,) * (partition.num_layers - 1) + (4,)
-        batch = HostBatch((0,) * 4, (outputs,), (4 * 2 * 128 * 8,), frozen, validates)
+        costs = Costs(tuple(LayerCost("layer", 1.0, 2.0, boundary_bytes=nbytes) for nbytes in outputs))
+        batch = HostBatch((0,) * 4, (costs,), (4 * 2 * 128 * 8,), frozen, validates)
         with toy_engine(partition, 4, model=model, policy=policy) as engine:
             before = engine.pool.reserved_bytes
             engine.reserve([(2, 128)] * 4, validates)
             reserved.add(engine.pool.reserved_bytes - before)
-        assert engine.pool.reserved_bytes - before == PoolCount(batch, 4, policy.name).nbytes(partition, 1)
+        counted = batch.boundary_bytes(partition, 1, 4, policy.name) + batch.integers_and_losses_bytes()
+        assert engine.pool.reserved_bytes - before == counted
     assert len(reserved) == counts, "the frozen layers change nothing"
 
 

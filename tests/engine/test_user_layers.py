@@ -11,7 +11,7 @@ from tests.support.reference import Reference
 from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
 # As many stages as fit: two on each device.

@@ -20,7 +20,7 @@ from torchround.generation.decoding_cache import can_decode
 from torchround.generation.inference import cut_evenly
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 OWN = list(toy_texts.OWN)
 MAX_TOKENS = 8

@@ -14,7 +14,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.hf.tensor_folder import map_file, read_header, view_of
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 BF16 = torch.bfloat16

@@ -24,7 +24,7 @@ from tests.support.transformers_loop import (
     reference_training,
     store_of,
 )
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}

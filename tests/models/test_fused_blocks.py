@@ -9,7 +9,7 @@ from tests.support.rounding import assert_close_in_sums
 from tests.support.small_decoders import decoder
 from torchround.models.common import attention
 from torchround.models.common.primitives import RMSNorm, add_and_norm
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one

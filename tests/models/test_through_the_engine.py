@@ -20,7 +20,7 @@ from torchround.models.common.feed_forward import GatedMLP, MoE, MoEShape
 from torchround.models.common.primitives import RMSNorm
 from torchround.models.common.rope import Rope
 from torchround.models.qwen3.layers import QK_NORM_NAMES, expert_names
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 ADAPTERS = ("q_proj", "v_proj")
 CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the second has one alone

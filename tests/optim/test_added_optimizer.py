@@ -18,7 +18,7 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.optim import Optimizer, StateValue, UpdateRule, make_optimizer
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 LION = "--optimizer.name=our-lion"
 COMPACT = "--optimizer.state=compact"

@@ -21,8 +21,8 @@ from torchround.engine.worker.orthogonalise import (
 )
 from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, make_optimizer, update_
 from torchround.optim.update_pass import CHUNK_ELEMENTS, look_ahead_
-from torchround.pipeline import update_costs
-from torchround.pipeline.update_costs import newton_schulz_flops, row_bands
+from torchround.planning import update_costs
+from torchround.planning.update_costs import newton_schulz_flops, row_bands
 
 NIGHTLY = pytest.mark.nightly
 # With two bands of rows or more.

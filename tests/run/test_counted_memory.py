@@ -17,11 +17,11 @@ from torchround.data import cut
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.memory import MIB
-from torchround.pipeline.plan_report import fits, host_memory, plan_for, report_plan
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import PlannedMachines
+from torchround.planning.machine_shares import step_share
+from torchround.planning.memory import MIB
+from torchround.planning.plan_report import fits, host_memory, plan_for, report_plan
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import PlannedMachines
 from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question

@@ -10,7 +10,7 @@ from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 from torchround.run import hardware
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
 from torchround.run.missing_cards import Absence, why_no_accelerator

@@ -11,9 +11,10 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, whole_pages
-from torchround.pipeline.plan_report import longest_tokens, plan_for
-from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.planning.host_buffers import whole_pages
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.plan_report import longest_tokens, plan_for
+from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
 from torchround.run.numbers import RunNumbers, run_question
@@ -118,7 +119,10 @@ def test_a_smaller_state_saves_what_the_store_of_a_run_with_it_lacks(table, engi
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), engine, optimizer=table)
     question = run_question(model(), numbers, CPU)
     own_bytes = question.state().state_bytes
-    saved = {setting: own_bytes - changed.state().state_bytes for setting, changed in question.smaller_states()}
+    states = {setting: replace(question, updates=changed).state() for setting, changed in question.updates.smaller}
+    saved = {
+        setting: own_bytes - state.state_bytes for setting, state in states.items() if state.state_bytes < own_bytes
+    }
     own_bytes = store_bytes(table, engine)
     assert saved == {setting: own_bytes - store_bytes(*changed) for setting, changed in smaller.items()}
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from tests.support.counted_rules import FULL
 from tests.support.small_run import ASYNC, STEPS, small_runs, stop_after
-from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.cards import DeviceSpec
+from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.planning.partition import Partition
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
+from torchround.planning.run_question import RunQuestion
 from torchround.run.run_plan import PlanByMeasuring
 
 __all__ = ["small_runs"]
@@ -53,7 +53,7 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
     costs = Costs((block,) * 5)
     question = RunQuestion(
         costs_for=lambda *shape: costs,
-        parameters=ParameterCounts(trained=1),
+        parameters=ParameterCounts((BundleCount((1,)),)),
         updates=FULL,
         seq_len=8,
         global_batch_size=8,
@@ -71,11 +71,3 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far():
         changed = replace(question, keep_activations=setting)
         stays[setting] = PlanByMeasuring(changed, plan_for(changed), earlier, 5, 3, 10).settled == earlier
     assert stays == {"all": True, "auto": True, "none": False, "attention": False}
-
-
-def test_a_run_in_turns_says_so_and_has_the_same_losses(small_runs, capsys):
-    assert small_runs("apart", "--engine.num_devices=3") == 0
-    assert "links " not in capsys.readouterr().out, "virtual devices have no link to measure"
-    assert small_runs("turns", "--engine.num_devices=3", "--engine.share_links=true") == 0
-    assert "links    devices 0 to 2 take turns (engine.share_links)" in capsys.readouterr().out
-    assert small_runs.losses("turns") == small_runs.losses("apart")

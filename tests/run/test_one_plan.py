@@ -10,10 +10,10 @@ from tests.support.small_run import TIED, files_of, small_runs
 from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
 from torchround.models import FAMILIES
-from torchround.pipeline import plan_report
-from torchround.pipeline.memory import MIB
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.rates import RATES
+from torchround.planning import plan_report
+from torchround.planning.memory import MIB
+from torchround.planning.plan_report import plan_for
+from torchround.planning.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 from torchround.run.run_plan import given_kept
@@ -60,7 +60,7 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
     limits = of_the_run.limits()
     assert limits.host_bytes is not None and 0 < limits.host_bytes < 8 * MIB
     # bfloat16 sums that travel as float16 have the same size, and are converted all the same.
-    assert limits.rounding_share == 1.0 and limits.rounding_bytes > 0
+    assert limits.rounded_bytes == limits.accumulate_bytes > 0
 
 
 def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host_none():

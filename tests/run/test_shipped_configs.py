@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from torchround.commands.configured_model import build_model
-from torchround.commands.machine_lines import planned_machines
-from torchround.commands.plan_run import dry_run_hardware, question_of
+from torchround.commands.plan_run import dry_run_hardware, planned_machines, question_of
 from torchround.config import parse_command_line
-from torchround.pipeline.plan_report import fits, host_memory, plan_for
+from torchround.planning.plan_report import fits, host_memory, plan_for
 from torchround.run.run_plan import PlanByMeasuring
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -24,7 +23,7 @@ def question_for(config, *keys):
     if table.card is None:
         assert first.startswith("# Any machine")
         return None
-    assert first.startswith(f"# {table.num_cards} x {name} (24 GB), {table.host_memory_gib:g} GB of host memory")
+    assert first.startswith(f"# {table.num_cards} x {name} (24 GiB), {table.host_memory_gib:g} GiB of host memory")
     machine = dry_run_hardware(options.config)
     machines = planned_machines(table)
     return question_of(options.config, build_model(options), machine, (), machines)

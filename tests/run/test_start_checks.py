@@ -40,7 +40,7 @@ BFLOAT16, MUON = "--training.dtype=bfloat16", "--optimizer.name=muon"
 def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_runs, mode):
     options = parse_command_line(["--config", "small.toml", "--run.name=run", "--training.steps=1", *mode])
     alone = RunMachines()
-    parts = train_model.build(options, alone, alone.planned(options.config.machines))
+    parts = train_model.build(options, alone, alone.planned())
     need = disk_need(parts.config, parts.folder, parts.question)
     assert small_runs("run", "--training.steps=1", *mode) == 0
     saved, padded_bytes = small_runs.state("run", 1), 0.0

@@ -22,8 +22,8 @@ OFFENCES = [
     (imports_only_what_is_below, "torchround/data/x.py", "def f():\n    from tests import y"),
     (model_imports_little, "torchround/models/a/x.py", "from torchround.models.b import y"),
     (model_imports_little, "torchround/models/a/x.py", "import triton"),
-    (planner_is_pure, "torchround/pipeline/x.py", "import torch"),
-    (planner_is_pure, "torchround/pipeline/x.py", "def f():\n    open('x')"),
+    (planner_is_pure, "torchround/planning/x.py", "import torch"),
+    (planner_is_pure, "torchround/planning/x.py", "def f():\n    open('x')"),
     (only_defines, "torchround/x.py", "print()"),
     (only_defines, "torchround/x.py", "x = []"),
     (only_defines, "torchround/x.py", "def f():\n    global x"),
@@ -36,6 +36,11 @@ OFFENCES = [
 @pytest.mark.parametrize(("rule", "name", "text"), OFFENCES, ids=[rule.__name__ for rule, *_ in OFFENCES])
 def test_each_rule_finds_its_offence_and_no_other_does(rule, name, text):
     assert [found for found in RULES if [*found(Source(name, text))]] == [rule]
+
+
+def test_a_model_may_name_a_module_of_the_package():
+    source = Source("torchround/models/a/x.py", "from torchround import layer, run")
+    assert [*model_imports_little(source)] == ["imports torchround.run"]
 
 
 def test_a_circle_an_open_end_and_a_room_that_grew_are_found():

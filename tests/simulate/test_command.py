@@ -119,7 +119,8 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, c
         (["--model", "llama3/3.2-1B"], "--model needs --device"),
         (["--model", "llama3/nope", "--device", "rtx4090"], "unknown llama3 flavor 'nope'"),
         (["--costs", str(COSTS), "--chunks", "0"], "chunks = 0 must be at least 1"),
-        (["--costs", str(COSTS), "--partition", str(COSTS)], f"{COSTS.name}: expected {{"),
+        (["--costs", str(COSTS), "--partition", str(COSTS)], f"{COSTS.name}: the plan's forward: "),
+        (["--costs", str(COSTS), "--partition", "wrong.json"], "wrong.json: the plan's rounds: "),
         (["--costs", str(FIGURE_1), "--partition", "partition.json"], "the partition holds 29 layers, the costs 13"),
         (["--costs", str(COSTS), "--rounds", "17"], "17 rounds of only 16 micro-batches"),
     ],
@@ -127,6 +128,7 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, c
 def test_a_mistake_ends_with_code_2_and_one_message(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("partition.json").write_text(json.dumps(PARTITION))
+    Path("wrong.json").write_text(json.dumps({**PARTITION, "rounds": "2"}))
     assert main([*arguments, "--devices", "8", "--microbatches", "16"]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

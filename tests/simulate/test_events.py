@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, by_night, published_costs, published_partition
 from tests.support.random_costs import costs as random_costs
-from tests.support.random_costs import partitions
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulation.step_time import stage_times, step_seconds
-from torchround.pipeline.timeline import Task, TaskKind, trace_events
+from tests.support.random_costs import exact_step_s, partitions
+from torchround.engine.timeline import Task, TaskKind, trace_events
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.partition import Partition
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
 
@@ -107,9 +106,9 @@ def test_a_run_counts_as_settled_only_when_its_steps_repeat(data, costs, num_dev
     """The updates take about as long as a step, so they fall behind slowly; the exact step time is the reference."""
     partition, rounds = data.draw(partitions(costs.num_layers)), data.draw(st.integers(1, micro_batches))
     arguments = (num_devices, micro_batches, rounds, "async")
-    update_s = update_share * step_seconds(stage_times(partition, costs), *arguments) / costs.num_layers
+    update_s = update_share * exact_step_s(partition, costs, *arguments) / costs.num_layers
     costs = Costs(tuple(replace(layer, optimizer_s=update_s) for layer in costs.layers), costs.hop_s)
-    exact_s = step_seconds(stage_times(partition, costs), *arguments)
+    exact_s = exact_step_s(partition, costs, *arguments)
     # 128 steps are the most that are simulated; what has not built up by then is left out.
     assert steady_step_s(partition, costs, *arguments) == pytest.approx(exact_s, rel=1e-2, abs=1e-9)
 

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, published_costs, published_partition
-from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.timeline import TaskKind
+from torchround.engine.timeline import TaskKind
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.partition import Partition
 from torchround.simulate.bound import ScheduleError, SimulationSetup, fastest_split
 from torchround.simulate.schedules import RULES, simulate_schedule
 

@@ -1,6 +1,6 @@
 """What AdamW and Muon keep on the host, as numbers for tests that know no optimizer."""
 
-from torchround.pipeline.update_costs import RuleCosts, UpdateCosts
+from torchround.planning.update_costs import RuleCosts, UpdateCosts
 
 # Two values of each parameter in 8 bits, with a 16-bit scale for 128 of them.
 COMPACT_VALUE = 1 + 2 / 128

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.partition import Partition
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import Partition
 
 # The first value of an axis is the default, which the table writes as a dot.
 AXES = {
@@ -39,7 +39,7 @@ AXES = {
     "calls": ("1", "2"),
     "kept": ("none", "all", "upper"),
     "recompute": ("stage", "layer", "timed"),
-    "link": ("none", "early", "turns"),
+    "link": ("none", "early"),
     "tied": ("no", "tied"),
     "experts": ("no", "experts"),
     "adapters": ("no", "adapters"),
@@ -53,33 +53,33 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 .        2         forward   .        .          bf16   wide      .      .       .      all    .          early  tied  .        .         .          .        .
 .        2         .         .        adamw8     fp16   wide      layer  2       .      upper  layer      .      tied  .        .         .          .        .
 2        2         forward   .        muon       fp16   .         layer  .       .      .      layer      .      tied  .        .         .          .        .
-3        2         each      .        muon       fp16   narrow    none   .       .      .      .          turns  .     .        adapters  .          .        .
-8        3         backward  .        muon       bf16   .         layer  .       .      all    .          turns  .     .        .         .          .        .
+3        2         each      .        muon       fp16   narrow    none   .       .      .      .          .      .     .        adapters  .          .        .
+8        3         backward  .        muon       bf16   .         layer  .       .      all    .          .      .     .        .         .          .        .
 3        .         backward  .        muon8      bf16   narrow    layer  2       .      upper  .          .      .     .        .         .          .        .
-8        .         each      .        muon8      bf16   .         .      .       .      .      .          turns  .     .        .         .          .        .
-.        3         .         .        muon8      .      wide      none   2       .      .      layer      turns  .     experts  .         evaluates  .        .
-2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          turns  tied  .        .         .          .        .
+8        .         each      .        muon8      bf16   .         .      .       .      .      .          .      .     .        .         .          .        .
+.        3         .         .        muon8      .      wide      none   2       .      .      layer      .      .     experts  .         evaluates  .        .
+2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          .      tied  .        .         .          .        .
 3        .         each      .        torch      .      .         layer  .       2      upper  timed      .      tied  experts  .         .          stopped  .
 .        3         forward   async    .          fp16   wide      .      .       .      all    timed      .      .     .        .         .          .        .
 2        3         each      async    adamw8     bf16   narrow    .      2       .      all    .          .      .     experts  adapters  evaluates  stopped  .
-.        .         each      async    muon       .      wide      .      .       2      all    layer      turns  tied  experts  adapters  evaluates  stopped  .
+.        .         each      async    muon       .      wide      .      .       2      all    layer      .      tied  experts  adapters  evaluates  stopped  .
 3        3         .         async    muon       fp16   wide      .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
 2        .         forward   async    muon8      fp16   narrow    layer  2       2      .      .          early  .     .        .         .          .        .
 .        2         backward  async    muon8      fp16   .         .      .       .      all    timed      early  tied  experts  adapters  .          stopped  .
-.        .         forward   async    torch      bf16   wide      none   .       .      all    .          turns  .     .        .         .          .        .
+.        .         forward   async    torch      bf16   wide      none   .       .      all    .          .      .     .        .         .          .        .
 8        .         .         async    torch      fp16   narrow    layer  2       2      .      layer      early  .     .        adapters  evaluates  .        .
 8        .         .         predict  .          bf16   .         none   .       2      all    .          .      tied  .        .         .          .        .
-8        2         forward   predict  .          .      .         none   2       .      upper  timed      turns  .     experts  adapters  evaluates  .        .
+8        2         forward   predict  .          .      .         none   2       .      upper  timed      .      .     experts  adapters  evaluates  .        .
 8        3         each      predict  .          .      wide      .      2       .      .      layer      early  .     .        .         .          .        .
 .        .         backward  predict  adamw8     .      wide      layer  .       .      all    timed      early  .     .        .         .          .        .
 3        .         backward  predict  adamw8     bf16   narrow    layer  .       2      .      layer      .      tied  .        .         .          .        .
 2        3         .         predict  adamw8     fp16   .         none   .       .      .      timed      early  tied  .        .         .          stopped  .
 3        .         forward   bounded  .          bf16   narrow    layer  .       .      all    timed      .      .     experts  adapters  .          stopped  .
 .        .         .         bounded  adamw8     .      wide      layer  2       .      all    timed      .      tied  .        .         .          .        .
-2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      turns  tied  .        .         evaluates  .        .
+2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      .      tied  .        .         evaluates  .        .
 8        .         each      bounded  adamw8     bf16   .         none   2       .      .      .          early  tied  .        .         .          .        .
-2        .         each      stale    .          .      .         layer  .       .      .      timed      turns  .     .        .         .          .        .
-3        .         forward   stale    .          .      .         none   .       .      .      timed      turns  tied  .        .         .          .        .
+2        .         each      stale    .          .      .         layer  .       .      .      timed      .      .     .        .         .          .        .
+3        .         forward   stale    .          .      .         none   .       .      .      timed      .      tied  .        .         .          .        .
 8        .         backward  stale    .          bf16   wide      none   .       .      .      layer      .      tied  experts  .         .          stopped  .
 .        .         forward   stale    adamw8     .      narrow    layer  .       .      upper  .          early  .     .        adapters  evaluates  .        .
 .        .         .         .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        layers
@@ -91,8 +91,8 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 .        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        update
 2        2         forward   async    adamw8     bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  update
 2        2         each      async    muon       bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  layers
-3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      turns  .     .        .         .          .        update
-3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      turns  .     .        .         .          .        layers
+3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      .      .     .        .         .          .        update
+3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      .      .     .        .         .          .        layers
 .        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        layers
 .        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
 .        .         each      stale    .          .      .         layer  .       .      .      .          .      .     .        .         .          .        update
@@ -227,8 +227,8 @@ def together(outcomes):
 class Row:
     """A run of four steps, by the axes, and what no axis has.
 
-    `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`, `settings` those of the
-    engine. `before(store)` may change the first weights. `after_step(engine)` returns the evaluations that it begins.
+    `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`. `before(store)` may change
+    the first weights. `after_step(engine)` returns the evaluations that it begins.
     """
 
     devices: int = 1
@@ -255,9 +255,7 @@ class Row:
     held_out: Sequence[Any] = tuple(HELD_OUT)
     build: Callable[[], LayeredModel] | None = None
     partition: Partition | None = None
-    lr: float = LR
     spikes: tuple[Any, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[Any], None] = lambda store: None
     after_step: Callable[[Any], list] = lambda engine: []
 
@@ -306,14 +304,14 @@ class Row:
             "rounds": self.rounds, "clip": "global" if self.clip == "none" else self.clip,
             "max_norm": 0.0 if self.clip == "none" else MAX_NORM,
             "kept": kept[self.kept], "layerwise_recompute": self.recompute == "layer",
-            "times_layers": self.recompute == "timed", "turns": [range(self.devices)] if self.link == "turns" else (),
+            "times_layers": self.recompute == "timed",
             "accumulate_dtype": torch.bfloat16 if self.gradient == "narrow" else torch.float32,
             "stale_layers": self.stale_layers, "accumulates": self.calls > 1,
             "compile_update": self.compiled == "update",
             "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip
-        settings |= {**self.settings, **options}
+        settings |= options
         return toy_engine(
             self.partition or cuts[self.cut], self.devices, model=model, store=store, optimizer=optimizer, **settings
         )
@@ -360,7 +358,7 @@ class Row:
                     share = step_share(len(call), self.rounds, group.rank, group.size)
                     call = [call[index] for index in share.micro_batches]
                 of_step.append(engine.forward_backward(call, share, labels))
-            engine.step(self.lr)
+            engine.step(LR)
             results.append(of_step)
             evaluated += self.after_step(engine)
         engine.drain()
@@ -382,14 +380,10 @@ class Row:
             self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
         )
 
-    def run_each(self, **options):
-        """Train on all machines; returns the outcome of each."""
-        if self.machines == 1:
-            return [self.run(**options)]
-        return run_machines(self.machines, lambda group: self.run(group, **options))
-
     def run_all(self, **options):
-        return together(self.run_each(**options))
+        if self.machines == 1:
+            return self.run(**options)
+        return together(run_machines(self.machines, lambda group: self.run(group, **options)))
 
     def alone(self):
         """Return the row on one machine, with as many rounds in all."""
@@ -413,7 +407,7 @@ class Row:
             for call in self.calls_of(batch):
                 loss, gradients = loop.gradients(call, labels)
                 outcome.losses.append(loss)
-            loop.update(gradients, self.lr)
+            loop.update(gradients, LR)
             if self.stopped and number == 1:
                 outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.evaluated.append(loop.evaluate(self.held_out))

@@ -6,7 +6,6 @@ hand-over; "a norm" and "an update" of the optimizer; "an allocation" of a devic
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -142,28 +141,6 @@ class Unordered(DeviceWatcher):
             return event
         self.times += 1
         return PastEvent()
-
-
-def deaf(entries, kinds, threads):
-    """Return the log of a run as if hand-overs of these kinds ordered nothing for threads whose names begin so.
-
-    The threads did wait. A race in what is left shows that they must.
-    """
-    found, is_deaf = [], {}
-    for entry in entries:
-        is_event = isinstance(entry.token, tuple) and entry.token[0] == "event"
-        if not entry.actor.startswith(threads) or entry.action == "access":
-            found.append(entry)
-        elif entry.action == "signal":
-            found.append(replace(entry, actor="no thread") if kind_of(entry.token) in kinds else entry)
-        else:
-            # The event that comes with a hand-over orders nothing either, until the thread's next wait.
-            if not is_event:
-                is_deaf[entry.actor] = kind_of(entry.token) in kinds
-            if not is_deaf.get(entry.actor):
-                found.append(entry)
-    assert found != entries, "no thread waits for any"
-    return found
 
 
 def no_wait_for(patch, *kinds):

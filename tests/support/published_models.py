@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition
 
 # Forward stages, then backward stages after the head's, from RoundPipe's artifact.
 PARTITIONS = {

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import strategies as st
 
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
-from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulation import step_time
-from torchround.pipeline.simulation.kept_link import KeptLink
+from torchround.planning import step_time
+from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.stage_times import KeptLink, LayerSums
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import simulate
 
@@ -118,6 +118,15 @@ def _ways(total):
     if total == 0:
         return [()]
     return [(first, *rest) for first in range(1, total + 1) for rest in _ways(total - first)]
+
+
+def exact_step_s(
+    partition, costs, devices, micro_batches, rounds, update, recompute="stage", link=None, stale_layers=0
+):
+    """Return the planner's time of a step."""
+    sums = LayerSums(costs, recompute, link, micro_batches)
+    times = sums.times(partition, update, rounds, stale_layers)
+    return step_time.step_seconds(times, devices, micro_batches, rounds)
 
 
 def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, **settings):

@@ -13,10 +13,9 @@ from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import aligned
 from torchround.keeping import keep
-from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch
-from torchround.pipeline.partition import Partition
+from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, aligned
+from torchround.planning.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
 # eps is well above the rounding of a gradient, see `rounding.py`: weights can be compared between computations that

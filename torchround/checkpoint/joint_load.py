@@ -40,7 +40,7 @@ from torchround.checkpoint.step_folder import (
 )
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of, read_tensors
 from torchround.checkpoint.uncached_io import PIECE_BYTES, UncachedPass
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.regular_file import open_regular
 

@@ -25,7 +25,7 @@ from torchround.checkpoint.manifest import FileRecord, read_manifest
 from torchround.checkpoint.step_folder import write_manifest, write_tensors
 from torchround.checkpoint.step_folders import StepFolders
 from torchround.checkpoint.tensor_file import SaveWatch, TensorFile
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 
 # Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

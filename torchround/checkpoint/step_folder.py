@@ -31,7 +31,7 @@ from torchround.checkpoint.tensor_file import (
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.progress import Progress
 
 

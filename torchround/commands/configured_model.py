@@ -20,7 +20,7 @@ from torchround.models import (
     adapter_names,
     add_adapters,
 )
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.run.numbers import DTYPES
 
 logger = logging.getLogger(__name__)

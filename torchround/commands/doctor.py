@@ -23,10 +23,10 @@ from torchround.data import TokenizerError
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
-from torchround.pipeline.cards import UnknownPeakError
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import report_plan
+from torchround.planning.cards import UnknownPeakError
+from torchround.planning.memory import size_text
+from torchround.planning.partition import PlanError
+from torchround.planning.plan_report import report_plan
 from torchround.run import hardware
 from torchround.run.hardware import find_hardware
 from torchround.run.machine import Fact, device_facts, disk_text, system_facts

@@ -24,7 +24,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpoi
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.run.resume import BEFORE
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import best_of, keeps_best, kept_losses

@@ -15,28 +15,45 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchround.accelerators import deterministic_operations
 from torchround.commands import CommandError
 from torchround.commands.configured_model import build_model, find_weights, flavors_of
-from torchround.commands.machine_lines import fewest_machines, machine_parts, planned_machines
-from torchround.config import Config, ConfigError, Options, parse_command_line
+from torchround.config import Config, ConfigError, MachinesTable, Options, parse_command_line
 from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
-from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
-from torchround.pipeline.costs import Costs, CostsError
-from torchround.pipeline.kept_report import ratio_text
-from torchround.pipeline.memory import GIB, PROGRAM_BYTES, gib_text, parts_text, size_text
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan import Plan, layer_names
-from torchround.pipeline.plan_report import PlanReport, changes_that_fit, fits, plan_for, report_plan
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.planning.costs import Costs, CostsError
+from torchround.planning.machine_report import (
+    USABLE_RATE,
+    fewest_machines,
+    machine_rows,
+    rates_shown,
+    report_exchange,
+    usable_bytes_per_s,
+)
+from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
+from torchround.planning.partition import PlanError
+from torchround.planning.plan import Plan, text_table
+from torchround.planning.plan_report import (
+    PlanReport,
+    changes_that_fit,
+    fits,
+    gain_text,
+    gains,
+    kept_text,
+    link_text,
+    longest_tokens,
+    plan_for,
+    ratio_text,
+    report_plan,
+)
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import (
     USABLE_DEVICE_FRACTION,
     USABLE_HOST_FRACTION,
@@ -47,15 +64,10 @@ from torchround.run.hardware import (
 from torchround.run.numbers import RunNumbers, num_parameters, run_question
 from torchround.untrusted.terminal import say
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
 MOST_ADVICE = 3
 ADVISED_RANK = 16  # of adapters
 # The value of `--costs` for measured times that are part of the repository, and their folder.
 SHIPPED, MEASURED_TIMES = "shipped", Path(__file__).parents[2] / "docs" / "costs"
-WIDTH = 110  # in characters, of the tables when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,14 +114,16 @@ def measured_costs(given: argparse.Namespace, machine: Hardware) -> Costs:
         raise CommandError(f"--costs {path}: {error}") from None
 
 
-def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
+def configured_question(
+    options: Options, vocab_size: int | None, hardware: Hardware, *, warns: bool = True
+) -> RunQuestion:
     """Return the planner's question for the configured run on `hardware`. A dry run asks it too.
 
-    `vocab_size` as in `build_model`. The pretrained files are read only if weights stay in them, so that a plan
-    needs no download.
+    `vocab_size` and `warns` as in `build_model`. The pretrained files are read only if weights stay in them, so that a
+    plan needs no download.
     """
     config = options.config
-    model = build_model(options, vocab_size)
+    model = build_model(options, vocab_size, warns=warns)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
     return question_of(config, model, hardware, mapped, planned_machines(config.machines))
 
@@ -252,13 +266,11 @@ def machine_text(machine: Hardware) -> str:
 
 def show_plan(answer: PlanReport, machine: Hardware) -> None:
     """Print the report. `train.py --dry-run` prints it here too."""
-    from rich.console import Console  # importing rich draws random numbers, which an import must not
-
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else WIDTH)
     if machine.spec is not None:
-        console.print(machine_text(machine), highlight=False, soft_wrap=not is_terminal)
-    console.print(rendered(answer), highlight=False, soft_wrap=not is_terminal)
+        say(machine_text(machine))
+    for line in report_lines(answer):
+        if line:
+            say(line)
 
 
 def show_advice(options: Options, machine: Hardware, answer: PlanReport) -> None:
@@ -289,14 +301,12 @@ def advice(options: Options, machine: Hardware, question: RunQuestion) -> Iterat
 def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
     """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines, a smaller flavor."""
     config = options.config
-    changes: list[tuple[str, str, str, object]] = []
-    if config.training.dtype == "float32":
-        changes.append(('training.dtype = "bfloat16"', "training", "dtype", "bfloat16"))
-    if not config.lora.rank:
-        changes.append((f"lora.rank = {ADVISED_RANK} (adapters)", "lora", "rank", ADVISED_RANK))
-    for setting, table, key, value in changes:
-        if _fits_with(options, machine, question.machines, table, key, value):
-            yield setting
+    if config.training.dtype == "float32" and _fits_with(
+        options, machine, question, "training", "dtype", "bfloat16"
+    ):
+        yield 'training.dtype = "bfloat16"'
+    if not config.lora.rank and _fits_with(options, machine, question, "lora", "rank", ADVISED_RANK):
+        yield f"lora.rank = {ADVISED_RANK} (adapters)"
     if machines := fewest_machines(question):
         yield f"{machines} such machines"
     if config.model.flavor is None or config.model.shape is not None:
@@ -308,20 +318,18 @@ def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> I
     }
     own = sizes.get(config.model.flavor, 0)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sizes[name] < own and _fits_with(options, machine, question.machines, "model", "flavor", name):
+        if sizes[name] < own and _fits_with(options, machine, question, "model", "flavor", name):
             yield f'model.flavor = "{name}"'
             return
 
 
 def _fits_with(
-    options: Options, machine: Hardware, machines: PlannedMachines, table: str, key: str, value: object
+    options: Options, machine: Hardware, question: RunQuestion, table: str, key: str, value: object
 ) -> bool:
-    """Check whether the run fits with a key changed. A value that the model cannot take does not."""
-    changed = _changed(options, table, key, value)
+    """Check whether the run of `question` fits with a key changed. A value that the model cannot take does not."""
     try:
-        model = build_model(changed, warns=False)
-        question = question_of(changed.config, model, machine, (), machines)
-        return fits(question)
+        changed = configured_question(_changed(options, table, key, value), None, machine, warns=False)
+        return fits(replace(changed, machines=question.machines))
     except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
         return False
 
@@ -336,20 +344,24 @@ def _changed(options: Options, table: str, key: str, value: object) -> Options:
     return replace(options, config=config.model_copy(update=tables))
 
 
-def rendered(report: PlanReport) -> "Group":
-    """Turn the report into tables and lines for a console."""
-    from rich.console import Group  # draws random numbers when imported, which an import must not
-
-    timed = report.question.device is not None
-    parts: list[object] = [_verdict(report), _host_table(report)]
-    if report.plan is not None:
-        parts += [_plan_table(report.plan, timed), _device_line(report), *report.plan.kept_lines()]
-        parts += [] if report.kept is None else [report.kept.text(timed)]
-        parts += [report.plan.summary(timed), *_speed_lines(report)]
-    else:
-        parts += [_device_line(report)]
-    parts += [*machine_parts(report), *_faster_lines(report), _length_line(report)]
-    return Group(*(part for part in parts if part))  # type: ignore[arg-type]
+def report_lines(report: PlanReport) -> Iterator[str]:
+    """Yield the report as lines and tables."""
+    question, plan, timed = report.question, report.plan, report.question.device is not None
+    yield _verdict(report)
+    yield f"host memory\n{_host_table(report)}\n"
+    if plan is not None:
+        yield "plan, with one line for stages that are alike; bytes are of one device, compute at its peak"
+        yield plan.text(timed)
+    if report.device is not None:
+        of = "" if question.device_bytes is None else f" of {gib_text(question.device_bytes)} usable"
+        yield f"each device needs {size_text(report.device.total_bytes)}{of}: {report.device.text()}"
+    if plan is not None:
+        yield kept_text(question, plan)
+        yield from _speed_lines(report, plan)
+    yield from _machine_lines(question, plan)
+    if plan is not None:
+        yield from (gain_text(question, *found) for found in gains(question, plan).items())
+    yield _length_line(question)
 
 
 def _verdict(report: PlanReport) -> str:
@@ -363,7 +375,7 @@ def _verdict(report: PlanReport) -> str:
     )
 
 
-def _host_table(report: PlanReport) -> "Table":
+def _host_table(report: PlanReport) -> str:
     host, allowed = report.host, report.question.host_bytes
     rows = {kind: size_text(size) for kind, size in host.parts().items() if size}
     rows["all"] = size_text(host.total_bytes)
@@ -372,91 +384,105 @@ def _host_table(report: PlanReport) -> "Table":
         rows["besides, in files: frozen weights"] = size_text(host.mapped_bytes)
     if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
         rows["besides, about: Python and PyTorch"] = size_text(PROGRAM_BYTES)
-    table = _table("host memory", ("kind",), ("size",))
-    for row in rows.items():
-        table.add_row(*row)
-    return table
+    return text_table([*rows.items()], 1)
 
 
-def _plan_table(plan: Plan, timed: bool) -> "Table":
-    names = ("stages", "kind", "layers each", "layers")
-    table = _table(
-        "plan, with one line for stages that are alike; bytes are of one device, compute at its peak",
-        names,
-        (*(("ms",) if timed else ()), "weights", "gradients", "compute"),
-    )
-    for first, last, stage in plan.runs():
-        table.add_row(
-            f"{first}" if first == last else f"{first} - {last}",
-            stage.kind,
-            f"{stage.num_layers}",
-            layer_names(plan.stages[first], plan.stages[last]),
-            *((f"{1e3 * stage.seconds:.1f}",) if timed else ()),
-            *(size_text(size) for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)),
-        )
-    return table
-
-
-def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _device_line(report: PlanReport) -> str:
-    if report.device is None:
-        return ""
-    memory, limit = report.device, report.question.device_bytes
-    of = "" if limit is None else f" of {gib_text(limit)} usable"
-    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts_text(memory.parts())}"
-
-
-def _speed_lines(report: PlanReport) -> Iterator[str]:
-    device, transfers, plan = report.question.device, report.transfers, report.plan
-    if device is None or transfers is None or plan is None:
+def _speed_lines(report: PlanReport, plan: Plan) -> Iterator[str]:
+    question = report.question
+    if report.tokens_per_s is None:
         yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         return
-    source = (
-        "from measured times of layers" if report.question.is_measured else "from counted work, not measured"
-    )
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted {source}"
-    stage = plan.stages[transfers.busiest_stage]
-    yield (
-        f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "
-        f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
-        f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {layer_names(stage, stage)})"
-    )
-    if ratio := ratio_text(report.question, report.question.costs()):
-        yield ratio if report.question.is_measured else f"{ratio}, counted"
-    if report.micro_batches_to_hide == math.inf:
-        yield "activations alone take longer than computing: no number of micro-batches hides the weight upload"
-    elif report.micro_batches_to_hide is not None:
-        size = plan.num_micro_batches / plan.rounds
-        hidden = size >= report.micro_batches_to_hide
-        yield (
-            f"weight upload is {'' if hidden else 'not '}hidden by compute (needs "
-            f"{report.micro_batches_to_hide:.1f} micro-batches per round; this run has {size:g})"
-        )
+    source = "measured times of layers" if question.is_measured else "counted work, not measured"
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from {source}"
+    yield link_text(question, plan)
+    if ratio := ratio_text(question, question.costs()):
+        yield ratio if question.is_measured else f"{ratio}, counted"
 
 
-def _faster_lines(report: PlanReport) -> Iterator[str]:
-    yield from map(str, sorted(report.faster, key=lambda change: -change.gain))
-
-
-def _length_line(report: PlanReport) -> str:
-    if not report.longest_tokens:
+def _length_line(question: RunQuestion) -> str:
+    longest = in_16_bits = longest_tokens(question)
+    if question.accumulate_bytes > 2:
+        in_16_bits = longest_tokens(replace(question, accumulate_bytes=2))
+    if not longest:
         return "no sequence of 1024 tokens fits, not even in micro-batches of one"
-    question = report.question
-    num_sequences = question.num_devices * question.machines.count
-    longer = report.longest_by_16_bits > report.longest_tokens
+    more = f'; engine.accumulate_dtype = "bfloat16": {in_16_bits:,} tokens' if in_16_bits > longest else ""
     return (
-        f"longest sequence that fits with a batch of {num_sequences} sequences, one per micro-batch, one round, "
-        f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
-        + (f'; engine.accumulate_dtype = "bfloat16": {report.longest_by_16_bits:,} tokens' if longer else "")
+        f"longest sequence that fits with a batch of {question.num_devices * question.machines.count} sequences, one per "
+        f'micro-batch, one round, recompute = "{question.recompute}": {longest:,} tokens (predicted){more}'
     )
+
+
+# Several machines: what they exchange, and the speed of 1 to 16 of them.
+
+
+def planned_machines(table: MachinesTable) -> PlannedMachines:
+    """Return the machines that a dry run and the `plan` command plan for."""
+    rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
+    return PlannedMachines(table.planned, rate)
+
+
+def network_text(question: RunQuestion, plan: Plan) -> str:
+    """Describe the measured network of a run of several machines, and what its exchange takes of a step."""
+    rate = question.machines.bytes_per_s
+    assert rate is not None, "several machines measure their network"
+    exchange = report_exchange(question, plan)
+    text = (
+        f"{rate * 8 / 1e9:.3g} Gb/s each way (measured); "
+        f"{size_text(round(exchange.gradient_bytes))} of gradients and {size_text(round(exchange.weight_bytes))} of weights "
+        f"per step take {(exchange.gradient_bytes + exchange.weight_bytes) / rate:.3g} s"
+    )
+    # The devices' speed says how much of this is hidden.
+    return text if question.device is None else f"{text}, {exchange.exposed_s:.3g} s not hidden by compute"
+
+
+def _machine_lines(question: RunQuestion, plan: Plan | None) -> Iterator[str]:
+    """Yield what a report says about several machines; nothing if it is about one."""
+    machines, rate = question.machines, question.machines.bytes_per_s
+    if machines.count == 1:
+        return
+    yield (
+        f"{machines.count} machines share each step of {question.step_micro_batches} micro-batches, at most "
+        f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
+    )
+    if plan is not None:
+        exchange = report_exchange(question, plan)
+        sizes = exchange.gradient_bytes, exchange.weight_bytes
+        gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
+        yield (
+            f"exchange per step on the busiest link: {gradients} of gradients out, {weights} of weights back"
+        )
+        if question.device is not None and rate is not None:
+            gradients_s, weights_s = (nbytes / rate for nbytes in sizes)
+            tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
+            yield (
+                f"at {_gbit(rate):g} Gb/s: {gradients_s:.3g} s and {weights_s:.3g} s on the wire, {exchange.exposed_s:.3g} s not "
+                f"hidden by compute; step {exchange.step_s:.4g} s, about {tokens_per_s:,.0f} tokens/s of all machines"
+            )
+    if question.device is not None:
+        yield (
+            f"\ntokens/s of all machines, with a batch of {question.global_batch_size} sequences for all; in brackets the "
+            "share of what each machine gives in the first row that fits, without an exchange"
+        )
+        yield f"{text_table(_machine_table(question, plan), 0)}\n"
+
+
+def _gbit(bytes_per_s: float) -> float:
+    """Return the line rate of a usable rate, in Gb/s."""
+    return round(bytes_per_s * 8 / 1e9 / USABLE_RATE, 6)
+
+
+def _machine_table(question: RunQuestion, plan: Plan | None) -> Iterator[list[str]]:
+    """Yield the cells of each row: machines, micro-batches of each, host memory, tokens/s for each rate."""
+    rates = [f"{_gbit(rate):g} Gb/s" for rate in rates_shown(question.machines)]
+    yield ["machines", "micro-batches", "host", *rates, "no exchange"]
+    tokens, alone = question.global_batch_size * question.seq_len, 0.0
+    for count, micro_batches, host_bytes, steps in machine_rows(question, plan):
+        if not steps:
+            problem = "does not fit" if micro_batches else "without work"
+            yield [f"{count}", problem, *[""] * (len(rates) + 2)]
+            continue
+        speeds = [tokens / step_s for step_s in steps]
+        # The fewest machines that fit, without an exchange: what each of them gives is what a further one could add.
+        alone = alone or speeds[-1] / count
+        shares = (f"{speed:,.0f} ({speed / alone / count:.2f})" for speed in speeds)
+        yield [f"{count}", f"{micro_batches}", size_text(host_bytes), *shares]

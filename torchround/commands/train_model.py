@@ -31,10 +31,10 @@ from torchround.commands.configured_model import (
 )
 from torchround.commands.export_hf import Export, export, own_paths
 from torchround.commands.generation_files import stop_tokens
-from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import (
     configured_question,
     dry_run_hardware,
+    network_text,
     plan_with_advice,
     question_of,
     show_advice,
@@ -58,12 +58,12 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
-from torchround.pipeline.cards import UnknownPeakError
-from torchround.pipeline.memory import parts_text, size_text
-from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import best_mode, host_memory, report_plan
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import PlannedMachines, RunQuestion
+from torchround.planning.cards import UnknownPeakError
+from torchround.planning.memory import size_text
+from torchround.planning.partition import PlanError
+from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
@@ -149,7 +149,7 @@ def run(arguments: list[str]) -> int:
 
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
-    planned = machines.planned(options.config.machines)
+    planned = machines.planned()
 
     def checked() -> RunParts:
         check_start(options, machines)
@@ -305,7 +305,7 @@ def description(parts: RunParts) -> str:
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
-        f"host     {size_text(host.total_bytes)} ({parts_text(host.parts())})",
+        f"host     {size_text(host.total_bytes)} ({host.text()})",
         f"disk     {need.text()}",
     ]
     if machines.group is not None:
@@ -318,8 +318,8 @@ def description(parts: RunParts) -> str:
         )
     # A run that continues keeps its rounds, and would have other losses with others.
     is_new = parts.folder.checkpointer().latest_step() is None
-    if is_new and (faster := best_mode(parts.question, parts.plan)) is not None:
-        lines.append(f"faster   {faster}")
+    if is_new and (found := gains(parts.question, parts.plan, every=False)):
+        lines.append(f"faster   {gain_text(parts.question, *max(found.items(), key=lambda gain: gain[1]))}")
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, read_plain
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_object
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, KnownShape, adapter_names
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import CONFIG_FILE
 from torchround.untrusted.progress import Progress

@@ -35,8 +35,8 @@ from torchround.generation import Sampling, Score, TextEngine, inference_store
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.observe.record import perplexity
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.partition import PlanError
+from torchround.planning.memory import size_text
+from torchround.planning.partition import PlanError
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import RunError

@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from torchround.config.data_tables import DataTable, TokenizerTable
-from torchround.config.key_types import Legal, Many, Name, NonNegativeInt, PositiveFloat, PositiveInt, Table
+from torchround.config.key_types import (
+    Fraction,
+    Legal,
+    Many,
+    Name,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+)
 from torchround.config.optimizer_tables import AdamWTable, ChosenOptimizer
 from torchround.config.tables import (
     CheckpointTable,
@@ -110,9 +119,14 @@ class EngineTable(Table):
     depend on it, to the bit. `none`: backward stages recompute everything. `all`: all parts of every block. `half`: all
     parts of every other block. `attention`, or an array of parts: these of every block. The parts are `qkv` (the products
     before attention), `attention` (its kernel), `output` (the product after it), `gate_up` and `down` (the products of the
-    MLP or of the experts). A compiled layer keeps all parts or nothing. `auto`: what makes steps shorter by more than 1 %,
-    as far as host memory, device memory and the link to the host allow. On virtual devices and on a card of unknown speed
-    `auto` keeps nothing: there a copy takes the time of the processors, or an unknown time."""
+    MLP or of the experts). A compiled layer keeps all parts or nothing. `auto`: what makes steps shorter by more than
+    `slower_for_memory`, as far as host memory, device memory and the link to the host allow. On virtual devices and on a
+    card of unknown speed `auto` keeps nothing: there a copy takes the time of the processors, or an unknown time."""
+
+    slower_for_memory: Fraction = 0.01
+    """Share of a step, 0 to 1, by which a plan may be slower than the fastest one if it needs less host memory. Of all plans
+    within this share the planner takes the one of least host memory. `keep_activations = "auto"` takes memory only for
+    steps that get shorter by more than this share. 0: the fastest plan within the limits."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes
@@ -149,12 +163,6 @@ class EngineTable(Table):
     Triton with a C compiler (`CC`) and Python's headers (`python3-dev`). Code that cannot be compiled runs
     uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled. So do
     blocks in micro-batches of more than 8192 tokens, which they compute in chunks."""
-
-    share_links: bool | Literal["auto"] = "auto"
-    """Turns for GPUs that share a link to the host, for example below one PCIe switch: one uploads weights at a time.
-    `auto`: a run with several GPUs measures its links at the start, which takes about a second, and GPUs that transfer
-    clearly less together than one after the other take turns. `true`: all devices take turns, without measuring.
-    `false`: no device takes turns, without measuring. Losses do not depend on it."""
 
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation of the host, at least 1: the optimizer's update, initial weights. Bits do

@@ -221,8 +221,8 @@ class MachinesTable(Table):
     """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory of each planned machine, in GiB, above 0. A plan uses at most 95 % of it. Default: no limit; then a plan
-    takes the least among the fastest, and keeps nothing for backward stages."""
+    """Host memory of each planned machine, in GiB, above 0: 128 with modules of 128 GB. A plan uses at most 95 % of it. Default:
+    no limit; then a plan takes the least among the fastest, and keeps nothing for backward stages."""
 
     gbit_per_s: PositiveFloat | None = None
     """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `torchround plan` plan with.

@@ -42,7 +42,7 @@ from torchround.data.saved_positions import (
 from torchround.data.sequence_stream import PREFETCHED_BATCHES, SequenceStream, StreamSettings
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.layer import IGNORED_LABEL, MicroBatch
-from torchround.pipeline.run_question import INTEGER_TENSORS
+from torchround.planning.run_question import INTEGER_TENSORS
 from torchround.untrusted.data_position import PositionLimits, check_data_position
 from torchround.untrusted.terminal import terminal_safe
 

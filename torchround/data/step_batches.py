@@ -16,7 +16,7 @@ from torchround.data.loader import Loader
 from torchround.data.packing.batches import micro_batch_rows
 from torchround.data.saved_positions import joined_positions
 from torchround.layer import MicroBatch, longest_document, most_documents, with_dropout_seeds
-from torchround.pipeline.machine_shares import StepShare, step_share
+from torchround.planning.machine_shares import StepShare, step_share
 
 JSON: TypeAlias = Any
 Agree: TypeAlias = Callable[[JSON], list[JSON]]

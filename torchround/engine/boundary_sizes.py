@@ -4,8 +4,7 @@ import threading
 
 import torch
 
-from torchround.engine.worker.slots import aligned
-from torchround.layer import LayeredModel
+from torchround.layer import LayeredModel, aligned
 
 
 class BoundarySizes:

@@ -1,7 +1,7 @@
 """The buffers that the passes of an engine need on the host, reserved before they are used.
 
 A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever devices progress in an order
-that they had not taken before. `pipeline/host_buffers.py` counts for the worst order.
+that they had not taken before. `planning/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ import torch
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device
 from torchround.engine.kept_layers import KeptLayers
-from torchround.engine.passes import PassShape, restarted_layers
+from torchround.engine.passes import PassShape
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import StagingSizes
-from torchround.pipeline.host_buffers import HeldPass, pass_buffers, whole_pages
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.partition import Partition, StageKind, evaluation_tasks, step_tasks
+from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, most_buffers, restarted_layers, whole_pages
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.partition import Partition, StageKind, evaluation_tasks, step_tasks
 
 NO_SIZES = StagingSizes(boundary_bytes=0, integer_bytes=0, micro_batches=0, training=False)
 
@@ -167,19 +167,17 @@ class BufferReservation:
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
         """Count buffers by size. `ahead` is the number of stages of this pass that may run beside the previous one."""
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
-        integers = dict(
-            zip(before.shapes + this.shapes, before.integer_bytes + this.integer_bytes, strict=True)
-        )
-        needed = pass_buffers(
-            self._held(before, shapes, 0),
-            self._held(this, shapes, ahead),
+        needed = most_buffers(
+            [self._held(before, shapes, 0), self._held(this, shapes, ahead)],
             self._num_devices,
             # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
-            boundary_bytes=lambda cut, size: whole_pages(self._boundaries.of(cut, shapes[size])),
-            integer_bytes=lambda size: integers[shapes[size]],
-            kept_bytes=lambda layer, size: whole_pages(self._kept_bytes(layer, shapes[size])),
+            lambda cut, size: whole_pages(self._boundaries.of(cut, shapes[size])),
+            lambda layer, size: whole_pages(self._kept_bytes(layer, shapes[size])),
         )
+        # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):
+            needed.update(held.integer_bytes)
+            needed[LOSS_BYTES] += len(held.shapes)
             needed.update(map(self._output_bytes(held), held.shapes))
         del needed[0]
         return needed + self._always
@@ -195,8 +193,8 @@ class BufferReservation:
         return (self._kept.nbytes(layer, shape) or 0) if layer in self._kept.layers else 0
 
     def _held(self, shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
-        rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
-        return HeldPass(shape.stages, rounds, ahead, self._kept.layers, self._store.stale_layers)
+        rounds = tuple(tuple(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
+        return HeldPass(shape.stages, rounds, ahead, self._store.stale_layers)
 
     def _frozen_stages(self, this: PassShape) -> int:
         """Count the stages at the start of a pass that read no weights that are ever updated."""

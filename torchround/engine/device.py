@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchround.accelerators import kind_of
 from torchround.engine.errors import DeviceMemoryError, HostMemoryError
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 
 T = TypeVar("T")
 
@@ -118,8 +118,8 @@ class DeviceWatcher:
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    `has_link` says that copies cross a link to the host, which other devices may share. `step_of` gives, for
-    each stream, the training step that its newest operations belong to, for watchers.
+    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step that
+    its newest operations belong to, for watchers.
     """
 
     name: str

@@ -39,14 +39,12 @@ from torchround.engine.update_report import UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
-from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
-from torchround.pipeline.forward_stages import forward_stages
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
-from torchround.pipeline.shared_links import LinkWindows
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.memory import forward_stages
+from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks
 
 T = TypeVar("T")
 
@@ -81,7 +79,6 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, store, self.pool, self.devices, self._settle)
         self._next_slot = 0
-        self._windows = LinkWindows(len(self.devices))
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
@@ -148,7 +145,7 @@ class Engine:
             tasks = share_tasks(share, self.partition, len(self.devices), first_slot)
             tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            slots, end = self._program.training_pass(pass_, tasks, self._windows_of(tasks), first_slot)
+            slots, end = self._program.training_pass(pass_, tasks, first_slot)
             self._hand_out(len(tasks), slots)
             self._calls, self._rounds = self._calls + 1, share.total_rounds
             result = self._track(pass_, tasks, end)
@@ -195,7 +192,7 @@ class Engine:
             where = (len(self.devices), self._next_slot)
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
-            self._program.evaluation(pass_, tasks, self._windows_of(tasks))
+            self._program.evaluation(pass_, tasks)
             self._hand_out(len(tasks))
             return self._track(pass_, tasks)
 
@@ -299,9 +296,6 @@ class Engine:
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         return self._maker.make(batches, tasks, self._step, self._passes, **facts)
 
-    def _windows_of(self, tasks: Sequence[StageTask]) -> list[int]:
-        return [self._windows.next(len(task.micro_batches)) for task in tasks]
-
     def _hand_out(self, num_stages: int, directions: Sequence[int] = ()) -> None:
         """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
         if directions and not self._board.ready(FIRST_SIZES(0)):
@@ -368,7 +362,6 @@ class Engine:
             sizes=sizes,
             partition=self.partition,
             num_devices=len(self.devices),
-            turns=LinkTurns(self.settings.turns),
             settings=self.settings,
             kept=kept,
             on_failure=self._life.fail,

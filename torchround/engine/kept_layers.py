@@ -7,7 +7,7 @@ import torch
 
 from torchround.keeping import KeptActivationError
 from torchround.layer import LayeredModel, LayerWork, runs_fused
-from torchround.pipeline.partition import KeptNames
+from torchround.planning.partition import KeptNames
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torchround.engine.worker.activation_transfers import LOSS, HostTensors
 from torchround.engine.worker.slots import Packing, fill
 from torchround.engine.worker.structure import FLAT, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
-from torchround.pipeline.partition import StageTask
+from torchround.planning.partition import StageTask
 
 
 def host_micro_batch(

@@ -11,15 +11,15 @@ from torchround.engine.passes import (
     FIRST_SIZES,
     Pass,
     PassShape,
-    backward_inputs,
     forward_inputs,
 )
 from torchround.engine.passes_under_way import PassesUnderWay
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Batch
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, StageTask
+from torchround.planning.host_buffers import kept_cuts
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import Partition, StageTask
 
 
 class PassMaker:
@@ -77,7 +77,7 @@ class PassMaker:
             under_way.wait()
         sizes = self._reservation.reserve_for(shape, before)
         loss_scale = store.loss_scaling.scale_of(step) if training else 1.0
-        restarts = backward_inputs(self._partition, store.stale_layers) if training else frozenset()
+        restarts = kept_cuts(self._partition.stages(), store.stale_layers) if training else frozenset()
         pass_ = Pass(
             index=self._next_pass,
             training=training,

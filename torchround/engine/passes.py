@@ -11,19 +11,18 @@ from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.tasks import Access
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
-from torchround.engine.worker.slots import Packing, aligned
+from torchround.engine.worker.slots import Packing
 from torchround.engine.worker.structure import FLAT
-from torchround.layer import Batch
-from torchround.pipeline.host_buffers import kept_cuts
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import (
+from torchround.layer import Batch, aligned
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import (
     Partition,
     Stage,
     StageKind,
     StageTask,
     step_tasks,
 )
-from torchround.pipeline.run_question import INTEGER_TENSORS
+from torchround.planning.run_question import INTEGER_TENSORS
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,13 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `uploads` and `parts` are, by layer and bundle, its accesses to device weights and to gradients. Its transfer
-    windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
+    `uploads` and `parts` are, by layer and bundle, its accesses to device weights and to gradients.
     """
 
     task: StageTask
     pass_: Pass
     uploads: dict[tuple[int, int], Access]
     parts: dict[tuple[int, int], Access]
-    window: int
 
     @property
     def slot(self) -> int:
@@ -162,24 +159,6 @@ def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
     """Return the layers at which a forward or fused stage takes over from the previous stage."""
     starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
-
-
-def backward_inputs(partition: Partition, stale_layers: int = 0) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
-
-    The input of the fused stage is not among them, because its forward and backward read it together.
-    """
-    return kept_cuts(partition.stages(), stale_layers)
-
-
-def restarted_layers(stage: Stage, stale_layers: int) -> range:
-    """Return the layers inside a backward stage that begin anew at the input that their forward had.
-
-    The layer below has changed since that forward, so recomputing its output would give another input.
-    """
-    if stage.kind is not StageKind.BACKWARD:
-        return range(0)
-    return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
 
 
 def share_tasks(share: StepShare, partition: Partition, num_devices: int, first_slot: int) -> list[StageTask]:

@@ -37,8 +37,8 @@ from torchround.engine.tasks import (
 )
 from torchround.engine.update import Decision, Updater
 from torchround.optim.host_optimizer import Hyperparameters
-from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import StageKind, StageTask, slots_before_late_jobs
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
 # What a task of the host does; it gets the task.
 Run = Callable[[Task], object]
@@ -93,7 +93,7 @@ class Program:
     # A step's calls.
 
     def training_pass(
-        self, pass_: Pass, stages: Sequence[StageTask], windows: Sequence[int], first_slot: int
+        self, pass_: Pass, stages: Sequence[StageTask], first_slot: int
     ) -> tuple[tuple[int, ...], Task | None]:
         """Declare a call of a step: its stages, and what takes their gradients and losses.
 
@@ -104,14 +104,14 @@ class Program:
         before, num_forward = self._slots_before_late(stages), _num_forward(stages)
         takings = deque(self._takings(share))
         slots: tuple[int, ...] = ()
-        for position, (stage, window) in enumerate(zip(stages, windows, strict=True)):
+        for position, stage in enumerate(stages):
             if position == num_forward:
                 # In the program before the first stage that writes gradients, which the late update reads. On the
                 # devices its direction jobs may come a few stages later.
                 slots = self.late_tasks(first_slot + before)
                 if self._is_bounded:
                     self._write_lagging(step)
-            self._stage(pass_, stage, window, takings)
+            self._stage(pass_, stage, takings)
         slots = slots or self.late_tasks(
             first_slot + len(stages)
         )  # without stages, this machine has no part in the step
@@ -122,14 +122,12 @@ class Program:
             return slots, None
         return slots, self._optimize(step, "the losses", lambda task: self._updater.end_pass(pass_))
 
-    def evaluation(self, pass_: Pass, stages: Sequence[StageTask], windows: Sequence[int]) -> None:
+    def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
         """Declare a pass without gradients."""
-        for stage, window in zip(stages, windows, strict=True):
-            self._stage(pass_, stage, window, deque())
+        for stage in stages:
+            self._stage(pass_, stage, deque())
 
-    def _stage(
-        self, pass_: Pass, stage: StageTask, window: int, takings: "deque[tuple[int, Bundle, range]]"
-    ) -> None:
+    def _stage(self, pass_: Pass, stage: StageTask, takings: "deque[tuple[int, Bundle, range]]") -> None:
         """Declare a stage job, and what takes the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         names = tuple(self._store.layer_names[layer] for layer in layers)
@@ -154,7 +152,7 @@ class Program:
                 made.add(bundle.index)
             while takings and takings[0][0] == stage.round and takings[0][1].index in made:
                 self._take(pass_, *takings.popleft()[1:])
-        self._jobs.append(StageJob(stage, pass_, uploads, parts, window))
+        self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
     def _takings(self, share: StepShare) -> Iterator[tuple[int, Bundle, range]]:
         """Yield bundles with the parts of their gradients that are taken together, after one round of this machine.

@@ -20,13 +20,13 @@ from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.pass_data import read_loss, read_output
 from torchround.engine.passes import STAGE_JOB, Pass
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.timeline import TaskKind
 from torchround.engine.update_report import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT
 from torchround.engine.worker.kept_transfers import KEPT
 from torchround.layer import Hidden
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, StageKind, StageTask
-from torchround.pipeline.timeline import TaskKind
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition, StageKind, StageTask
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The settings of an engine, and what they demand of its store and its partition."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import KeptNames, Partition
+from torchround.planning.partition import KeptNames, Partition
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class EngineSettings:
     under the `bounded` policy. `times_layers` measures each layer for `costs_from_reports`, at the cost of more
     marks in the streams. `compile_update` compiles the optimizer's update before the first update
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
-    `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
     empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
     on the host in fp32.
@@ -39,7 +37,6 @@ class EngineSettings:
     hang_timeout_s: float = 600.0
     compile_update: bool = False
     compiler: LayerCompiler | None = None
-    turns: Sequence[Sequence[int]] = ()
     kept: KeptNames = ()
     accumulates: bool = False
 

@@ -18,7 +18,7 @@ from torchround.accelerators import AcceleratorKind, kind_of
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.results import DeviceSpan, StepResult
-from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
+from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
 from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)

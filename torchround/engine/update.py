@@ -42,7 +42,7 @@ from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_ma
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_kind import KernelKind
-from torchround.optim.node_threads import NodeThreads, nodes_of_machine
+from torchround.optim.range_threads import RangeThreads
 from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Updater:
         self._clipping = Clipping(store, settings.max_norm, settings.clip)
         self._directed = directed_bundles(store)
         self._num_threads = update_threads(num_devices)
-        self._threads = NodeThreads(self._num_threads, nodes_of_machine())
+        self._threads = RangeThreads(self._num_threads)
         self._compiles = settings.compile_update and self._host_optimizer is None
         self._kernels: Mapping[KernelKind, UpdateKernel] = {}
         self._begun: int | None = None  # the step whose update is under way

@@ -26,9 +26,8 @@ class UpdateReport:
     `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
     `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what this machine has sent to them
-    since the step before.
-    `directions` are those that this machine's devices have computed for it.
+    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
+    them since the step before. `directions` are those that this machine's devices have computed for it.
     """
 
     grad_norm: float

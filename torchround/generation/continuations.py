@@ -21,7 +21,7 @@ from torchround.engine.engine import Engine
 from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
 from torchround.generation.sampling import Sampling, choose_token
 from torchround.layer import IGNORED_LABEL, MicroBatch
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from torchround.generation.decoding_cache import sequence_bytes
 from torchround.generation.sampling import Sampling
 from torchround.generation.scoring import Score, score
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
-from torchround.pipeline.memory import MIB, size_text, weight_space
-from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.planning.memory import MIB, size_text, slot_space
+from torchround.planning.partition import Partition, Stage, StageKind
 
 # One in each half of a device's space for weights: with two stages a pass, both are still there in the next pass.
 STAGES_THAT_STAY = 2
@@ -167,7 +167,7 @@ def plan_inference(
         partition = _partition(cut_evenly(sizes, count))
         if device_bytes is None:
             return partition, None
-        left = device_bytes - besides - weight_space(partition, num_devices, store.stage_bytes)
+        left = device_bytes - besides - slot_space(partition, num_devices, store.stage_bytes)
         stages = partition.stages()[:count]
         on_devices = [
             sum(sum(wanted[stage.start : stage.stop]) for stage in stages[first::num_devices])

@@ -33,7 +33,7 @@ from torchround.hf.tensor_folder import (
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.progress import Progress as LogLines
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,21 +1,19 @@
 """The plan of a pipeline: stages cut from the costs that the probe measured, within the devices' memory."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import aligned
-from torchround.layer import LayeredModel
+from torchround.layer import LayeredModel, aligned
 from torchround.library.probe import LayerMeasure
 from torchround.library.refusals import PipelineUsageError
 from torchround.library.sample_batch import SampleBatch
-from torchround.pipeline.cards import ASSUMED_DEVICE
-from torchround.pipeline.costs import Costs, LayerCost, hop_seconds
-from torchround.pipeline.memory import MemoryLimits, rounding
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.planner import InfeasiblePlanError, make_plan
+from torchround.planning.cards import ASSUMED_DEVICE
+from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.memory import MemoryLimits
+from torchround.planning.partition import Partition
+from torchround.planning.planner import InfeasiblePlanError, make_plan
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import layer_parameters, parameter_counts, shared_layers
+from torchround.run.numbers import layer_numels, parameter_counts
 
 # Gradients add up on devices in float32.
 ACCUMULATE_BYTES = 4
@@ -28,16 +26,16 @@ def measured_costs(model: LayeredModel, store: HostStore, measures: Sequence[Lay
             name=name,
             forward_s=measure.forward_s,
             backward_s=measure.backward_s,
-            weight_bytes=(count.trained + count.frozen) * store.dtype.itemsize,
-            gradient_bytes=count.trained * ACCUMULATE_BYTES,
+            weight_bytes=(trained + frozen) * store.dtype.itemsize,
+            gradient_bytes=trained * ACCUMULATE_BYTES,
             activation_bytes=measure.activation_bytes,
             boundary_bytes=measure.boundary_bytes,
             workspace_bytes=measure.workspace_bytes,
         )
-        for name, count, measure in zip(model.names, layer_parameters(model), measures, strict=True)
+        for name, (trained, frozen), measure in zip(model.names, layer_numels(model), measures, strict=True)
     )
     largest = max(layer.boundary_bytes for layer in layers)
-    return Costs(layers, hop_seconds(largest, ASSUMED_DEVICE), shared_layers(parameter_counts(model)))
+    return Costs(layers, ASSUMED_DEVICE.hop_s(largest), parameter_counts(store.bundles).shared_layers)
 
 
 def cut_model(
@@ -57,9 +55,9 @@ def cut_model(
     limits = MemoryLimits(
         device_bytes=None if limit is None else max(0, limit - constants),
         integer_bytes=sum(aligned(part.nbytes) for part in batches[0].tensors()),
+        accumulate_bytes=ACCUMULATE_BYTES,
+        rounded_bytes=0 if (size := store.gradient_dtype.itemsize) == ACCUMULATE_BYTES else size,
     )
-    if store.gradient_dtype.itemsize != ACCUMULATE_BYTES:
-        limits = replace(limits, **rounding(ACCUMULATE_BYTES, store.gradient_dtype.itemsize))
     try:
         plan = make_plan(costs, hardware.num_devices, len(batches), update, rounds=1, limits=limits)
     except InfeasiblePlanError as error:

@@ -55,8 +55,8 @@ from torchround.library.refusals import (
 )
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
 from torchround.library.seeds import INFERENCE
-from torchround.pipeline.memory import GIB
-from torchround.pipeline.partition import Partition
+from torchround.planning.memory import GIB
+from torchround.planning.partition import Partition
 from torchround.run.hardware import Hardware, find_hardware
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import ALIGNMENT_BYTES
+from torchround.layer import aligned
 from torchround.library.module_layer import MEMBER, WrappedNet
 from torchround.library.refusals import PipelineUsageError, layer_text
 from torchround.library.sample_batch import SampleBatch
@@ -115,7 +115,7 @@ class _LayerProbe:
         with torch.no_grad():
             self._call(hidden)
         forward_s = time.perf_counter() - start
-        boundary = sum(_aligned(leaf.nbytes) for leaf in _tensors(plain))
+        boundary = sum(aligned(leaf.nbytes) for leaf in _tensors(plain))
         if not self._batch.is_training:
             # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
             guess_s = 2 * forward_s
@@ -279,7 +279,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in _tensors(value) if tensor.is_floating_point()]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchround.accelerators import known_kinds
 from torchround.engine.errors import EngineUsageError
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes of a module that hold its hooks, with what each kind is called.

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchround.library.refusals import PipelineUsageError
 from torchround.library.seeds import layer_seed
-from torchround.pipeline.partition import split_evenly
+from torchround.planning.partition import split_evenly
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -42,7 +42,7 @@ OWN_KEYS = {
         "lora.path",
     ),
     *("engine.devices", "engine.num_devices", "engine.device_memory_gib", "engine.host_memory_gib"),
-    *("engine.keep_activations", "engine.share_links", "engine.cpu_threads", "data.num_workers"),
+    *("engine.keep_activations", "engine.cpu_threads", "data.num_workers"),
     *("metrics.wandb", "metrics.wandb_project", "machines.planned", "machines.gbit_per_s"),
     *("machines.card", "machines.num_cards", "machines.host_memory_gib"),
 }

@@ -19,7 +19,7 @@ from typing import NamedTuple, TextIO
 
 from torchround.observe.record import PromptSample, StepRecord, perplexity
 from torchround.observe.wandb_logger import WandbLogger
-from torchround.pipeline.memory import GIB, size_text
+from torchround.planning.memory import GIB, size_text
 from torchround.untrusted.regular_file import open_regular, replaced_whole
 from torchround.untrusted.terminal import escape_unprintable
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchround.optim.kernel_check import check_bits
 from torchround.optim.kernel_kind import SOURCE, KernelError, KernelKind, compiler_flags
-from torchround.optim.node_threads import NodeThreads, Range
+from torchround.optim.range_threads import Range, RangeThreads
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel
 from torchround.untrusted.regular_file import open_regular
 
@@ -47,7 +47,7 @@ class CompiledUpdate:
     before it has touched anything, or does all of its work.
     """
 
-    def __init__(self, library: Path, threads: NodeThreads) -> None:
+    def __init__(self, library: Path, threads: RangeThreads) -> None:
         try:
             self._update = _load(library).update
         except (OSError, AttributeError) as error:
@@ -65,9 +65,9 @@ class CompiledUpdate:
         )
         factors = (ctypes.c_float * len(numbers))(*map(float, numbers))
 
-        def work(part: Range) -> None:
+        def work(whole: Range) -> None:
             chunk = ctypes.c_int64(CHUNK_ELEMENTS)
-            self._update(addresses, factors, ctypes.byref(part.next), ctypes.c_int64(part.stop), chunk)
+            self._update(addresses, factors, ctypes.byref(whole.next), ctypes.c_int64(whole.stop), chunk)
 
         self._threads.run(buffers.numel, CHUNK_ELEMENTS, work)
 
@@ -83,14 +83,14 @@ def _tensors(buffers: UpdateBuffers) -> list[Tensor | None]:
 
 
 def get_kernels(
-    wanted: Collection[KernelKind], meanwhile: Callable[[], None], threads: NodeThreads | None = None
+    wanted: Collection[KernelKind], meanwhile: Callable[[], None], threads: RangeThreads | None = None
 ) -> dict[KernelKind, UpdateKernel]:
     """Return a kernel for each kind, or, after one warning, no kernel at all if one cannot be had.
 
     Compiles the kernels that the cache lacks, all at once, at low priority: about a second of a core each. Calls
     `meanwhile` many times a second; an exception from it ends the compilers and is raised from here.
     """
-    threads = threads or NodeThreads(1)
+    threads = threads or RangeThreads(1)
     try:
         folder = private_folder()
         libraries = {kind: folder / kind.library() for kind in wanted}

@@ -102,11 +102,6 @@ class Optimizer(ABC):
     def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
         """Return the rule of a parameter."""
 
-    def state_bytes(self, parameter: ParameterFacts) -> float:
-        """Return the bytes of state per element of a parameter: its values, and a bf16 direction if the rule has one."""
-        rule = self.rule_of(parameter)
-        return sum(map(self.format.element_bytes, rule.values)) + (2.0 if rule.uses_direction else 0.0)
-
 
 def make_optimizer(table: OptimizerTable) -> Optimizer:
     """Make the optimizer that belongs to the class of the table. Raises `TypeError` if none does."""

@@ -25,7 +25,7 @@ from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.machines.errors import MachineError
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked

@@ -15,9 +15,9 @@ from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
-from torchround.pipeline.machine_shares import step_share
-from torchround.pipeline.partition import split_evenly
-from torchround.pipeline.plan import Plan
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import split_evenly
+from torchround.planning.plan import Plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
 
@@ -65,15 +65,13 @@ def build_engine(
     numbers: RunNumbers,
     optimizer: OptimizerTable,
     compiler: LayerCompiler | None = None,
-    turns: Sequence[Sequence[int]] = (),
     times_layers: bool = False,
     machines: MachineGroup | None = None,
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
-    `compiler` holds the layers that an earlier engine compiled of this model. `turns` are the groups of devices that take
-    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times. `machines` are those of
-    the run if there are several.
+    `compiler` holds the layers that an earlier engine compiled of this model. With `times_layers` the reports hold each
+    layer's own times. `machines` are those of the run if there are several.
     """
     table = numbers.engine
     settings = EngineSettings(
@@ -87,7 +85,6 @@ def build_engine(
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
         compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
-        turns=turns,
         kept=plan.kept,
     )
     return Engine(

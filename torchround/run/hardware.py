@@ -20,9 +20,9 @@ from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
-from torchround.pipeline.cards import DeviceSpec, find_device
-from torchround.pipeline.memory import GIB
-from torchround.pipeline.partition import split_evenly
+from torchround.planning.cards import DeviceSpec, find_device
+from torchround.planning.memory import GIB
+from torchround.planning.partition import split_evenly
 from torchround.run.missing_cards import why_no_accelerator
 
 logger = logging.getLogger(__name__)

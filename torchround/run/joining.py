@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchround.config import Config
 from torchround.data.validation_batches import ValidationLoader
 from torchround.machines.launch import join
-from torchround.pipeline.plan_report import plan_for
+from torchround.planning.plan_report import plan_for
 from torchround.run.run_parts import RunParts
 from torchround.run.several_machines import RunMachines
 

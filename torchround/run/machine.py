@@ -25,8 +25,8 @@ from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import EngineError
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.optim.kernel import keep_inductor_private
-from torchround.pipeline.cards import find_device
-from torchround.pipeline.memory import size_text
+from torchround.planning.cards import find_device
+from torchround.planning.memory import size_text
 from torchround.run.hardware import Hardware, available_host_bytes
 
 Fact = tuple[str, str]

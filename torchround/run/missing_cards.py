@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torchround.accelerators import NO_ACCELERATORS, PLANNED_KIND
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY_CLASS = "0x03"

@@ -1,11 +1,11 @@
 """The numbers of a run, taken from its config and its model in this one place.
 
 Everything that counts, plans or builds takes them from here, so that the plan of a run, its measuring plan, its dry run
-and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
+and the `plan` command cannot disagree: `run_question` puts them together, and `planning/plan_report.py` answers.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -14,20 +14,31 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
+from torchround.engine.direction_jobs import directed_parameters
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.kept_layers import kept_whole
-from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
-from torchround.engine.worker.slots import aligned
-from torchround.layer import LayeredModel, LayerWork, runs_fused
-from torchround.pipeline.cards import ASSUMED_DEVICE
-from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.rates import launch_seconds
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.engine.store.bundles import Bundle, collect_bundles, stored_numel
+from torchround.engine.store.segments import parameter_facts
+from torchround.engine.worker.orthogonalise import STEPS, scratch_bytes, slot_bytes
+from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
+from torchround.optim.formats import StateFormat
+from torchround.optim.optimizer import UpdateRule, make_optimizer
+from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
+from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.planning.update_costs import (
+    JOB_DTYPE,
+    JOB_ELEMENT_BYTES,
+    RuleCosts,
+    UpdateCosts,
+    newton_schulz_flops,
+)
 from torchround.run.hardware import Hardware
-from torchround.run.optimizer_numbers import OptimizerNumbers, optimizer_numbers
 from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
+COMPACT_STATE = 'optimizer.state = "compact"'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -86,14 +97,19 @@ def run_question(
         )
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
-    optimizer = optimizer_numbers(model, numbers.optimizer, engine, numbers.dtype)
-    counts = parameter_counts(model, mapped, optimizer.rule_of)
+    bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
+    updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
+    counts = parameter_counts(bundles, mapped, rule_of)
+    # By layer, the matrices that devices orthogonalise for its update.
+    matrices: list[list[torch.Size]] = [[] for _ in model.layers]
+    for bundle in bundles:
+        matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
     return RunQuestion(
-        costs_for=_counted_costs(model, numbers, hardware, counts, optimizer),
+        costs_for=_counted_costs(model, numbers, hardware, counts, updates, matrices),
         parameters=counts,
-        updates=optimizer.updates,
+        updates=updates,
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
@@ -116,6 +132,7 @@ def run_question(
         given=given,
         stale_layers=given_stale_layers(engine),
         keep_activations=engine.keep_activations,
+        slower_for_memory=engine.slower_for_memory,
         given_kept=given_kept(engine),
         machines=machines,
     )
@@ -126,42 +143,38 @@ def _counted_costs(
     numbers: RunNumbers,
     hardware: Hardware,
     counts: ParameterCounts,
-    optimizer: OptimizerNumbers,
+    updates: UpdateCosts,
+    matrices: Sequence[Sequence[torch.Size]],
 ) -> Callable[[int, int, int], Costs]:
     """Return `RunQuestion.costs_for` of a model."""
-    parameters, shared = layer_parameters(model), shared_layers(counts)
-    sizes = numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
-    adding_share = optimizer.updates.adding_share(counts.by_rule, numbers.engine.update, *sizes)
+    numels, dtype = layer_numels(model), numbers.training.dtype
+    moving = numbers.engine.update, numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
+    adding_share = updates.adding_share(counts.by_rule, *moving)
+    # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
+    device = hardware.spec or ASSUMED_DEVICE
+    card = CardRates.of(device, dtype, numbers.training.fp16_accumulation)
     # Virtual devices and their updates share processors of unknown speed: their costs are proportions.
     is_virtual = hardware.kind == "cpu" or hardware.spec is None
     moved = [0.0] * len(model.layers)
-    for layers, by_rule in zip(counts.bundle_layers, counts.bundle_rules, strict=True):
-        moved[layers[0]] += optimizer.updates.traffic_bytes(by_rule, numbers.engine.update, *sizes)
+    for bundle in counts.bundles:
+        moved[bundle.layers[0]] += updates.traffic_bytes(bundle.by_rule, *moving)
 
     works_of = cache(partial(layer_works, model, numbers, hardware.kind))
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         works = works_of(tokens, sequences)
+        element_bytes = numbers.dtype.itemsize
         costs = costs_from_work(
-            model.names,
-            works,
-            parameters,
-            # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
-            hardware.spec or ASSUMED_DEVICE,
-            dtype=numbers.training.dtype,
-            fp16_accumulation=numbers.training.fp16_accumulation,
-            element_bytes=numbers.dtype.itemsize,
-            accumulate_bytes=accumulate_bytes,
-            keeps_whole=[
-                runs_compiled(layer, numbers.engine, hardware.kind, tokens * sequences)
-                for layer in model.layers
-            ],
-            update_bytes=() if is_virtual else moved,
-            adding_share=adding_share,
-            jobs=optimizer.jobs,
+            model.names, works, numels, card, element_bytes, accumulate_bytes, () if is_virtual else moved
+        )
+        layers = tuple(
+            with_job(layer, shapes, device, dtype)
+            for layer, shapes in zip(costs.layers, matrices, strict=True)
         )
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
-        return replace(costs, shared=shared, launch_s=launch_s)
+        return replace(
+            costs, layers=layers, shared=counts.shared_layers, adding_share=adding_share, launch_s=launch_s
+        )
 
     return cache(costs_for)  # a report asks for the same lengths many times
 
@@ -191,7 +204,8 @@ def layer_works(
         if runs_compiled(layer, numbers.engine, kind, tokens * sequences):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
-            work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
+            workspace_bytes = work.workspace_bytes + trained * element_bytes
+            work = replace(kept_whole(work), workspace_bytes=workspace_bytes, keeps_whole=True)
         # As it is packed on its way.
         works.append(replace(work, boundary_bytes=aligned(work.boundary_bytes)))
     return works
@@ -210,21 +224,13 @@ def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tok
     return compiles_layers(table, kind) and not runs_fused(layer, kind, num_tokens)
 
 
-def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
-    """Count the parameters of each layer, padding included. A tied one counts in every layer that uses it."""
-    counts = []
-    for layer in model.layers:
-        trained, frozen = (
-            sum(stored_numel(each) for each in layer.parameters() if each.requires_grad is is_trained)
-            for is_trained in (True, False)
-        )
-        counts.append(ParameterCounts(trained, frozen))
-    return counts
+def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
+    """Count the trained and frozen parameters of each layer, padding included. A tied one counts in every layer that uses it."""
 
+    def stored(layer: torch.nn.Module, trained: bool) -> int:
+        return sum(stored_numel(p.numel()) for p in layer.parameters() if p.requires_grad is trained)
 
-def shared_layers(counts: ParameterCounts) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of layers that share trained parameters."""
-    return tuple(sorted(layers for layers in counts.bundle_layers if len(layers) > 1))
+    return [(stored(layer, True), stored(layer, False)) for layer in model.layers]
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:
@@ -234,51 +240,97 @@ def num_parameters(model: LayeredModel) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in unique.values()), trained
 
 
-def stored_numel(parameter: torch.nn.Parameter) -> int:
-    """Return the elements that a parameter takes in its flat buffers, on the host and on devices."""
-    return -(-parameter.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-
-
 def parameter_counts(
-    model: LayeredModel, mapped: Collection[str] = (), rule_of: Mapping[str, int] = MappingProxyType({})
+    bundles: Sequence[Bundle],
+    mapped: Collection[str] = (),
+    rule_of: Mapping[str, int] = MappingProxyType({}),
 ) -> ParameterCounts:
-    """Count the parameters of the model, padding included and each tied one once.
+    """Count the parameters in the bundles of a model, padding included.
 
     Parameters named in `mapped` are frozen and counted apart, without padding: files have none. `rule_of` gives the
     update rule of trained ones by stored name; without it all have the first.
     """
-    # By identity: a tied parameter is one object in several layers.
-    users: dict[int, tuple[int, ...]] = {}
-    parameters = {}
-    in_files: set[int] = set()
-    rules: dict[int, int] = {}
-    for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-        for path, parameter in layer.named_parameters():
-            users[id(parameter)] = (*users.get(id(parameter), ()), index)
-            parameters[id(parameter)] = parameter
-            # A tied parameter is stored under its first name.
-            rules.setdefault(id(parameter), rule_of.get(f"{name}.{path}", 0))
-            if f"{name}.{path}" in mapped:
-                in_files.add(id(parameter))
-    trained = {
-        key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
+    trained, frozen, in_files = [], 0, 0
+    for bundle in bundles:
+        numels = {parameter.name: parameter.shape.numel() for parameter in bundle.parameters}
+        if bundle.trainable:
+            by_rule = [0] * (1 + max(rule_of.values(), default=0))
+            for name, numel in numels.items():
+                by_rule[rule_of.get(name, 0)] += stored_numel(numel)
+            trained.append(BundleCount(tuple(by_rule), bundle.layers))
+        elif numels.keys() <= set(mapped):
+            in_files += sum(numels.values())
+        else:
+            frozen += bundle.numel
+    return ParameterCounts(tuple(trained), frozen, in_files)
+
+
+def optimizer_costs(
+    model: LayeredModel,
+    bundles: Sequence[Bundle],
+    table: OptimizerTable,
+    engine: EngineTable,
+    dtype: torch.dtype,
+) -> tuple[UpdateCosts, dict[str, int]]:
+    """Ask the optimizer of `table` what it keeps and moves, for a model with weights of `dtype`.
+
+    Rules that keep and move the same are one. Also returns the place in `UpdateCosts.rules` of each trained parameter, by
+    its stored name.
+    """
+    others = _smaller_settings(table, engine)
+    optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
+    trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
+    kept = {
+        name: tuple(_rule_costs(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
+        for name, facts in parameter_facts(model).items()
+        if name in trained
     }
-    bundles: Counter[tuple[int, ...]] = Counter()
-    by_rule = [0] * (1 + max(rule_of.values(), default=0))
-    of_bundles: dict[tuple[int, ...], list[int]] = defaultdict(by_rule.copy)
-    for key, numel in trained.items():
-        bundles[users[key]] += numel
-        of_bundles[users[key]][rules[key]] += numel
-    return ParameterCounts(
-        trained=sum(trained.values()),
-        frozen=sum(
-            stored_numel(parameter)
-            for key, parameter in parameters.items()
-            if key not in trained.keys() | in_files
-        ),
-        tied=sum(numel for key, numel in trained.items() if len(users[key]) > 1),
-        mapped=sum(parameters[key].numel() for key in in_files),
-        bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
-        bundle_layers=tuple(bundles),
-        bundle_rules=tuple(map(tuple, of_bundles.values())),
+    distinct = list(dict.fromkeys(kept.values())) or [(RuleCosts(0.0),) * len(optimizers)]
+    own, *smaller = (
+        UpdateCosts(
+            rules,
+            splits_weights=optimizer.splits_weights and dtype == torch.bfloat16,
+            predicts=engine.delay_correction != "none" and table.can_predict,
+        )
+        for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
+    )
+    updates = replace(own, smaller=tuple(zip(others, smaller, strict=True)))
+    return updates, {name: distinct.index(costs) for name, costs in kept.items()}
+
+
+def _rule_costs(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
+    values = sum(state_format.element_bytes(value) for value in rule.values)
+    return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
+
+
+def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
+    """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
+    changes = {}
+    if table.state != "compact":
+        changes[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
+    if not isinstance(table, AdamWTable):
+        keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
+        if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
+            keys.append(
+                'engine.delay_correction = "none"'
+            )  # AdamW would correct the delay, which takes 2 bytes
+        changes[" and ".join(keys)] = AdamWTable(state="compact")
+    return changes
+
+
+def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSpec, dtype: str) -> LayerCost:
+    """Return a layer whose update orthogonalises matrices of these shapes, or stacks of them, on one device.
+
+    The device computes at its rate in bfloat16, or in `dtype` if it has none there.
+    """
+    if not shapes:
+        return layer
+    card = CardRates.of(device, JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype)
+    return replace(
+        layer,
+        job_s=card.product_s(sum(newton_schulz_flops(shape, STEPS) for shape in shapes)),
+        job_link_s=device.hop_s(JOB_ELEMENT_BYTES * sum(map(math.prod, shapes))),
+        # The matrices take the same memory one after the other.
+        job_slot_bytes=max(map(slot_bytes, shapes)),
+        job_scratch_bytes=max(map(scratch_bytes, shapes)),
     )

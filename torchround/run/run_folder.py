@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.config import Config, RunTable, to_toml
-from torchround.pipeline.plan import Plan
+from torchround.planning.plan import Plan
 from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.terminal import terminal_safe
 
@@ -140,7 +140,7 @@ class RunFolder:
         """Return the plan that the run had last, None if it has no readable one."""
         try:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError):
             return None
 
     def _kept_source(self) -> ConfigSource | None:

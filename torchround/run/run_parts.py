@@ -9,8 +9,8 @@ from torchround.engine.device import Device
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch
 from torchround.observe import MetricsLogger, open_metrics
-from torchround.pipeline.plan import Plan
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.plan import Plan
+from torchround.planning.run_question import RunQuestion
 from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
@@ -47,7 +47,7 @@ class RunParts:
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
         """Make the meter of the run's steps, of which `skipped_steps` were skipped before. All machines make theirs."""
         training, spec = self.config.training, self.hardware.spec
-        peak = None if spec is None else spec.known_flops_per_s(training.dtype, training.fp16_accumulation)
+        peak = None if spec is None else spec.flops_per_s(training.dtype, training.fp16_accumulation)
         return StepMeter(
             devices,
             flops_per_token(self.model, training.seq_len, self.numbers.dtype.itemsize),

@@ -8,19 +8,25 @@ decides how gradients round, and results must not depend on timing.
 
 import logging
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
-from torchround.pipeline.kept_report import ratio_text
-from torchround.pipeline.partition import KeptNames, Partition, PlanError
-from torchround.pipeline.plan import Plan, PlannedStage, read_kept
-from torchround.pipeline.plan_report import plan_for
-from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.partition import KeptNames, Partition, PlanError
+from torchround.planning.plan import Plan, kept_before
+from torchround.planning.plan_report import plan_for, ratio_text
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import RunQuestion
 
 logger = logging.getLogger(__name__)
+
+# What a plan must share with a run to be its plan; and a stage, without its costs.
+RUN_OF = attrgetter(
+    "num_devices", "num_micro_batches", "update", "rounds", "stale_layers", "partition.num_layers"
+)
+SHAPE_OF = attrgetter("kind", "first_layer", "last_layer", "num_layers")
 
 
 class PlanByMeasuring:
@@ -96,28 +102,17 @@ class PlanByMeasuring:
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:
         """Whether a kept plan is for this model, these devices and this batch, and still within memory."""
-        if (*(kept.num_devices, kept.num_micro_batches, kept.update, kept.rounds, kept.stale_layers),) != (
-            *(counted.num_devices, counted.num_micro_batches, counted.update),
-            *(counted.rounds, counted.stale_layers),
-        ) or kept.partition.num_layers != counted.partition.num_layers:
+        if RUN_OF(kept) != RUN_OF(counted):
             return False
+        # A setting by name says itself what is kept; it may have changed since the plan was made.
+        names = kept.kept if self._question.keep_rule().is_open else None
+        given = replace(self._question, given=(kept.partition, kept.rounds), given_kept=names)
         try:
-            made = self._evaluated(kept)
+            made = plan_for(replace(given, stale_layers=kept.stale_layers), self._costs)
         except (InfeasiblePlanError, PlanError):
             return False
-        shapes = [[_shape(stage) for stage in plan.stages] for plan in (kept, made)]
-        return shapes[0] == shapes[1] and kept.kept == made.kept
-
-    def _evaluated(self, plan: Plan) -> Plan:
-        # A setting by name says itself what is kept; it may have changed since the plan was made.
-        kept = plan.kept if self._question.keep_rule().is_open else None
-        given = replace(self._question, given=(plan.partition, plan.rounds), given_kept=kept)
-        return plan_for(replace(given, stale_layers=plan.stale_layers), self._costs)
-
-
-def _shape(stage: PlannedStage) -> tuple[str, str, str, int]:
-    """Return which layers a stage has and what it does with them, without its costs."""
-    return stage.kind, stage.first_layer, stage.last_layer, stage.num_layers
+        layers = [[SHAPE_OF(stage) for stage in plan.stages] for plan in (kept, made)]
+        return layers[0] == layers[1] and kept.kept == made.kept
 
 
 def given_plan(engine: EngineTable) -> tuple[Partition, int]:
@@ -149,11 +144,11 @@ def given_kept(engine: EngineTable) -> KeptNames | None:
         return _read_plan(given).kept if engine.keep_activations == "auto" else None
     if given is None or given.kept is None:
         return None
-    return read_kept({"kept": given.kept}, given_plan(engine)[0])
+    return kept_before(given_plan(engine)[0], given.kept)
 
 
 def _read_plan(path: str) -> Plan:
     try:
         return Plan.from_json(Path(path).read_text())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise EngineUsageError(f'engine.plan = "{path}" cannot be read as a plan: {error}') from error

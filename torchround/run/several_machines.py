@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torchround.config import MachinesTable
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange.start import received_bytes, share_weights
@@ -26,8 +25,8 @@ from torchround.machines.group import HostShare, MachineGroup
 from torchround.machines.launch import require_same
 from torchround.machines.link_rate import measure_rate
 from torchround.observe.record import MachineTimes, StepRecord
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines
+from torchround.planning.memory import size_text
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 from torchround.run.early_end import StopRequest
 from torchround.untrusted.progress import Progress
 
@@ -117,7 +116,7 @@ class RunMachines:
         """This process's share of its host, which processes of one host divide; None on one machine."""
         return None if self.group is None else self.group.host_share
 
-    def planned(self, table: MachinesTable) -> PlannedMachines:
+    def planned(self) -> PlannedMachines:
         """Return what the planner has to know of the machines. All measure the network, for about half a second."""
         if self.group is None:
             return ONE_MACHINE

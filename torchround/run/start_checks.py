@@ -8,8 +8,8 @@ from pathlib import Path
 from torchround.checkpoint import CheckpointError, NoCheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import CheckpointTable, Config, ValidationTable
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.run_question import RunQuestion
+from torchround.planning.memory import size_text
+from torchround.planning.run_question import RunQuestion
 from torchround.run.resume import given_folder, require_steps_left
 from torchround.run.run_folder import RunError, RunFolder
 

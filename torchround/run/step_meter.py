@@ -17,7 +17,7 @@ from torchround.engine.device import Device
 from torchround.engine.results import StageReport, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
-from torchround.pipeline.memory import GIB
+from torchround.planning.memory import GIB
 
 # With one stage per step each device may have a step under way, and all may end together: two such rounds give a rate.
 STEPS_PER_DEVICE = 2

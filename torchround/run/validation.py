@@ -18,7 +18,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, mean_loss
 from torchround.layer import MicroBatch
 from torchround.observe.record import PromptSample
-from torchround.pipeline.machine_shares import StepShare, step_share
+from torchround.planning.machine_shares import StepShare, step_share
 
 logger = logging.getLogger(__name__)
 

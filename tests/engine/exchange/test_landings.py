@@ -14,7 +14,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel
-from torchround.pipeline.machine_memory import landing_window_bytes
+from torchround.planning.machine_shares import landing_window_bytes
 
 
 def test_places_share_pieces_exactly_if_they_overlap():

@@ -14,7 +14,7 @@ from torchround.engine.errors import EngineUsageError, HangError, PipelineError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.machine_shares import step_share
+from torchround.planning.machine_shares import step_share
 
 BATCHES = toy_batches(4, micro_batches=4)
 BAD_TOKEN = -7  # a label; only the broken layer looks at it

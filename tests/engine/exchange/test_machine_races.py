@@ -1,4 +1,4 @@
-"""The race checker finds nothing on any of several machines, and a race for each wait of the exchange that orders nothing.
+"""The race checker finds nothing on any of several machines.
 
 Each machine's run is judged by itself, by what was synchronised and not by what happened to run first.
 """

@@ -21,8 +21,8 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.compute import ForwardWithGraph
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan
+from torchround.planning.partition import Partition
+from torchround.planning.plan import Plan
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers

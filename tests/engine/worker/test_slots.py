@@ -11,9 +11,9 @@ from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
-from torchround.pipeline.memory import device_memory
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan_report import plan_for
+from torchround.planning.memory import device_memory
+from torchround.planning.partition import Partition
+from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
@@ -67,7 +67,7 @@ def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices, dtype):
             engine.forward_backward(batch)
             engine.step(1e-3)
         engine.evaluate(batch)
-    counted = device_memory(plan.partition, question.costs(), num_devices, 4, question.limits())
+    counted = device_memory(plan.partition, question.costs(), num_devices, 4, 1, question.limits())
     # A virtual device counts the engine's own buffers; activations of layers are PyTorch's.
     buffers = counted.total_bytes - counted.compute_bytes
     assert [device.peak_bytes() for device in devices] == pytest.approx([buffers] * num_devices, rel=0.01)

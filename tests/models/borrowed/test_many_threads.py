@@ -7,7 +7,7 @@ import pytest
 from tests.support.toy import assert_same_state, toy_engine, train
 from tests.support.toy_decoders import VOCAB
 from tests.support.transformers_loop import make_pair, store_of
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 BLOCKS, DEVICES, MICRO_BATCHES = 4, 8, 8
 

@@ -27,8 +27,8 @@ from torchround.layer import KEEPABLE, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed.without_memory import Meter
 from torchround.models.common import chunks
-from torchround.pipeline.cards import find_device
-from torchround.pipeline.costs import ParameterCounts, costs_from_work
+from torchround.planning.cards import find_device
+from torchround.planning.rates import CardRates, costs_from_work
 
 CHUNK, TOKENS = 24, 64  # the last chunk has 16 tokens
 UNITS = {torch.float32: FP32, torch.bfloat16: BF16}
@@ -165,10 +165,10 @@ class _Alive(Meter):
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_chunks_take_the_predicted_time_of_the_whole(case, tools, request):
     block, _, _ = block_of(case, torch.float32, tools)
-    seconds, numbers = [], ParameterCounts(0)
+    seconds, card = [], CardRates.of(find_device("rtx4090"), "bfloat16")
     for _ in range(2):
         work = block.work(1, TOKENS, 4, "cuda")
-        costs = costs_from_work(["block"], [work], [numbers], find_device("rtx4090"))
+        costs = costs_from_work(["block"], [work], [(0, 0)], card)
         seconds.append((costs.layers[0].forward_s, costs.layers[0].backward_s))
         request.getfixturevalue("small_chunks")
     assert seconds[0] == seconds[1]

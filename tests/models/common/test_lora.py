@@ -6,7 +6,7 @@ import torch
 from tests.support.toy import toy_engine, toy_store, train
 from torchround.models import FAMILIES, LoraShape, ModelConfigError, add_adapters
 from torchround.models.common.lora import adapter_names, mask_seed
-from torchround.pipeline.partition import Partition
+from torchround.planning.partition import Partition
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -28,7 +28,7 @@ from torchround.data.formats.source_files import (
     refuse_packed,
     size_bytes,
 )
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.data_limits import MOST_LINE_BYTES, TOO_LONG, read_bounded_line
 from torchround.untrusted.progress import Progress
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 from torchround.data.document_types import TokenIds
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.data_limits import MOST_LINE_BYTES
 from torchround.untrusted.progress import Progress
 

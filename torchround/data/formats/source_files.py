@@ -16,7 +16,7 @@ import numpy as np
 
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError, DataFileError, cannot_be_read
-from torchround.pipeline.memory import size_text
+from torchround.planning.memory import size_text
 from torchround.untrusted.progress import Progress
 
 logger = logging.getLogger(__name__)

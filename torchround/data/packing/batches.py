@@ -16,7 +16,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import PackedSequence
 from torchround.layer import IGNORED_LABEL, MicroBatch, longest_document, most_documents
-from torchround.pipeline.partition import split_evenly
+from torchround.planning.partition import split_evenly
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from torchround.engine.update import Decision
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
 from torchround.machines.links import Purpose, chunk_numel
-from torchround.pipeline.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare
 
 
 class GroupExchange(StepExchange):

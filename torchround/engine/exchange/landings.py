@@ -15,8 +15,8 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import PART, Buffer
-from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
-from torchround.pipeline.machine_memory import landing_window_bytes
+from torchround.planning.host_buffers import PAGE_BYTES, whole_pages
+from torchround.planning.machine_shares import landing_window_bytes
 
 
 class Landings:

@@ -17,7 +17,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Worker
-from torchround.pipeline.machine_shares import StepShare, step_share
+from torchround.planning.machine_shares import StepShare, step_share
 
 if TYPE_CHECKING:
     from torchround.engine.update import Decision

@@ -3,7 +3,7 @@
 Shared parameters (tied weights) are a bundle of their own, which belongs to every layer that uses it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -212,7 +212,7 @@ class ParameterLocation:
 
 
 def collect_bundles(
-    model: LayeredModel, mapped: Mapping[str, object], optimizer: Optimizer
+    model: LayeredModel, mapped: Collection[str], optimizer: Optimizer
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
     """Group the model's parameters into bundles, in order of first use. Buffers are not allocated yet.
 
@@ -267,6 +267,12 @@ def mapped_ranges(
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 
 
+def stored_numel(numel: int) -> int:
+    """Return the elements that a parameter of `numel` takes in a bundle, padding included."""
+    # One without elements takes a place too, so that it begins inside its own segment.
+    return -(-max(numel, 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+
+
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
     """Return the submodule that holds parameter `path`, and the parameter's name in it."""
     prefix, _, name = path.rpartition(".")
@@ -294,7 +300,6 @@ def _lay_out(
         first = start
         for facts in alike:
             placed.append(FlatParameter(facts.name, start, facts.shape))
-            # One without elements takes a place too, so that it begins inside its own segment.
-            start = -(-max(placed[-1].stop, start + 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+            start += stored_numel(facts.shape.numel())
         segments.append(Segment(first, start, rule, optimizer.format))
     return Bundle(index, layers, trainable, tuple(placed), start, tuple(segments) if trainable else ())

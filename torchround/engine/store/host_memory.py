@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -29,9 +28,9 @@ from torchround.accelerators import AcceleratorKind, kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
-from torchround.optim.node_threads import NodeThreads, Range, nodes_of_machine
-from torchround.pipeline.host_buffers import in_whole_pages, whole_pages
-from torchround.pipeline.memory import GIB, size_text
+from torchround.optim.range_threads import Range, RangeThreads
+from torchround.planning.host_buffers import whole_pages
+from torchround.planning.memory import GIB, size_text
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer
@@ -74,14 +73,11 @@ class HostAllocator:
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
-    def allocate(
-        self, nbytes: int, for_devices: bool, parts: Sequence[int] = (), buffers: Sequence[int] = ()
-    ) -> Tensor:
+    def allocate(self, nbytes: int, for_devices: bool, buffers: Sequence[int] = ()) -> Tensor:
         """Return zeroed uint8 memory of exactly `nbytes`; `for_devices` asks for page-locked memory.
 
-        Each memory node owns a range of each of the consecutive `parts`, given in bytes; of the whole memory without
-        them. `buffers` are the bytes of the consecutive buffers that it will be split into: whole pages each. No copy
-        may cross from one into the next. Without them it is one buffer. Raises `HostMemoryError`.
+        `buffers` are the bytes of the consecutive buffers that it will be split into: whole pages each. No copy may
+        cross from one into the next. Without them it is one buffer. Raises `HostMemoryError`.
         """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
@@ -89,16 +85,13 @@ class HostAllocator:
         # Fewer page faults when it is filled, and fewer entries to look up in each copy.
         _advise(mapping, "MADV_HUGEPAGE")
         if not (self._pinned and for_devices):
-            pageable = torch.frombuffer(mapping, dtype=torch.uint8)
-            if len(nodes_of_machine()) > 1:
-                _fill(pageable, parts)  # before a thread of another node writes its pages first
-            return pageable
+            return torch.frombuffer(mapping, dtype=torch.uint8)
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
         _keep_mapped(mapping, view)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
-        _fill(buffer, parts)
+        _fill(buffer)
         self._page_lock(mapping, view, buffer.data_ptr(), buffers or (nbytes,))
         return buffer
 
@@ -199,27 +192,18 @@ def _let_go(mapping: mmap.mmap, process: int) -> None:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(mapping))
 
 
-def _fill(buffer: Tensor, parts: Sequence[int]) -> None:
-    """Write every page once, with several threads: with one, hundreds of GiB would take minutes.
+def _fill(buffer: Tensor) -> None:
+    """Write every page once, with several threads: with one, hundreds of GiB would take minutes."""
+    address = buffer.data_ptr()
 
-    Each range of a part is written by threads of the memory node that it shall belong to (`node_threads.py`).
-    """
-    nbytes = buffer.numel()
-    assert sum(parts) in (0, nbytes), f"parts of {sum(parts)} bytes are not a buffer of {nbytes}"
-
-    def fill(address: int, range_: Range) -> None:
-        while (piece := range_.take(FILL_BYTES)) is not None:
+    def fill(whole: Range) -> None:
+        while (piece := whole.take(FILL_BYTES)) is not None:
             start, stop = piece
             ctypes.memset(address + start, 0, stop - start)  # without holding the GIL
 
-    threads = NodeThreads(
-        min(-(-nbytes // FILL_BYTES), os.cpu_count() or 1, MOST_FILL_THREADS), nodes_of_machine()
-    )
+    threads = RangeThreads(min(os.cpu_count() or 1, MOST_FILL_THREADS))
     try:
-        begin = buffer.data_ptr()
-        for size in parts or (nbytes,):
-            threads.run(size, mmap.PAGESIZE, partial(fill, begin))
-            begin += size
+        threads.run(buffer.numel(), FILL_BYTES, fill)
     finally:
         threads.close()
 
@@ -278,7 +262,8 @@ class HostPool:
         One allocation holds all missing ones.
         """
         wanted: Counter[int] = Counter()
-        for size, number in in_whole_pages(counts).items():
+        for nbytes, number in counts.items():
+            size = whole_pages(nbytes)
             wanted[self._stand_ins.get(size, size)] += number
         sizes = list((wanted - self._owned).elements())
         space = self._memory.allocate(sum(sizes), for_devices=True, buffers=sizes)

@@ -33,7 +33,7 @@ from torchround.engine.store.weight_values import WeightValues
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 from torchround.optim.optimizer import Optimizer, make_optimizer
-from torchround.pipeline.partition import Stage
+from torchround.planning.partition import Stage
 
 
 class HostStore:
@@ -257,7 +257,7 @@ class HostStore:
                 continue  # its parts pass through the pool on their way to the owner
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
-                bundle.gradient = self._for_bundle(bundle, dtype)
+                bundle.gradient = self._flat(bundle.numel, dtype)
 
     @property
     def trained(self) -> list[Bundle]:
@@ -358,7 +358,7 @@ class HostStore:
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
-        bundle.device_weights = [self._for_bundle(bundle, self.dtype) for _ in range(versions)]
+        bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
         if not (bundle.trainable and bundle.is_owned):
             return
 
@@ -367,18 +367,13 @@ class HostStore:
             return self._flat(numel, dtype, for_devices=False)
 
         if self.splits_weights:
-            bundle.residual = self._for_bundle(bundle, torch.int16, for_devices=False)
+            bundle.residual = unlocked(bundle.numel, torch.int16)
         else:
-            bundle.weight = self._for_bundle(bundle, torch.float32, for_devices=False)
+            bundle.weight = unlocked(bundle.numel, torch.float32)
         for segment in bundle.segments:
             segment.allocate(unlocked)
             if segment.rule.uses_direction:
                 segment.direction = self._flat(segment.numel, torch.bfloat16)
-
-    def _for_bundle(self, bundle: Bundle, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
-        """Allocate a buffer for all elements of a bundle, which is updated segment by segment."""
-        parts = [segment.numel * dtype.itemsize for segment in bundle.segments]
-        return self._memory.allocate(bundle.numel * dtype.itemsize, for_devices, parts).view(dtype)
 
     def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)

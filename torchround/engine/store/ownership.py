@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchround.engine.store.bundles import Bundle
-from torchround.pipeline.machine_shares import assign_owners
+from torchround.planning.machine_shares import assign_owners
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Finds races in a recorded run: two conflicting accesses that no event, stream or hand-over orders.
 
-Only tests and a benchmark use this (`benchmarks/shared_link.py`); production runs record nothing. An
-`AccessLog` records copies and launches with the shared buffers they read and write, events, and the host's
+Only tests use this; production runs record nothing. An `AccessLog` records copies and launches with the shared buffers they read and write, events, and the host's
 hand-overs and accesses. Its actors are threads and streams. Each actor carries a vector clock: a signal
 stores the actor's clock under its token, a wait joins it. Two accesses are ordered if the later actor had
 heard of the earlier one. The verdict depends on what was synchronised, not on what happened to run first, so

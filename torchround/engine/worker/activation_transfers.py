@@ -14,10 +14,10 @@ from torch import Tensor
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, fill
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, fill
 from torchround.engine.worker.structure import flatten, unflatten
-from torchround.layer import Batch, Hidden
-from torchround.pipeline.host_buffers import LOSS_BYTES
+from torchround.layer import Batch, Hidden, aligned
+from torchround.planning.host_buffers import LOSS_BYTES
 
 
 class HostTensors:

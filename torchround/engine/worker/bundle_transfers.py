@@ -21,7 +21,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Tasks
 from torchround.engine.worker.file_reader import FileReader, pieces_of
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
-from torchround.pipeline.memory import ROUNDING_ELEMENTS
+from torchround.planning.memory import ROUNDING_ELEMENTS
 
 
 class WeightUpload:
@@ -76,7 +76,7 @@ class WeightUpload:
 
         Stops at a bundle whose version is not complete yet, and at a buffer that is not full yet.
         """
-        while numel > 0 and self.may_advance:
+        while numel > 0 and self._may_advance:
             numel -= self._enqueue(numel)
 
     def finish(self) -> Event:
@@ -97,7 +97,7 @@ class WeightUpload:
         return self._next_range == len(self.layout.weights)
 
     @property
-    def may_advance(self) -> bool:
+    def _may_advance(self) -> bool:
         """Whether `advance` would enqueue anything."""
         if self.complete:
             return False

@@ -8,7 +8,6 @@ them.
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -35,12 +34,11 @@ from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_s
 from torchround.engine.worker.constants import DeviceConstants
 from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.kept_transfers import KeptTransfers
-from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
-from torchround.pipeline.partition import Partition, StageKind
+from torchround.planning.partition import Partition, StageKind
 
 T = TypeVar("T")
 # The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
@@ -60,7 +58,6 @@ class WorkerSetup:
     sizes: BoundarySizes
     partition: Partition
     num_devices: int
-    turns: LinkTurns
     settings: EngineSettings
     kept: KeptLayers
     on_failure: Callable[[PipelineError], None]
@@ -74,7 +71,7 @@ class DeviceWorker:
         self._skeletons = skeletons
         self._setup = setup
         self._store = setup.store
-        self._index = self._next_slot = index
+        self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | DirectionJob | None = None
         self._constants = DeviceConstants(device, skeletons)
@@ -150,9 +147,7 @@ class DeviceWorker:
         # the weights that are missing.
         if upload.blocked:
             self._flush()
-        with self._turn(job.window, upload.complete):
-            filled = upload.finish()
-        self._device.wait(Stream.COMPUTE, filled, "uploaded weights")
+        self._device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
         has_gradients = job.task.stage.kind is not StageKind.FORWARD
         gradients = self._clear_gradients(upload.layout) if has_gradients else None
@@ -179,7 +174,7 @@ class DeviceWorker:
             self._micro_batch = micro_batch
             self._setup.board.raise_if_stopped()
             # Chunks first: their copies then run beside this micro-batch's computation, not after it.
-            self._advance_transfers(len(job.task.micro_batches) - position, job.window + position)
+            self._advance_transfers(len(job.task.micro_batches) - position)
             stage_run.run(micro_batch)
         self._finish(job, upload, gradients)
         self._report(job, upload, weights_ready, stage_run.spans)
@@ -320,7 +315,7 @@ class DeviceWorker:
             self.reader,
         )
 
-    def _advance_transfers(self, remaining: int, window: int) -> None:
+    def _advance_transfers(self, remaining: int) -> None:
         """Enqueue one transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
 
         `remaining` counts the windows left in this stage, this one included.
@@ -331,8 +326,7 @@ class DeviceWorker:
         # from waiting for a whole stage's weights.
         if self._upload is not None:
             self._device.follow(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, "activations before weights")
-            with self._turn(window, not self._upload.may_advance):
-                self._upload.advance(-(-self._upload.remaining // remaining))
+            self._upload.advance(-(-self._upload.remaining // remaining))
         if self._download is not None:
             self._device.follow(
                 Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before gradients"
@@ -347,10 +341,6 @@ class DeviceWorker:
             job = self._setup.board.wait(following)
             if isinstance(job, StageJob):
                 self._upload = self._start_upload(job)
-
-    def _turn(self, window: int, nothing_to_do: bool) -> AbstractContextManager[None]:
-        """Return the context in which this device's weights go up, in its turn on a shared link."""
-        return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, window)
 
     def _clear_gradients(self, layout: StageLayout) -> DeviceSlot:
         slot = self._slots.for_gradients(layout)

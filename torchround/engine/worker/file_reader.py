@@ -21,7 +21,7 @@ from torchround.engine.device import Event
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostPool
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 
 FILE_RANGES = HandOver[Sequence[MappedRange]]("the {0}th upload of weights in files to device {1}")
 FILE_BUFFER = HandOver[Tensor]("the reader of device {1} to have filled buffer {0} with weights in files")

@@ -19,7 +19,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Buffer, Tasks
 from torchround.engine.worker.slots import SlotRing
-from torchround.pipeline.update_costs import row_bands
+from torchround.planning.update_costs import row_bands
 
 # The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -15,11 +15,9 @@ from torch import Tensor
 from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
-from torchround.layer import Hidden
-from torchround.pipeline.memory import ROUNDING_ELEMENTS, gradient_space, weight_space
-from torchround.pipeline.partition import Partition, Stage, StageKind
-
-ALIGNMENT_BYTES = 256
+from torchround.layer import Hidden, aligned
+from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
+from torchround.planning.partition import Partition, Stage, StageKind
 
 
 class SlotRing:
@@ -276,15 +274,16 @@ class StageSlots:
         weight_bytes = self._store.dtype.itemsize
         gradient_bytes = self._accumulate_dtype.itemsize
         self._weights.allocate(
-            weight_space(
+            slot_space(
                 partition, num_devices, lambda stage: aligned(self._layout(stage).weight_numel * weight_bytes)
             )
         )
         self._gradients.allocate(
-            gradient_space(
+            slot_space(
                 partition,
                 num_devices,
                 lambda stage: aligned(self._layout(stage).gradient_numel * gradient_bytes),
+                of_gradients=True,
             )
         )
         if self._accumulate_dtype != self._store.gradient_dtype:
@@ -319,8 +318,3 @@ def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into the views of a packing."""
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
-
-
-def aligned(nbytes: int) -> int:
-    """Round a tensor's bytes up to what it takes in a packing."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -10,9 +10,10 @@ from torch import Tensor
 from torchround.engine.board import LAYER_GATE, Board, WaitForHandOver
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.passes import StageJob, restarted_layers
+from torchround.engine.passes import StageJob
 from torchround.engine.results import DeviceSpan
 from torchround.engine.settings import EngineSettings
+from torchround.engine.timeline import TaskKind
 from torchround.engine.worker.activation_transfers import (
     BOUNDARY,
     BOUNDARY_GRADIENT,
@@ -31,8 +32,8 @@ from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.keeping import marking
 from torchround.layer import Batch, Hidden, LayeredModel
-from torchround.pipeline.partition import StageKind
-from torchround.pipeline.timeline import TaskKind
+from torchround.planning.host_buffers import restarted_layers
+from torchround.planning.partition import StageKind
 
 T = TypeVar("T")
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.

@@ -1,0 +1,158 @@
+"""The exchange between machines, simulated beside the steps of a plan: when gradients and new weights arrive.
+
+Each machine runs its share of the step's micro-batches by the same plan. A gradient leaves for its owner once its stage has
+ended. The owners update once all gradients have arrived, because the norm is over all of them. Each one updates its
+bundles in forward order and sends their new weights to the others. A stage waits for the weights of its layers.
+
+Each machine has one link out and one link in. A link carries its messages one after the other, in the order in which they
+are ready. A message has arrived once it has passed its sender's and its receiver's link. Latency is not counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchround.planning.machine_shares import assign_owners
+from torchround.planning.partition import Partition
+from torchround.planning.stage_times import StageTimes, completing_stage
+from torchround.planning.step_time import run_slots
+
+# Steps of `async` before its step time is taken, as delays settle within a few steps. The mean is taken over this many
+# steps for each device, because steps can repeat with a period of as many steps as there are devices. Messages can
+# overtake each other, so a step is not linear in the (max, +) algebra, and a matrix does not tell its steady state.
+WARM_UP_STEPS, STEPS_PER_DEVICE = 24, 4
+
+
+@dataclass(frozen=True)
+class ExchangedBundle:
+    """Trained parameters that travel together.
+
+    - `numel`: their number, padding included.
+    - `layers`: the layers that use them, in rising order.
+    - `update_s`: seconds of one update on the owner's host.
+    """
+
+    numel: int
+    layers: tuple[int, ...]
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The data that several machines exchange in a step, and their links.
+
+    - `bytes_per_s`: the rate of each machine's link, each way; infinite if the exchange is to take no time.
+    - `gradient_bytes`, `weight_bytes`: bytes per parameter of one part of its gradient, and of its new weights.
+    """
+
+    bundles: tuple[ExchangedBundle, ...]
+    num_machines: int
+    bytes_per_s: float
+    gradient_bytes: float
+    weight_bytes: float
+
+    def wire_bytes(self, rounds: int) -> tuple[float, float]:
+        """Count the bytes of one step on the busiest link: of gradients, and of new weights."""
+        busiest = []
+        for is_gradient in (True, False):
+            # A link of one byte per second is busy for as many seconds as it carries bytes.
+            links = _Links(replace(self, bytes_per_s=1.0))
+            for index, (bundle, _) in enumerate(links.owned):
+                uses = rounds * len(bundle.layers) if is_gradient else 1
+                links.carry([_Message(0.0, index, is_gradient)] * uses)
+            busiest.append(max(links.out_s + links.in_s))
+        return busiest[0], busiest[1]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A part of a gradient on its way to its owner, or new weights on their way back."""
+
+    ready_s: float
+    bundle: int
+    is_gradient: bool
+
+
+class _Links:
+    """The links of all machines: when each one is free again."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.out_s, self.in_s = [0.0] * exchange.num_machines, [0.0] * exchange.num_machines
+        owners = assign_owners([bundle.numel for bundle in exchange.bundles], exchange.num_machines)
+        # The bundles with their owners, in forward order.
+        self.owned = sorted(zip(exchange.bundles, owners, strict=True), key=lambda pair: pair[0].layers)
+
+    def carry(self, messages: Sequence[_Message]) -> list[float]:
+        """Carry messages in the order in which they are ready; return when each one has arrived everywhere."""
+        exchange, arrivals = self.exchange, [0.0] * len(messages)
+        for index in sorted(range(len(messages)), key=lambda index: messages[index].ready_s):
+            message = messages[index]
+            (bundle, owner), of_owner, of_others = self.owned[message.bundle], self.out_s, self.in_s
+            nbytes = bundle.numel * exchange.weight_bytes
+            if message.is_gradient:
+                of_owner, of_others = of_others, of_owner
+                nbytes = bundle.numel * exchange.gradient_bytes
+            # The owner's link carries the messages of all other machines.
+            for machine in range(exchange.num_machines):
+                free_s, copies = (of_owner, exchange.num_machines - 1) if machine == owner else (of_others, 1)
+                begin_s = max(free_s[machine], message.ready_s)
+                free_s[machine] = begin_s + copies * nbytes / exchange.bytes_per_s
+                arrivals[index] = max(arrivals[index], free_s[machine])
+        return arrivals
+
+
+def exchange_step_seconds(
+    times: StageTimes, round_sizes: Sequence[int], num_devices: int, exchange: Exchange
+) -> float:
+    """Compute the seconds per step of several machines in the steady state.
+
+    `round_sizes` are the micro-batches of each round of the machine with the largest share, which the others wait
+    for. Raises `ValueError` for a mode that is neither `sync` nor `async`.
+    """
+    if times.update not in ("sync", "async"):
+        raise ValueError(f'update = "{times.update}" must be "sync" or "async" on several machines')
+    is_sync, links, partition = times.update == "sync", _Links(exchange), times.partition
+    # Nothing is on its way between two steps of `sync`, so each one is like the first.
+    warm_up, measured = (0, 1) if is_sync else (WARM_UP_STEPS, STEPS_PER_DEVICE * num_devices)
+    free, complete, updated_s = [0.0] * num_devices, [0.0], 0.0
+    arrived, weights = [0.0] * len(links.owned), _new_weights(links, 0.0) if is_sync else []
+    for _ in range(warm_up + measured):
+        if is_sync:
+            arrived, weights = links.carry(weights), []
+        # Step t of `async` reads what step t - 2 has made. The weights of step t - 1 travel beside its gradients.
+        ends = run_slots(times, round_sizes, free, _weights_ready(links, partition, arrived))
+        arrivals = links.carry([*weights, *_gradients(links, partition, ends)])
+        complete.append(max([*ends, *arrivals[len(weights) :]]))
+        arrived = arrivals[: len(weights)] or arrived
+        weights = _new_weights(links, max(complete[-1], updated_s))
+        updated_s = max((message.ready_s for message in weights), default=0.0)
+    return (complete[-1] - complete[-1 - measured]) / measured
+
+
+def _new_weights(links: _Links, start_s: float) -> list[_Message]:
+    """List the new weights that the owners make from `start_s` on, each owner in forward order."""
+    busy_until_s, messages = [start_s] * links.exchange.num_machines, []
+    for index, (bundle, owner) in enumerate(links.owned):
+        busy_until_s[owner] += bundle.update_s
+        messages.append(_Message(busy_until_s[owner], index, False))
+    return messages
+
+
+def _gradients(links: _Links, partition: Partition, ends: Sequence[float]) -> list[_Message]:
+    """List the parts of all gradients, each ready when its stage ends; `ends` are those of a step's slots."""
+    return [
+        _Message(ends[first + completing_stage(partition, layer)], index, True)
+        for first in range(0, len(ends), partition.num_stages)
+        # A stage hands its deepest layer's gradient down first.
+        for index, (bundle, _) in reversed(list(enumerate(links.owned)))
+        for layer in reversed(bundle.layers)
+    ]
+
+
+def _weights_ready(links: _Links, partition: Partition, arrived: Sequence[float]) -> list[float]:
+    """Compute when the weights of each stage have arrived."""
+    of_layer = [0.0] * partition.num_layers
+    for (bundle, _), arrived_s in zip(links.owned, arrived, strict=True):
+        for layer in bundle.layers:
+            of_layer[layer] = max(of_layer[layer], arrived_s)
+    return [max(of_layer[start:stop]) for start, stop in partition.ranges]

@@ -1,0 +1,149 @@
+"""Several machines before a run: what they exchange in a step, what of it is exposed, and the speed of 1 to 16 machines.
+
+A plan takes the exchange as hidden. This module simulates it beside the plan's step.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torchround.planning.exchange_time import (
+    Exchange,
+    ExchangedBundle,
+    exchange_step_seconds,
+)
+from torchround.planning.machine_shares import step_share
+from torchround.planning.partition import split_evenly
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import fits, host_memory, plan_for
+from torchround.planning.planner import InfeasiblePlanError
+from torchround.planning.run_question import PlannedMachines, RunQuestion
+from torchround.planning.stage_times import LayerSums
+
+# Share of a network's line rate that carries data.
+USABLE_RATE = 0.9
+# Line rates in Gb/s and numbers of machines that a report shows.
+GBIT_PER_S, MACHINE_COUNTS = (10.0, 25.0, 100.0), (1, 2, 4, 8, 16)
+
+
+def usable_bytes_per_s(gbit_per_s: float) -> float:
+    """Return the bytes per second that a link of this line rate carries, each way."""
+    return USABLE_RATE * gbit_per_s * 1e9 / 8
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """The exchange of one step.
+
+    - `gradient_bytes`, `weight_bytes`: what the busiest link carries in one direction.
+    - `step_s`: seconds per step with the exchange; if the link's rate is not known, as if it took no time.
+    - `exposed_s`: seconds of it that the exchange adds.
+    """
+
+    gradient_bytes: float
+    weight_bytes: float
+    step_s: float
+    exposed_s: float
+
+
+def report_exchange(question: RunQuestion, plan: Plan) -> ExchangeReport:
+    """Simulate the exchange of the question's machines beside the steps of a plan.
+
+    Raises `ValueError` for `bounded` plans, which several machines cannot run.
+    """
+    rate = question.machines.bytes_per_s or math.inf
+    moved = exchange_of(question, rate).wire_bytes(len(round_sizes(question, plan.rounds)))
+    hidden_s, step_s = (machine_step_seconds(question, plan, each) for each in (math.inf, rate))
+    # Both are means of the same steps, so equal times may differ by rounding.
+    return ExchangeReport(*moved, step_s, step_s - hidden_s if step_s > hidden_s * (1 + 1e-9) else 0.0)
+
+
+def exchange_of(question: RunQuestion, bytes_per_s: float) -> Exchange:
+    """Return what the question's machines exchange over links of this rate."""
+    counts = question.parameters
+    # An owner takes its share of the seconds in which one host updates all.
+    per_parameter_s = sum(question.costs().values("optimizer_s")) / max(1, counts.trained)
+    return Exchange(
+        bundles=tuple(
+            ExchangedBundle(bundle.numel, bundle.layers, bundle.numel * per_parameter_s)
+            for bundle in counts.bundles
+        ),
+        num_machines=question.machines.count,
+        bytes_per_s=bytes_per_s,
+        gradient_bytes=question.gradient_bytes,
+        weight_bytes=question.element_bytes,
+    )
+
+
+def round_sizes(question: RunQuestion, rounds: int) -> list[int]:
+    """List the micro-batches of each round of the machine with the largest share."""
+    share = step_share(question.step_micro_batches, rounds, 0, question.machines.count)
+    return [len(part) for part in split_evenly(len(share.micro_batches), len(share.rounds))]
+
+
+def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) -> float:
+    """Compute the seconds per step of the question's machines, each with this plan, over links of this rate."""
+    sizes, link = round_sizes(question, plan.rounds), question.keep_rule().link
+    sums = LayerSums(question.costs().keeping(plan.kept), question.recompute, link, sum(sizes))
+    times = sums.times(plan.partition, question.update, len(sizes))
+    exchange = exchange_of(question, bytes_per_s)
+    launches_s = sum(sizes) * question.costs().launch_s
+    return max(exchange_step_seconds(times, sizes, question.num_devices, exchange), launches_s)
+
+
+def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
+    """Return the rates of a table in bytes per second: the known one, otherwise those of usual networks."""
+    if machines.bytes_per_s is not None:
+        return (machines.bytes_per_s,)
+    return tuple(usable_bytes_per_s(gbit) for gbit in GBIT_PER_S)
+
+
+def machine_rows(question: RunQuestion, plan: Plan | None) -> Iterator[tuple[int, int, int, list[float]]]:
+    """Time 1 to 16 machines, and the question's number, each number with a plan for its share of the batch.
+
+    Yields the number, the micro-batches of the largest share, the host memory of the fullest machine in bytes, and the
+    seconds per step at each of `rates_shown` and without an exchange. A machine without work has 0 micro-batches; it has
+    no seconds, as a number of machines that the run does not fit. `plan` is that of the question, None if it does not fit.
+    """
+    for count in sorted({*MACHINE_COUNTS, question.machines.count}):
+        asked = question.on_machines(count)
+        if count > asked.step_micro_batches:
+            yield count, 0, 0, []
+            continue
+        found = plan if count == question.machines.count else _plan_of_share(asked, plan)
+        if found is None:
+            yield count, asked.num_micro_batches, 0, []
+            continue
+        rates = (*rates_shown(question.machines), math.inf)
+        steps = [machine_step_seconds(asked, found, rate) for rate in rates]
+        yield count, asked.num_micro_batches, host_memory(asked, found).total_bytes, steps
+
+
+def _plan_of_share(asked: RunQuestion, plan: Plan | None) -> Plan | None:
+    """Return the faster of the stages of another number's plan and those of a search that keeps nothing, if one fits.
+
+    A search that also chooses what to keep would take seconds for each number.
+    """
+    questions = [asked.without_choice()]
+    if plan is not None and plan.kept:
+        rounds = min(plan.rounds, asked.num_micro_batches)
+        questions.append(replace(asked, given=(plan.partition, rounds), given_kept=plan.kept))
+    plans = []
+    for question in questions:
+        try:
+            plans.append(plan_for(question))
+        except InfeasiblePlanError:
+            continue
+    return min(plans, key=lambda found: found.step_s, default=None)
+
+
+def fewest_machines(question: RunQuestion) -> int | None:
+    """Return the fewest machines, of the numbers in the table, on which a run fits that does not; None if none do.
+
+    More machines share the state in host memory. They do not help devices that are too small.
+    """
+    for count in MACHINE_COUNTS if question.update != "bounded" else ():
+        more = replace(question, given=None).on_machines(count)
+        if question.machines.count < count <= more.step_micro_batches and fits(more):
+            return count
+    return None

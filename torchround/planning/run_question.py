@@ -1,0 +1,231 @@
+"""A run to be planned: all that the planner has to know of its config, its model and its machine, in numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from torchround.layer_work import aligned
+from torchround.planning.cards import DeviceSpec
+from torchround.planning.costs import Costs, CostsError, ParameterCounts
+from torchround.planning.host_buffers import HostBatch
+from torchround.planning.keep_rule import KeepRule
+from torchround.planning.memory import HostMemory, MemoryLimits, host_state
+from torchround.planning.partition import KeptNames, Partition, split_evenly
+from torchround.planning.search import AS_FAST
+from torchround.planning.stage_times import KeptLink
+from torchround.planning.update_costs import UpdateCosts
+
+# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token, `aligned`.
+INTEGER_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class PlannedMachines:
+    """The machines of a run.
+
+    - `count`: their number. All of them have the devices and the memory that the question names.
+    - `bytes_per_s`: the rate of each machine's network link, each way; None if it is not known.
+    """
+
+    count: int = 1
+    bytes_per_s: float | None = None
+
+
+ONE_MACHINE = PlannedMachines()
+
+
+@dataclass(frozen=True)
+class RunQuestion:
+    """A run to be planned.
+
+    - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many
+      sequences of so many tokens, with gradients accumulated in so many bytes per element.
+    - `updates`: what the optimizer keeps and moves.
+    - `given`: a partition and its number of rounds, in place of the planner's choice.
+    - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
+    - `reader_bytes`: host memory through which weights in files go up to the devices.
+    - `loader_bytes_for(tokens, batch)`: host memory of the data loader, for batches of so many sequences of so many
+      tokens.
+    - `constant_bytes`: buffers of the layers, on each device.
+    - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
+    - `validates`: whether validations come between steps.
+    - `stale_layers`: their number in `bounded`; None lets the planner choose.
+    - `keep_activations`: the setting; `"auto"` lets the planner choose.
+    - `slower_for_memory`: share by which the step may be longer than the fastest plan's, to need less host memory.
+    - `given_kept`: the names of what each layer keeps, if `given` comes with them.
+    - `is_measured`: whether `costs_for` has measured seconds.
+    - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
+    """
+
+    costs_for: Callable[[int, int, int], Costs]
+    parameters: ParameterCounts
+    updates: UpdateCosts
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_devices: int
+    device: DeviceSpec | None
+    device_bytes: int | None
+    host_bytes: int | None = None
+    update: str = "sync"
+    rounds: int | str = 1
+    recompute: str = "stage"
+    element_bytes: int = 2
+    gradient_bytes: int = 2
+    accumulate_bytes: int = 4
+    float16_gradients: bool = False
+    reader_bytes: int = 0
+    loader_bytes_for: Callable[[int, int], int] = field(default=lambda tokens, batch: 0, compare=False)
+    constant_bytes: int = 0
+    devices_on_host: bool = False
+    validates: bool = False
+    given: tuple[Partition, int] | None = None
+    stale_layers: int | None = None
+    keep_activations: str | tuple[str, ...] = "none"
+    slower_for_memory: float = AS_FAST
+    given_kept: KeptNames | None = None
+    machines: PlannedMachines = ONE_MACHINE
+    is_measured: bool = False
+
+    @property
+    def step_micro_batches(self) -> int:
+        """Micro-batches of a step on all machines together."""
+        return -(-self.global_batch_size // self.micro_batch_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step on the machine with the largest share."""
+        return -(-self.step_micro_batches // self.machines.count)
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
+        return -(-self.global_batch_size // self.step_micro_batches)
+
+    def on_machines(self, count: int) -> "RunQuestion":
+        """Return the same run on another number of machines. A round has at least one micro-batch, so rounds may be fewer."""
+        changed = replace(self, machines=replace(self.machines, count=count))
+        if isinstance(self.rounds, int):
+            changed = replace(changed, rounds=min(self.rounds, changed.num_micro_batches))
+        return changed
+
+    def costs(self) -> Costs:
+        return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
+
+    def with_times(self, measured: Costs) -> "RunQuestion":
+        """Return the run with the seconds of `measured` for its own micro-batches, and in proportion for others.
+
+        Layers are found by name. Layers, hops and updates without measured seconds keep their counted ones. Raises
+        `CostsError` for a name that no layer has.
+        """
+        own, times = self.costs().layers, {layer.name: layer for layer in measured.layers}
+        names = [layer.name for layer in own]
+        if unknown := [name for name in times if name not in names]:
+            raise CostsError(
+                f"measured times name {unknown[0]}, but the model has {names[0]} .. {names[-1]} ({len(names)} layers)"
+            )
+        own_tokens = self.seq_len * self.longest_micro_batch
+
+        def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+            counted, longer = (
+                self.costs_for(tokens, sequences, accumulate_bytes),
+                tokens * sequences / own_tokens,
+            )
+            layers = []
+            for layer, before in zip(counted.layers, own, strict=True):
+                if (time := times.get(layer.name)) is not None:
+                    # A layer without counted work, such as an embedding, takes time by its tokens.
+                    forward = layer.forward_s / before.forward_s if before.forward_s else longer
+                    backward = layer.backward_s / before.backward_s if before.backward_s else longer
+                    layer = layer.timed(time.forward_s * forward, time.backward_s * backward)
+                    layer = replace(layer, optimizer_s=time.optimizer_s or layer.optimizer_s)
+                layers.append(layer)
+            hop_s = measured.hop_s * longer or counted.hop_s
+            return replace(counted, layers=tuple(layers), hop_s=hop_s, launch_s=0.0)
+
+        return replace(self, costs_for=cache(costs_for), is_measured=True)
+
+    def keep_rule(self) -> KeepRule:
+        """Return what may be kept.
+
+        `"auto"` keeps nothing if it is not known how long the copies take, or how much host memory there is: it would fill
+        any amount of it for a shorter step.
+        """
+        setting, link = self.keep_activations, None
+        if self.device is not None and not self.devices_on_host:
+            link = KeptLink(self.device.link_bytes_per_s, self.gradient_bytes / self.accumulate_bytes)
+        if setting == "auto" and (link is None or self.host_bytes is None):
+            setting = "none"
+        return KeepRule(setting, link, None if self.given is None else self.given_kept)
+
+    def without_choice(self) -> "RunQuestion":
+        """Return the question without a choice of what to keep: quick to answer, and whatever fits it fits this one."""
+        return replace(self, keep_activations="none") if self.keep_rule().is_open else self
+
+    @property
+    def fixed_rounds(self) -> int | None:
+        """Rounds of the given plan, otherwise of the config; None lets the planner choose. Steps of `bounded` have one."""
+        if self.given is not None:
+            return self.given[1]
+        if self.update == "bounded":
+            return 1
+        return self.rounds if isinstance(self.rounds, int) else None
+
+    def state(self) -> HostMemory:
+        """Count the host memory that any plan needs."""
+        return self.state_of(self.fixed_rounds or 1)
+
+    def state_of(self, rounds: int) -> HostMemory:
+        """Count the host memory that any plan of so many rounds needs."""
+        state = host_state(
+            self.parameters,
+            self.update,
+            rounds,
+            self.element_bytes,
+            self.gradient_bytes,
+            self.updates,
+            self.machines.count,
+        )
+        loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
+        return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
+
+    def integer_bytes(self, sequences: int) -> int:
+        """Count the bytes of the integers of a micro-batch of so many sequences."""
+        return INTEGER_TENSORS * aligned(8 * sequences * self.seq_len)
+
+    def host_batch(self) -> HostBatch:
+        """Describe the micro-batches of a step as the pool of host buffers holds them."""
+        # The first machine has the first micro-batch, which is one of the longest, and most of them.
+        sequences = [len(part) for part in split_evenly(self.global_batch_size, self.step_micro_batches)]
+        sequences = sequences[: self.num_micro_batches]
+        sizes = sorted(set(sequences), reverse=True)
+        costs = tuple(self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes)
+        gradients = [layer.gradient_bytes for layer in costs[0].layers]
+        return HostBatch(
+            sizes=tuple(sizes.index(size) for size in sequences),
+            costs=costs,
+            integer_bytes=tuple(self.integer_bytes(size) for size in sizes),
+            frozen_layers=next((index for index, size in enumerate(gradients) if size), len(gradients)),
+            validates=self.validates,
+        )
+
+    def limits(self) -> MemoryLimits:
+        """Return the limits of a plan: the host memory that the state leaves, and what the plan itself is counted with."""
+        state_bytes = self.state().state_bytes
+        # Without a fixed number, `state()` counts one round; a plan of several also keeps their sums.
+        is_open = self.fixed_rounds is None
+        # Devices never add up in float16, so sums that travel as float16 are always converted.
+        rounded = self.gradient_bytes != self.accumulate_bytes or self.float16_gradients
+        return MemoryLimits(
+            self.device_bytes,
+            None if self.host_bytes is None else self.host_bytes - state_bytes,
+            self.integer_bytes(self.longest_micro_batch),
+            self.recompute,
+            self.accumulate_bytes,
+            self.gradient_bytes if rounded else 0,
+            batch=self.host_batch(),
+            devices_on_host=self.num_devices if self.devices_on_host else 0,
+            rounds_bytes=self.state_of(2).state_bytes - state_bytes if is_open else 0,
+            constant_bytes=self.constant_bytes,
+            state_bytes=state_bytes,
+        )
