@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torchround.engine.board import Queue
 from torchround.engine.direction_jobs import DirectionJob, directed_bundles
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.passes import STAGE_JOB, Pass, StageJob
+from torchround.engine.passes import Pass, StageJob
+from torchround.engine.results import DeviceJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import (
@@ -58,16 +60,16 @@ class Program:
         updater: Updater,
         saver: Worker,
         exchange: StepExchange,
-        num_devices: int,
+        queues: Sequence[Queue[DeviceJob]],
         accumulates: bool,
     ) -> None:
         self._store = store
-        self._board = tasks.board
         self._tasks = tasks
         self._updater = updater
         self._saver = saver
         self._exchange = exchange
-        self._num_devices = num_devices
+        self._queues = queues
+        self._num_devices = len(queues)
         self._accumulates = accumulates
         self._is_foreign = updater.is_foreign  # a `HostOptimizer` updates
         self._is_bounded = store.policy is BOUNDED
@@ -225,7 +227,7 @@ class Program:
         """Declare the update of a step. Returns the slots, from `slot` on, of direction jobs."""
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
-        decision = Decision(pass_.step, lr, hyperparameters)
+        decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
         if self._accumulates:
             for bundle in reversed(self._store.owned):
                 reads, writes = self._measured(bundle)
@@ -386,10 +388,11 @@ class Program:
 
     def hand_out(self) -> None:
         """Let the workers run what is declared."""
-        # Direction jobs first: a device that had to wait for its job would first send off gradients, and those of this
-        # step land only after the job.
-        for job in sorted(self._jobs, key=lambda job: isinstance(job, StageJob)):
-            self._board.post(STAGE_JOB(job.slot), job)
+        jobs = sorted(self._jobs, key=lambda job: job.slot)
+        for device, queue in enumerate(self._queues):
+            # Together: a device that had to wait for a direction job would first send off gradients, and those of this
+            # step land only after the job.
+            queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
         by_worker: dict[Worker, list[Task]] = {}
         for worker, task in self._host_tasks:
             by_worker.setdefault(worker, []).append(task)

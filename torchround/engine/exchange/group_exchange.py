@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.exchange.landings import RingLandings
-from torchround.engine.exchange.step_exchange import SUMS, StepExchange, StepSums, Talks, check_share
+from torchround.engine.exchange.step_exchange import StepExchange, StepSums, Talks, check_share
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
@@ -151,7 +151,7 @@ class GroupExchange(StepExchange):
             [by_micro_batch[index] for index in range(share.total_micro_batches)],
             {index: value for _, of_one in gathered for index, value in of_one},
         )
-        self._board.post(SUMS(step), sums)
+        self._board.post(pass_.sums, sums.losses)
         return sums
 
     # Weights. Without a `decision` they were written anew between steps.

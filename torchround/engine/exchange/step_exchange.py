@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchround.engine.board import Board, HandOver
+from torchround.engine.board import Board
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.passes import Pass
@@ -34,9 +34,6 @@ class StepSums:
 
     losses: Sequence[float]
     squares: Mapping[int, float]
-
-
-SUMS = HandOver[StepSums]("the losses and norms of step {0} of all machines")
 
 
 class StepExchange:

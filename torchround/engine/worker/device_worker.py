@@ -1,6 +1,6 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
-The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads.
+The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads.
 Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
 them.
 """
@@ -14,26 +14,25 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchround.engine.board import Board, HandOverKey
-from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.board import Board, Queue, Value
+from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
-from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
+from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.landings import Landings
-from torchround.engine.kept_layers import KeptLayers
-from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
-from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
+from torchround.engine.passes import StageJob
+from torchround.engine.reports import DeviceSpan, StageReport
+from torchround.engine.results import DeviceJob
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Tasks
-from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
 from torchround.engine.worker.constants import DeviceConstants
 from torchround.engine.worker.file_reader import FileReader
-from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
@@ -43,6 +42,8 @@ from torchround.planning.partition import Partition, StageKind
 T = TypeVar("T")
 # The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
 WorkerState = tuple[StageJob | DirectionJob | None, int | None]
+# The kind of the jobs that a device's thread gets.
+STAGE_JOB = "stage slot {0} to be handed out"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,10 @@ class WorkerSetup:
     pool: HostPool
     landings: Landings
     model: LayeredModel
-    sizes: BoundarySizes
+    sizes: ValueSizes
     partition: Partition
-    num_devices: int
+    queues: Sequence[Queue[DeviceJob]]
     settings: EngineSettings
-    kept: KeptLayers
     on_failure: Callable[[PipelineError], None]
 
 
@@ -71,6 +71,7 @@ class DeviceWorker:
         self._skeletons = skeletons
         self._setup = setup
         self._store = setup.store
+        self._queue = setup.queues[index]
         self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | DirectionJob | None = None
@@ -78,8 +79,7 @@ class DeviceWorker:
         self._slots = StageSlots(device, setup.store, setup.settings.accumulate_dtype)
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
-        self._activations = ActivationTransfers(device, setup.board, setup.pool)
-        self._kept = KeptTransfers(device, setup.board, setup.pool, setup.kept)
+        self._activations = ActivationTransfers(device, setup.board, setup.pool, setup.sizes)
         self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
@@ -92,7 +92,7 @@ class DeviceWorker:
     def allocate(self) -> None:
         """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
         self._constants.allocate()
-        self._slots.allocate(self._setup.partition, self._setup.num_devices)
+        self._slots.allocate(self._setup.partition, len(self._setup.queues))
         self._orthogonaliser.allocate()
 
     def let_go(self) -> None:
@@ -104,7 +104,6 @@ class DeviceWorker:
         self._slots.clear()
         self._orthogonaliser.clear()
         self._activations.clear()
-        self._kept.clear()
         self._upload = self._download = None
         if self.reader is not None:
             self.reader.let_go()
@@ -114,15 +113,18 @@ class DeviceWorker:
         try:
             self._device.enter_thread()
             self._constants.upload()
-            for sizes in self._await(FIRST_SIZES(0)):
-                self._prepare(sizes)
             while True:
-                job = self._await(STAGE_JOB(self._next_slot))
+                if self._queue.peek() is None:
+                    self._flush()  # as in `_await`
+                job = self._queue.take(STAGE_JOB.format(self._next_slot))
+                if isinstance(job, StagingSizes):
+                    self._activations.prepare(job)
+                    continue
                 if isinstance(job, StageJob):
                     self._run(job)
                 else:
                     self._orthogonalise(job)
-                self._next_slot += self._setup.num_devices  # slots are dealt to devices in turn
+                self._next_slot += len(self._setup.queues)  # slots are dealt to devices in turn
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
@@ -140,7 +142,6 @@ class DeviceWorker:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
-        self._prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
         # The optimizer may need this device's last gradients before it can complete
@@ -161,12 +162,10 @@ class DeviceWorker:
             upload.slot,
             gradients,
             model=self._setup.model,
-            sizes=self._setup.sizes,
             settings=self._setup.settings,
             board=self._setup.board,
             device=self._device,
             activations=self._activations,
-            kept=self._kept,
             wait=self._await,
             on_final=self._early_download(job, upload.layout, gradients),
         )
@@ -195,7 +194,6 @@ class DeviceWorker:
             if self._upload is not None:
                 self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
         self._micro_batch = None
-        self._setup.board.signal(DIRECTIONS_ENQUEUED(job.slot))
         self._job = None
 
     def _bind(self, upload: WeightUpload, gradients: DeviceSlot | None) -> list[nn.Module]:
@@ -206,10 +204,6 @@ class DeviceWorker:
         if not own_dtypes:
             return binding()
         return self._device.run(Stream.COMPUTE, binding, reads=[upload.slot.memory])
-
-    def _prepare(self, sizes: StagingSizes) -> None:
-        self._activations.prepare(sizes)
-        self._kept.prepare(sizes)
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
         # An evaluation has the number of the next training step, whose trace must not show its copies.
@@ -240,7 +234,7 @@ class DeviceWorker:
         if not self._device.has_link:
             # The copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
             return None
-        is_last = job.slots_left < self._setup.num_devices
+        is_last = job.slots_left < len(self._setup.queues)
         is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
         if gradients is None or not is_waited_for:
             return None
@@ -297,7 +291,7 @@ class DeviceWorker:
             versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
+        self._setup.board.post(job.pass_.reports.at(job.slot), report)
 
     # Weights in, gradients out.
 
@@ -336,11 +330,8 @@ class DeviceWorker:
     def _begin_next_upload(self) -> None:
         """Begin the upload for the next job, if that is a stage job that is handed out already."""
         # Looked for in every window, because it may be handed out while this job is under way.
-        following = STAGE_JOB(self._next_slot + self._setup.num_devices)
-        if self._upload is None and self._setup.board.ready(following):
-            job = self._setup.board.wait(following)
-            if isinstance(job, StageJob):
-                self._upload = self._start_upload(job)
+        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
+            self._upload = self._start_upload(job)
 
     def _clear_gradients(self, layout: StageLayout) -> DeviceSlot:
         slot = self._slots.for_gradients(layout)
@@ -355,12 +346,12 @@ class DeviceWorker:
             self._download.finish()
             self._download = None
 
-    def _await(self, key: HandOverKey[T]) -> T:
+    def _await(self, value: Value[T]) -> T:
         # Held gradients go first: what is awaited may depend on an update that needs
         # them, and then both would hang.
-        if not self._setup.board.ready(key):
+        if not value.happened:
             self._flush()
-        return self._setup.board.wait(key)
+        return self._setup.board.wait(value)
 
     def _layer_calls(self, indices: range, layers: list[nn.Module]) -> list[LayerCall]:
         compiler, board = self._setup.settings.compiler, self._setup.board

@@ -12,20 +12,19 @@ map itself: if the file was cut short meanwhile, this gives an error, and the ma
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from torchround.engine.board import Board, HandOver
+from torchround.engine.board import Board, Queue
 from torchround.engine.device import Event
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostPool
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 
-FILE_RANGES = HandOver[Sequence[MappedRange]]("the {0}th upload of weights in files to device {1}")
-FILE_BUFFER = HandOver[Tensor]("the reader of device {1} to have filled buffer {0} with weights in files")
-FILE_BUFFER_UPLOADED = HandOver[Event]("device {1} to have uploaded buffer {0} of weights in files")
+# What the two threads put for each other.
+FILE_RANGES, FILE_BUFFER, FILE_BUFFER_UPLOADED = "file ranges", "a file buffer", "an uploaded file buffer"
 
 
 class FileReader:
@@ -48,8 +47,9 @@ class FileReader:
         self._board = board
         self._buffers = [pool.take(READER_BUFFER_BYTES) for _ in range(READER_BUFFERS)]
         self._on_failure = on_failure
-        self._requests = itertools.count()
-        self._taken = 0
+        self._requests = Queue[MappedRange](board, FILE_RANGES)
+        self._filled = Queue[Tensor](board, FILE_BUFFER)
+        self._uploads = Queue[Event](board, FILE_BUFFER_UPLOADED)
         name = f"torchround reads for {device_name}"
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -57,36 +57,34 @@ class FileReader:
 
     def request(self, ranges: Sequence[MappedRange]) -> None:
         """Let these ranges be read, in this order; each fits into a buffer."""
-        self._board.post(FILE_RANGES(next(self._requests), self._index), ranges)
+        self._requests.put(*ranges)
 
     @property
     def ready(self) -> bool:
         """Whether `take` would return at once."""
-        return self._board.ready(FILE_BUFFER(self._taken, self._index))
+        return self._filled.peek() is not None
 
     def take(self) -> Tensor:
         """Return the content of the next range as uint8, waiting for the reader if needed."""
-        key = FILE_BUFFER(self._taken, self._index)
-        content = self._board.wait(key)
-        self._board.forget(key)
-        return content
+        return self._filled.take(
+            f"the reader of device {self._index} to have filled a buffer with weights in files"
+        )
 
     def uploaded(self, event: Event) -> None:
         """Note that the upload of what `take` returned ends at `event`."""
-        self._board.post(FILE_BUFFER_UPLOADED(self._taken, self._index), event)
-        self._taken += 1
+        self._uploads.put(event)
 
     def let_go(self) -> None:
         """Drop the buffers that were read and not taken. Both threads must have ended."""
-        for number in range(self._taken, self._taken + READER_BUFFERS):
-            self._board.forget(FILE_BUFFER(number, self._index))
+        self._filled = Queue(self._board, FILE_BUFFER)
 
     # In the reader's own thread.
 
     def _main(self) -> None:
         try:
-            for number, file_range in enumerate(self._requested()):
-                self._board.post(FILE_BUFFER(number, self._index), self._read(number, file_range))
+            for number in itertools.count():
+                words = f"the next upload of weights in files to device {self._index}"
+                self._filled.put(self._read(number, self._requests.take(words)))
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
@@ -97,26 +95,16 @@ class FileReader:
         failure.__cause__ = error
         return failure
 
-    def _requested(self) -> Iterator[MappedRange]:
-        for request in itertools.count():
-            key = FILE_RANGES(request, self._index)
-            ranges = self._board.wait(key)
-            self._board.forget(key)
-            yield from ranges
-
     def _read(self, number: int, file_range: MappedRange) -> Tensor:
         """Read a range into the buffer whose turn it is."""
         if number >= READER_BUFFERS:
-            self._await_upload(number - READER_BUFFERS)
+            buffer = number - READER_BUFFERS
+            words = f"device {self._index} to have uploaded buffer {buffer} of weights in files"
+            self._board.synchronize(self._uploads.take(words), words)
         content = self._buffers[number % READER_BUFFERS].memory[: file_range.memory.nbytes]
         self._board.observer.touched(reads=(), writes=[content])
         read_range(file_range, content)
         return content
-
-    def _await_upload(self, number: int) -> None:
-        key = FILE_BUFFER_UPLOADED(number, self._index)
-        self._board.synchronize(self._board.wait(key), key)
-        self._board.forget(key)
 
 
 def pieces_of(ranges: Sequence[MappedRange]) -> list[MappedRange]:

@@ -7,20 +7,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import LAYER_GATE, Board, WaitForHandOver
-from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.board import LAYER_GATE, Board, WaitForValue
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.passes import StageJob
-from torchround.engine.results import DeviceSpan
+from torchround.engine.reports import DeviceSpan
 from torchround.engine.settings import EngineSettings
 from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.activation_transfers import (
-    BOUNDARY,
-    BOUNDARY_GRADIENT,
-    LOSS,
-    OUTPUT,
-    ActivationTransfers,
-)
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.compute import (
     ForwardWithGraph,
     FusedStage,
@@ -28,7 +21,6 @@ from torchround.engine.worker.compute import (
     StageForward,
     checked_loss,
 )
-from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.keeping import marking
 from torchround.layer import Batch, Hidden, LayeredModel
@@ -44,9 +36,8 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `sizes` are those of the values between layers. With `settings.times_layers`, each layer's computations are spans of their
-    own, of every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another
-    device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
+    With `settings.times_layers`, each layer's computations are spans of their own, of every micro-batch: only the head's
+    forward and backward are one. `wait` waits for a value of another device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
     once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
     """
 
@@ -59,13 +50,11 @@ class StageRun:
         gradients: DeviceSlot | None,
         *,
         model: LayeredModel,
-        sizes: BoundarySizes,
         settings: EngineSettings,
         board: Board,
         device: Device,
         activations: ActivationTransfers,
-        kept: KeptTransfers,
-        wait: WaitForHandOver,
+        wait: WaitForValue,
         on_final: Callable[[int], None] | None,
     ) -> None:
         self.spans: list[DeviceSpan] = []
@@ -75,7 +64,6 @@ class StageRun:
         self._layout = layout
         self._gradients = gradients
         self._num_layers = len(model.layers)
-        self._sizes = sizes
         stage = job.task.stage
         self._receives = {
             layer - stage.start: model.receives_gradients[layer]
@@ -87,9 +75,8 @@ class StageRun:
         self._board = board
         self._device = device
         self._activations = activations
-        self._kept = kept
         self._wait = wait
-        self._keeping = kept.keeping(range(stage.start, stage.stop))
+        self._keeping = activations.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
@@ -98,7 +85,6 @@ class StageRun:
         # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
         # `send` makes of the result still reads the input's slot.
         self._activations.end_micro_batch()
-        self._kept.end_micro_batch()
 
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
@@ -122,14 +108,13 @@ class StageRun:
                 self._send_result(m, output)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-                self._activations.send(
-                    BOUNDARY(pass_.index, layer, m), output, readers, self._buffer_for(layer, m)
-                )
+                boundary, shape = pass_.boundaries.at(layer, m), pass_.shape.shapes[m]
+                self._activations.send(boundary, output, readers, layer, shape)
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in keeping:
-                shape = micro_batch.shape
-                self._kept.send(pass_.index, layer - 1, m, shape, self._activations.inputs)
+                kept = pass_.kept.at(layer - 1, m)
+                self._activations.send_kept(kept, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
@@ -143,7 +128,7 @@ class StageRun:
             self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(layer, layer + 1))
         gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
-        self._activations.send(LOSS(pass_.index, m), fused.loss, readers=2)
+        self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
@@ -153,13 +138,12 @@ class StageRun:
         restarts, staged_restarts = self._bring_restarts(m)
         inputs += staged_restarts
         own = range(stage.start, stage.stop)
-        staged_kept = self._kept.bring(pass_.index, own, m, self._wait)
+        kept, staged_kept = self._activations.bring_kept(pass_, own, m, self._wait)
+        inputs += staged_kept
         layers = [
-            self._kept.replayed(layer, call, staged_kept)
+            self._activations.replayed(layer, call, kept)
             for layer, call in zip(own, self._layers, strict=True)
         ]
-        if staged_kept.slot is not None:
-            inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
         recomputed = ForwardWithGraph(
@@ -170,11 +154,11 @@ class StageRun:
             run = partial(recomputed.run_to, layer - stage.start)
             self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
             first = layer
-        boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
+        boundary = self._wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
         if m + 1 in self._job.task.micro_batches:
-            self._kept.bring_ahead(pass_.index, own, m + 1)
+            self._activations.bring_kept_ahead(pass_, own, m + 1)
         # The backward reads the stage's input and what is kept too.
         reads = [*inputs, staged.memory]
         gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
@@ -183,7 +167,7 @@ class StageRun:
     def _recording(self, keeping: Sequence[int]) -> list[LayerCall]:
         """Return the stage's layers; those of `keeping` record what they keep."""
         return [
-            self._kept.recorded(layer, call) if layer in keeping else call
+            self._activations.recorded(layer, call) if layer in keeping else call
             for layer, call in enumerate(self._layers, start=self._job.task.stage.start)
         ]
 
@@ -261,7 +245,7 @@ class StageRun:
         micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
         if task.stage.start == 0:
             return micro_batch, None, [integers.memory]
-        boundary = self._wait(BOUNDARY(pass_.index, task.stage.start, m))
+        boundary = self._wait(pass_.boundaries.at(task.stage.start, m))
         hidden, staged = self._activations.bring_hidden(boundary)
         return micro_batch, hidden, [integers.memory, staged.memory]
 
@@ -271,7 +255,7 @@ class StageRun:
         brought: dict[int, Hidden] = {}
         memory: list[Tensor] = []
         for layer in restarted_layers(stage, pass_.stale_layers):
-            boundary = self._wait(BOUNDARY(pass_.index, layer, m))
+            boundary = self._wait(pass_.boundaries.at(layer, m))
             brought[layer - stage.start], slot = self._activations.bring_hidden(boundary, restarts=True)
             memory.append(slot.memory)
         return brought, memory
@@ -280,22 +264,16 @@ class StageRun:
         """Send what the last layer returned in a pass without gradients: a loss, or anything."""
         pass_ = self._job.pass_
         if pass_.gives_outputs:
-            buffer_for = self._buffer_for(self._num_layers, m)
-            self._activations.send(OUTPUT(pass_.index, m), output, 1, buffer_for)
+            self._activations.send(pass_.results[m], output, 1, self._num_layers, pass_.shape.shapes[m])
         else:
-            self._activations.send(LOSS(pass_.index, m), checked_loss(output), 1)
+            self._activations.send(pass_.results[m], checked_loss(output), 1)
 
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
             pass_, start = self._job.pass_, self._job.task.stage.start
             # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
-            self._activations.send(
-                BOUNDARY_GRADIENT(pass_.index, start, m), tuple(gradients), 1, self._buffer_for(start, m)
-            )
-
-    def _buffer_for(self, cut: int, m: int) -> Callable[[int], int]:
-        """Return what notes the bytes of the input of layer `cut`, and gives those of its host buffer."""
-        return partial(self._sizes.met, cut, self._job.pass_.shape.shapes[m])
+            value = pass_.boundary_gradients.at(start, m)
+            self._activations.send(value, tuple(gradients), 1, start, pass_.shape.shapes[m])
 
 
 _KINDS = {
