@@ -111,7 +111,7 @@ LOST = [
     ),
     (STAGE_ENQUEUED, r"MainThread .*: waits for all of stage slot 12 to be enqueued"),
     (UPDATED, r"MainThread .*: waits for the update of step 2"),
-    (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
+    (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 8 to be handed out"),
 ]
 
 
@@ -134,7 +134,7 @@ def concerns(flag, number):
 )
 def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
     """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
-    number = {STAGE_JOB: 12, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
+    number = {STAGE_JOB: 8, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
     store = toy_store(toy_model())
     with monkeypatch.context() as patch:
         lose(*(patch, planted), lambda flag: getattr(flag, "kind", None) == kind and concerns(flag, number))
