@@ -38,7 +38,7 @@ from torchround.engine.update import Updater
 from torchround.engine.update_report import UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
-from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
+from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
@@ -366,7 +366,7 @@ class Engine:
             kept=kept,
             on_failure=self._life.fail,
         )
-        workers = make_workers(self.devices, setup)
+        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
         self._life.allocate(workers)
         return workers
 

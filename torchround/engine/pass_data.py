@@ -7,8 +7,7 @@ from torchround.engine.device import Event, PastEvent
 from torchround.engine.passes import Pass
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import LOSS, HostTensors
-from torchround.engine.worker.slots import Packing, fill
-from torchround.engine.worker.structure import FLAT, unflatten
+from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.partition import StageTask
 

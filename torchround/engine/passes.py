@@ -11,8 +11,7 @@ from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.tasks import Access
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
-from torchround.engine.worker.slots import Packing
-from torchround.engine.worker.structure import FLAT
+from torchround.engine.worker.slots import FLAT, Packing
 from torchround.layer import Batch, aligned
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import (

@@ -14,8 +14,7 @@ from torch import Tensor
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, fill
-from torchround.engine.worker.structure import flatten, unflatten
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, fill, flatten, unflatten
 from torchround.layer import Batch, Hidden, aligned
 from torchround.planning.host_buffers import LOSS_BYTES
 
@@ -95,10 +94,6 @@ class Outbox:
         """Allocate now what tensors of `nbytes` in all need."""
         self._slots.reserve(nbytes)
 
-    def clear(self) -> None:
-        """Drop the memory of all slots."""
-        self._slots.clear()
-
     def send(
         self,
         tensors: tuple[Tensor, ...],
@@ -172,13 +167,6 @@ class ActivationTransfers:
             if sizes.training:
                 self._gradients_in.reserve(sizes.boundary_bytes)
         self._out.reserve(max(sizes.boundary_bytes, sizes.output_bytes, aligned(LOSS_BYTES)))
-
-    def clear(self) -> None:
-        """Drop the memory of all slots."""
-        for ring in (self._hidden_in, self._restarts_in, self._gradients_in, self._integers):
-            ring.clear()
-        self._out.clear()
-        self._micro_batches.clear()
 
     def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[Batch, DeviceSlot]:
         """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.

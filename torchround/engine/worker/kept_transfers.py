@@ -18,8 +18,7 @@ from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import HostTensors, Outbox, StagingSizes
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing
-from torchround.engine.worker.structure import FLAT
+from torchround.engine.worker.slots import FLAT, DeviceSlot, Packing, SlotRing
 from torchround.keeping import recording, replaying
 from torchround.layer import Batch, Hidden
 
@@ -59,14 +58,6 @@ class KeptTransfers:
         if sizes.kept_out_bytes:
             self._out.reserve(sizes.kept_out_bytes)
             self._in.reserve(sizes.kept_in_bytes)
-
-    def clear(self) -> None:
-        """Drop the memory of all slots, and what is recorded and not sent."""
-        self._out.clear()
-        self._in.clear()
-        self._recorded.clear()
-        self._in_use.clear()
-        self._ahead = None
 
     def keeping(self, layers: range) -> list[int]:
         """List those of the layers that keep anything."""
