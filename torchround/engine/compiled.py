@@ -29,7 +29,7 @@ from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.compiled_shape import CompiledShape
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, as_tuple, flatten
+from torchround.engine.worker.slots import FLAT, SINGLE, as_hidden, as_tuple, flatten
 from torchround.layer import Batch, Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler
 

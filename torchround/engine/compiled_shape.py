@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchround import keeping
-from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, flatten
+from torchround.engine.worker.slots import FLAT, SINGLE, as_hidden, flatten
 from torchround.layer import KEEPABLE, Hidden, MicroBatch
 from torchround.optim.kernel import keep_inductor_private
 

@@ -32,7 +32,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Tasks, Worker
 from torchround.engine.update import Updater
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup, make_workers
+from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
@@ -347,7 +347,7 @@ class Engine:
             settings=self.settings,
             on_failure=self._life.fail,
         )
-        workers = make_workers(self.devices, setup)
+        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
         self._life.allocate(workers)
         return workers
 

@@ -14,8 +14,7 @@ from torchround.engine.reports import StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.update_report import UpdateReport
-from torchround.engine.worker.slots import Packing, fill
-from torchround.engine.worker.structure import FLAT, unflatten
+from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask

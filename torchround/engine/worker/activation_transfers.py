@@ -18,8 +18,7 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.passes import HostTensors, Pass
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, fill
-from torchround.engine.worker.structure import FLAT, flatten, unflatten
+from torchround.engine.worker.slots import FLAT, DeviceSlot, Packing, SlotRing, fill, flatten, unflatten
 from torchround.keeping import recording, replaying
 from torchround.layer import Batch, Hidden, aligned
 from torchround.planning.host_buffers import LOSS_BYTES
@@ -66,17 +65,6 @@ class ActivationTransfers:
         if sizes.kept_out_bytes:
             self._kept_out.reserve(sizes.kept_out_bytes)
             self._kept_in.reserve(sizes.kept_in_bytes)
-
-    def clear(self) -> None:
-        """Drop the memory of all slots, and what is recorded and not sent."""
-        for ring in (self._hidden_in, self._restarts_in, self._gradients_in, self._kept_in, self._integers):
-            ring.clear()
-        self._out.clear()
-        self._kept_out.clear()
-        self._micro_batches.clear()
-        self._recorded.clear()
-        self.inputs.clear()
-        self._ahead = None
 
     # Up.
 

@@ -137,10 +137,6 @@ class Orthogonaliser:
         if shapes:
             self._ring.reserve(max(map(piece_elements, shapes)))
 
-    def clear(self) -> None:
-        """Drop the slots' memory."""
-        self._ring.clear()
-
     def run(self, bundle: Bundle, access: Access, buffer: Buffer) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
         self._tasks.begin(access)

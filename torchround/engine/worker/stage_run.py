@@ -1,31 +1,35 @@
 """One stage job on its device: what the three kinds of stage compute, bring and send for each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import LAYER_GATE, Board, WaitForValue
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.board import LAYER_GATE, WaitForValue
+from torchround.engine.device import Mark, Stream
 from torchround.engine.passes import StageJob
 from torchround.engine.reports import DeviceSpan
-from torchround.engine.settings import EngineSettings
 from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.activation_transfers import ActivationTransfers
+from torchround.engine.worker.bundle_transfers import WeightUpload
 from torchround.engine.worker.compute import (
     ForwardWithGraph,
     FusedStage,
     LayerCall,
     StageForward,
+    bind,
     checked_loss,
+    with_own_seed,
 )
-from torchround.engine.worker.slots import DeviceSlot, StageLayout
+from torchround.engine.worker.slots import DeviceSlot
 from torchround.keeping import marking
-from torchround.layer import Batch, Hidden, LayeredModel
+from torchround.layer import Batch, Hidden
 from torchround.planning.host_buffers import restarted_layers
 from torchround.planning.partition import StageKind
+
+if TYPE_CHECKING:
+    from torchround.engine.worker.device_worker import DeviceWorker
 
 T = TypeVar("T")
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
@@ -36,47 +40,41 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    With `settings.times_layers`, each layer's computations are spans of their own, of every micro-batch: only the head's
-    forward and backward are one. `wait` waits for a value of another device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
-    once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
+    `wait` waits for a value of another device. With `on_final`, the backward of the last micro-batch is done layer by
+    layer, and `on_final(layer)` is called once all that adds to the gradients of a layer is enqueued. `spans` are the
+    computations so far. With `settings.times_layers`, each layer's computations are spans of their own, of every
+    micro-batch: only the head's forward and backward are one.
     """
 
     def __init__(
         self,
+        worker: "DeviceWorker",
         job: StageJob,
-        layers: Sequence[LayerCall],
-        layout: StageLayout,
-        weights: DeviceSlot,
+        upload: WeightUpload,
         gradients: DeviceSlot | None,
-        *,
-        model: LayeredModel,
-        settings: EngineSettings,
-        board: Board,
-        device: Device,
-        activations: ActivationTransfers,
         wait: WaitForValue,
         on_final: Callable[[int], None] | None,
     ) -> None:
+        setup, stage = worker.setup, job.task.stage
         self.spans: list[DeviceSpan] = []
         self._job = job
-        self._layers = layers
-        self._weights = weights
-        self._layout = layout
+        self._layers = bound_layers(worker, upload, gradients)
+        self._weights = upload.slot
+        self._layout = upload.layout
         self._gradients = gradients
-        self._num_layers = len(model.layers)
-        stage = job.task.stage
+        self._num_layers = len(setup.model.layers)
         self._receives = {
-            layer - stage.start: model.receives_gradients[layer]
+            layer - stage.start: setup.model.receives_gradients[layer]
             for layer in range(stage.start, stage.stop)
-            if layer in model.receives_gradients
+            if layer in setup.model.receives_gradients
         }
-        self._layerwise = settings.layerwise_recompute
-        self._times_layers = settings.times_layers
-        self._board = board
-        self._device = device
-        self._activations = activations
+        self._layerwise = setup.settings.layerwise_recompute
+        self._times_layers = setup.settings.times_layers
+        self._board = setup.board
+        self._device = worker.device
+        self._activations = worker.activations
         self._wait = wait
-        self._keeping = activations.keeping(range(stage.start, stage.stop))
+        self._keeping = worker.activations.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
@@ -123,9 +121,8 @@ class StageRun:
         fused = FusedStage(
             self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor, self._receives
         )
-        for layer in range(stage.start, stage.stop - 1) if self._times_layers else ():
-            run = partial(fused.run_to, layer + 1 - stage.start)
-            self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(layer, layer + 1))
+        if self._times_layers:
+            self._run_to(TaskKind.FORWARD, m, fused, range(stage.start + 1, stage.stop), inputs)
         gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
         self._activations.send(pass_.results[m], fused.loss, readers=2)
@@ -149,11 +146,8 @@ class StageRun:
         recomputed = ForwardWithGraph(
             layers, hidden, micro_batch, self._layerwise, restarts, self._receives, reads_output=False
         )
-        first = stage.start
-        for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
-            run = partial(recomputed.run_to, layer - stage.start)
-            self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
-            first = layer
+        stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
+        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops, inputs)
         boundary = self._wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
@@ -170,6 +164,15 @@ class StageRun:
             self._activations.recorded(layer, call) if layer in keeping else call
             for layer, call in enumerate(self._layers, start=self._job.task.stage.start)
         ]
+
+    def _run_to(
+        self, kind: TaskKind, m: int, graph: ForwardWithGraph, stops: Iterable[int], reads: Sequence[Tensor]
+    ) -> None:
+        """Run a forward with graph up to each of these layers in turn."""
+        first = start = self._job.task.stage.start
+        for stop in stops:
+            self._compute(kind, m, partial(graph.run_to, stop - start), reads, layers=range(first, stop))
+            first = stop
 
     def _differentiate(
         self, kind: TaskKind, m: int, backward: BackwardCall, gradients: Gradients, reads: Sequence[Tensor]
@@ -281,3 +284,24 @@ _KINDS = {
     StageKind.FUSED: StageRun._fused,
     StageKind.BACKWARD: StageRun._backward,
 }
+
+
+def bound_layers(
+    worker: "DeviceWorker", upload: WeightUpload, gradients: DeviceSlot | None
+) -> list[LayerCall]:
+    """Return a stage's layers with their parameters in slots, compiled if the settings say so."""
+    setup, layers = worker.setup, upload.layout.layers
+    own_dtypes = setup.model.own_dtypes
+    # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
+    binding = partial(bind, setup.store, worker.skeletons, upload.layout, upload.slot, gradients, own_dtypes)
+    # Parameters with dtypes of their own are copied.
+    modules = (
+        worker.device.run(Stream.COMPUTE, binding, reads=[upload.slot.memory]) if own_dtypes else binding()
+    )
+    calls: list[LayerCall] = list(modules)
+    if (compiler := setup.settings.compiler) is not None:
+        calls = [
+            compiler.compiled(index, module, setup.board)
+            for index, module in zip(layers, modules, strict=True)
+        ]
+    return [with_own_seed(index, call) for index, call in zip(layers, calls, strict=True)]
