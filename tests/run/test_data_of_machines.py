@@ -9,7 +9,7 @@ import pytest
 from tests.support.machines import run_machines
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, build_loader, build_tokenizer
-from torchround.machines.errors import LaunchError
+from torchround.machines.group import LaunchError
 from torchround.machines.launch import require_same
 from torchround.run.several_machines import RunMachines
 

@@ -56,7 +56,7 @@ from torchround.data.opening import reads_conversations
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
-from torchround.machines.errors import LaunchError, MachineError
+from torchround.machines.group import LaunchError, MachineError
 from torchround.models import ModelConfigError
 from torchround.planning.cards import UnknownPeakError
 from torchround.planning.memory import size_text

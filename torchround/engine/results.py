@@ -16,7 +16,7 @@ from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import SUMS
+from torchround.engine.exchange import SUMS
 from torchround.engine.pass_data import read_loss, read_output
 from torchround.engine.passes import STAGE_JOB, Pass
 from torchround.engine.store.host_memory import HostPool

@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
-from torchround.engine.exchange.start import received_bytes, share_weights
+from torchround.engine.exchange import received_bytes, share_weights
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
-from torchround.machines.errors import LaunchError, MachineError
-from torchround.machines.group import HostShare, MachineGroup
+from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup, measure_rate
 from torchround.machines.launch import require_same
-from torchround.machines.link_rate import measure_rate
 from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.memory import size_text
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
@@ -114,7 +112,7 @@ class RunMachines:
     @property
     def host_share(self) -> HostShare | None:
         """This process's share of its host, which processes of one host divide; None on one machine."""
-        return None if self.group is None else self.group.host_share
+        return None if self.group is None else self.group.machines[self.rank].share
 
     def planned(self) -> PlannedMachines:
         """Return what the planner has to know of the machines. All measure the network, for about half a second."""

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
-from torchround.engine.exchange.landings import Landings
+from torchround.engine.landings import Landings
 from torchround.engine.passes import StageJob
 from torchround.engine.store.bundles import Bundle, MappedRange
 from torchround.engine.store.host_memory import HostBuffer

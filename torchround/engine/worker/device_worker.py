@@ -19,8 +19,8 @@ from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.landings import Landings
 from torchround.engine.kept_layers import KeptLayers
+from torchround.engine.landings import Landings
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.settings import EngineSettings
