@@ -5,11 +5,11 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.machines import LOOPBACK, run_machines
+from tests.support.machines import LOOPBACK, named
 from torchround.config import Config
 from torchround.machines import launch
 from torchround.machines.group import HostShare, LaunchError
-from torchround.machines.launch import join, require_same
+from torchround.machines.launch import differences, join
 
 TABLES = {"model": {"family": "llama3", "flavor": "debug"}, "data": {"sources": [{"path": "python-stdlib"}]}}
 
@@ -123,23 +123,10 @@ def test_a_store_that_cannot_be_reached_or_is_not_given_is_named():
         join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
 
 
-DIFFER = (
-    "the machines of this run must agree, but differ in\n"
-    "  data: a on machine 0 (node0); b on machine 1 (node1)\n"
-    "  checkpoint: null on machine 0 (node0); not given on machine 1 (node1)"
-)
-
-
-@pytest.mark.parametrize(
-    ("identities", "expected"),
-    [([{"data": "a", "checkpoint": None}] * 2, ""), ([{"data": "a", "checkpoint": None}, {"data": "b"}], DIFFER)],
-)
-def test_what_machines_have_opened_must_be_the_same(identities, expected):
-    def compare(group):
-        try:
-            require_same(group, identities[group.rank])
-        except LaunchError as error:
-            return str(error)
-        return ""
-
-    assert run_machines(2, compare) == [expected] * 2
+def test_values_that_differ_or_are_missing_are_named_with_their_machines():
+    assert differences(named(2), [{"data": "a", "checkpoint": None}] * 2) == ""
+    assert differences(named(2), [{"data": "a", "checkpoint": None}, {"data": "b"}]) == (
+        "the machines of this run must agree, but differ in\n"
+        "  data: a on machine 0 (node0); b on machine 1 (node1)\n"
+        "  checkpoint: null on machine 0 (node0); not given on machine 1 (node1)"
+    )

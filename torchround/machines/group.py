@@ -185,9 +185,12 @@ class MachineGroup:
 
     def with_each_peer(self, *calls: Callable[[int], object]) -> None:
         """Call each of these with the rank of each peer, all at the same time. Raises the first error."""
-        with ThreadPoolExecutor(len(calls) * self.size) as pool:
+        pool = ThreadPoolExecutor(len(calls) * self.size)
+        try:
             for call in [pool.submit(call, peer) for peer in self.peers for call in calls]:
                 call.result()
+        finally:
+            pool.shutdown(wait=False)  # after an error the others may wait until the caller ends the group
 
     def on_fault(self, call: Callable[[MachineError], None]) -> None:
         """Call `call` once another machine failed or is lost; at once if that has happened. It replaces the one before.

@@ -95,17 +95,6 @@ def join(
     )
 
 
-def require_same(group: MachineGroup, identity: Mapping[str, Any]) -> None:
-    """Raise `LaunchError` on all machines, with one text, unless their identities agree.
-
-    `identity` maps a name that a user understands ("data", "pretrained weights", "checkpoint to resume from") to a JSON
-    value, such as a fingerprint.
-    """
-    found = group.channel("start").gather(dict(identity), "what it has opened")
-    if text := _differences(group.machines, found):
-        raise LaunchError(text)
-
-
 # The meeting. Machine 0 writes a new name, and the others answer under that name with their facts. The outcome has the
 # facts that were read, so each machine sees that it is among those, and does not take the outcome of an earlier attempt.
 
@@ -273,10 +262,10 @@ def _difference(all_facts: Sequence[Mapping[str, Any]]) -> str:
             "once on each host, with --nproc-per-node 1. (For tests, machines.share_host = true lets processes divide "
             "a host.)"
         )
-    return _differences(machines, [facts["compared"] for facts in all_facts])
+    return differences(machines, [facts["compared"] for facts in all_facts])
 
 
-def _differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, Any]]) -> str:
+def differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, Any]]) -> str:
     """Return what differs between machines, one line for each name; empty if nothing does."""
     names = list(dict.fromkeys(name for values in all_values for name in values))
     lines = []
