@@ -17,7 +17,7 @@ from tests.support.small_decoders import small_decoder
 from tests.support.toy import BLOCKS, MAX_NORM, PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.exchange.start import share_weights
+from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds

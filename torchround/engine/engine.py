@@ -18,7 +18,7 @@ from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.group_exchange import make_exchange
+from torchround.engine.exchange import StepExchange
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_choice import allocate_gradients, bind_host_optimizer, hyperparameters_of
 from torchround.engine.passes import UPDATED, HostTensors, Pass
@@ -79,7 +79,7 @@ class Engine:
         allocate_gradients(store, model, optimizer, self.settings)
         self._optimizer = optimizer
         of_exchange = (store, self._tasks, self.pool, machines, self._life.fail, self._is_in_a_step)
-        self._exchange = make_exchange(*of_exchange)
+        self._exchange = StepExchange(*of_exchange)
         of_updater = (store, self._board, self.pool, optimizer, self.settings, len(devices))
         self._updater = Updater(*of_updater, self._exchange, self._life.fail)
         self._optimizer_worker, self._saver = self._make_host_workers()

@@ -1,6 +1,6 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
-This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange/` and `worker/`; how they
+This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange.py` and `worker/`; how they
 wait for each other follows from the order of the calls here alone (`tasks.py`).
 
 The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
@@ -18,8 +18,8 @@ from functools import partial
 from torchround.engine.board import Queue
 from torchround.engine.direction_jobs import DirectionJob, directed_bundles
 from torchround.engine.errors import FaultLocation
-from torchround.engine.exchange.landings import Landings
-from torchround.engine.exchange.step_exchange import StepExchange
+from torchround.engine.exchange import StepExchange
+from torchround.engine.landings import Landings
 from torchround.engine.passes import Pass, StageJob
 from torchround.engine.results import DeviceJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
@@ -176,7 +176,8 @@ class Program:
         if not bundle.is_owned:
             landed = [buffers for buffers in self._landed(bundle, parts) if buffers]
             own = [part for part in parts if self._is_own(bundle, part)]
-            run = partial(self._exchange.send_gradient, bundle, step, own, [buffers[0] for buffers in landed])
+            sources = [buffers[0] for buffers in landed]
+            run = partial(_ignore_task, self._exchange.send_gradient, bundle, step, own, sources)
             if own:
                 reads = [buffer for buffers in landed for buffer in buffers]
                 self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
@@ -372,17 +373,28 @@ class Program:
     def _exchange_weights(
         self, bundle: Bundle, step: int, decided: list[Buffer], old: list[Buffer], decision: Decision | None
     ) -> None:
-        """Declare what sends the device weights after `step` to all machines, or receives them from their owner."""
-        new = self._weights_of(bundle, step + 1)
-        for peer in self._exchange.peers if bundle.is_owned else ():
-            run = partial(self._exchange.send_weights, peer, bundle, step + 1, decision)
-            self._emit(self._exchange.weights_to[peer], "the sending", step, run, bundle, [*decided, new])
+        """Declare what sends the device weights after `step` to all machines, or receives them from their owner.
+
+        Without a `decision` they were written anew between steps.
+        """
+        exchange, new = self._exchange, self._weights_of(bundle, step + 1)
+
+        def send(peer: int) -> None:
+            if decision is None or decision.applies:
+                exchange.send_weights(peer, bundle, step + 1)
+
+        def receive() -> None:
+            if decision is None or decision.applies:
+                exchange.receive_weights(bundle, step + 1)
+            else:
+                self._updater.copy_version(bundle, step)
+
+        for peer in exchange.peers if bundle.is_owned else ():
+            run = partial(_ignore_task, send, peer)
+            self._emit(exchange.weights_to[peer], "the sending", step, run, bundle, [*decided, new])
         if not bundle.is_owned:
-            receives = partial(
-                self._exchange.receive_weights, bundle, step + 1, decision, self._updater.copy_version
-            )
-            source = self._exchange.weights_from[bundle.owner]
-            self._emit(source, "the receiving", step, receives, bundle, [*decided, *old], [new])
+            source, run = exchange.weights_from[bundle.owner], partial(_ignore_task, receive)
+            self._emit(source, "the receiving", step, run, bundle, [*decided, *old], [new])
 
     # Memory and workers.
 

@@ -28,7 +28,7 @@ from torchround.engine.board import LAYER_GATE, Board, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import StepExchange, StepSums
+from torchround.engine.exchange import StepExchange, StepSums
 from torchround.engine.passes import Pass
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle

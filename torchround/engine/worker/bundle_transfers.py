@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.errors import FaultLocation
-from torchround.engine.exchange.landings import Landings
+from torchround.engine.landings import Landings
 from torchround.engine.passes import StageJob
 from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostBuffer, HostPool

@@ -18,7 +18,7 @@ from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.landings import Landings
+from torchround.engine.landings import Landings
 from torchround.engine.passes import StageJob
 from torchround.engine.reports import DeviceSpan, StageReport
 from torchround.engine.results import DeviceJob
