@@ -18,8 +18,7 @@ from tests.support.toy import BLOCKS, MAX_NORM, PARTITIONS, linked, toy_batches,
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.exchange.start import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
 from torchround.planning.machine_shares import step_share

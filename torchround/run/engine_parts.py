@@ -8,9 +8,8 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds

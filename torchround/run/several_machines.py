@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange.start import received_bytes, share_weights
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.machines.group import HostShare, MachineGroup
 from torchround.machines.launch import require_same
