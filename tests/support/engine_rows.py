@@ -290,10 +290,10 @@ class Row:
         options |= {
             "policy": POLICIES[self.update],
             "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
-            "spikes": SpikeBounds(*self.spikes),
         }
         options |= {"gradient_dtype": torch.float32} if self.gradient == "wide" else {}
         store = toy_store(model, DTYPES[self.dtype], seed, **options)
+        store.spikes = SpikeBounds(*self.spikes)
         store.loss_scaling = LossScaling(self.dtype == "fp16", self.loss_scale)
         return store
 

@@ -69,7 +69,6 @@ class HostStore:
         policy: UpdatePolicy = SYNC,
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
-        spikes: SpikeBounds | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
         optimizer: Optimizer | None = None,
@@ -88,7 +87,7 @@ class HostStore:
         self.is_consistent = True
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
-        self.spikes = spikes or SpikeBounds()
+        self.spikes = SpikeBounds()
         # Set by each update if the policy predicts.
         self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
