@@ -92,10 +92,11 @@ class HostStore:
         self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
-        self.bundles, self.locations = collect_bundles(model, mapped or {}, self.optimizer)
+        mapped = mapped or {}
+        self.bundles, self.locations = collect_bundles(model, mapped, self.optimizer)
         for bundle in self.bundles:
-            if bundle.parameters[0].name in (mapped or {}):
-                bundle.mapped = tuple(mapped_ranges(bundle, mapped or {}, dtype))
+            if bundle.parameters[0].name in mapped:
+                bundle.mapped = tuple(mapped_ranges(bundle, mapped, dtype))
         self.ownership.assign(self.bundles)
         for bundle in self.bundles:
             if not bundle.mapped:
@@ -201,12 +202,10 @@ class HostStore:
     ) -> None:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
-        The arguments are as in `resume_state`. A checkpoint that
-        `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
-        the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
-        of `async` reads the newest ones, as the first step of a run does. The same holds for `bounded`, whose
-        `stale_layers` is the value that the checkpoint was made with. `prediction` is the saved state of
-        `self.prediction`. The newest device weights are predictions again if both runs predict.
+        The other arguments are as in `resume_state`. A checkpoint that `holds_older_weights` has filled the older
+        versions: each moves to the buffer of its number, and only the newest is derived anew. Otherwise every version
+        is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
+        step of a run does. The newest device weights are predictions again if both runs predict.
         """
         # First: it may refuse what the checkpoint says.
         self.prediction = None
@@ -535,7 +534,4 @@ class Prediction:
 
     def state(self) -> dict[str, Any]:
         """Return its values, JSON-able."""
-        listed = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()
-        }
-        return {"lr": self.lr, **listed}
+        return {"lr": self.lr, **self.settings}
