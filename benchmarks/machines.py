@@ -24,9 +24,8 @@ from torchround.engine.engine import Engine
 from torchround.engine.exchange import share_weights
 from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.machines import group as machines_group
 from torchround.machines import links
 from torchround.machines.group import Machine, MachineGroup

@@ -36,7 +36,7 @@ from torchround.engine.device import Stream
 from torchround.engine.errors import EngineUsageError, FaultLocation, HangError, PipelineError
 from torchround.engine.passes import KEPT as KEPT_ACTIVATIONS
 from torchround.engine.passes import LOSS
-from torchround.engine.store import prediction
+from torchround.engine.store import host_store
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.layer import LayeredModel
 
@@ -413,7 +413,7 @@ def test_predictions_that_cannot_be_written_again_are_derived_at_a_resume(monkey
     with engine_of(fault, store, Bomb(None)) as engine:
         train(engine, BATCHES[:2])
         with monkeypatch.context() as patch:
-            before(patch, prediction, "predict_", bomb)
+            before(patch, host_store, "predict_", bomb)
             with pytest.raises(MemoryError), store.true_device_weights():
                 engine.evaluate(BATCHES[2]).loss()
     resumed = store_of(fault, seed=1)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from torchround.engine.device import Event, Mark
 from torchround.engine.errors import FaultLocation
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.segments import FlatParameter
 from torchround.engine.tasks import Access, Buffer
 
 

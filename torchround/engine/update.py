@@ -33,8 +33,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.host_store import HostStore, Prediction
 from torchround.engine.tasks import Buffer, Task, Worker
 from torchround.engine.update_report import BundleUpdate, UpdateReport
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares

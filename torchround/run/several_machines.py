@@ -19,8 +19,8 @@ from torchround.config import Config
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange import received_bytes, share_weights
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup, measure_rate
 from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord

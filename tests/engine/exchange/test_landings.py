@@ -10,9 +10,9 @@ from torch import nn
 from tests.support.toy import toy_model
 from torchround.engine.board import Observer
 from torchround.engine.landings import Landings, ring_places, shared_pieces
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel
 from torchround.planning.machine_shares import landing_window_bytes
 

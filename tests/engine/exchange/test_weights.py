@@ -14,9 +14,8 @@ from tests.support.machines import run_machines
 from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.exchange import received_bytes, share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
-from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, Ownership
+from torchround.engine.store.host_store import Prediction
 from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
