@@ -10,7 +10,7 @@ from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batch
 from torchround.engine.device import CpuDevice
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.timeline import TaskKind
-from torchround.engine.update_report import BundleUpdate
+from torchround.engine.update import BundleUpdate
 from torchround.keeping import keep
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.partition import Stage, StageKind, StageTask

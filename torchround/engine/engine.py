@@ -22,20 +22,18 @@ from torchround.engine.errors import EngineError, EngineUsageError, FaultLocatio
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_choice import allocate_gradients, bind_host_optimizer, hyperparameters_of
 from torchround.engine.pass_maker import PassMaker
 from torchround.engine.passes import FIRST_SIZES, Pass, share_tasks
 from torchround.engine.passes_under_way import PassesUnderWay
 from torchround.engine.program import Program
 from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveSource
-from torchround.engine.settings import EngineSettings
+from torchround.engine.settings import EngineSettings, allocate_gradients
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Tasks, Worker
-from torchround.engine.update import Updater
-from torchround.engine.update_report import UPDATED
+from torchround.engine.update import UPDATED, Updater
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
@@ -74,46 +72,56 @@ class Engine:
         self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
-        self._board = Board(observer)
-        self._tasks = Tasks(self._board)
-        self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, store, self.pool, self.devices, self._settle)
+        self._board = board = Board(observer)
+        self._tasks = Tasks(board)
+        self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
+        self._life = Lifecycle(board, store, self.pool, self.devices, self._settle)
+        fail = self._life.fail
         self._next_slot = 0
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
         allocate_gradients(store, model, optimizer, self.settings)
-        self._optimizer = optimizer
-        of_exchange = (store, self._tasks, self.pool, machines, self._life.fail, self._is_in_a_step)
-        self._exchange = make_exchange(*of_exchange)
-        of_updater = (store, self._board, self.pool, optimizer, self.settings, len(devices))
-        self._updater = Updater(*of_updater, self._exchange, self._life.fail)
-        self._optimizer_worker, self._saver = self._make_host_workers()
+        self._exchange = make_exchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
-        bind_host_optimizer(store, optimizer)
-        of_program = (store, self._tasks, self._updater, self._saver, self._exchange, len(devices))
-        self._program = Program(*of_program, self.settings.accumulates)
-        self._passes = PassesUnderWay(self._board)
+        self._updater = Updater(
+            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange, fail
+        )
+        saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
+        self._program = Program(
+            store,
+            self._tasks,
+            self._updater,
+            saver,
+            self._exchange,
+            len(devices),
+            self.settings.accumulates,
+        )
+        self._passes = PassesUnderWay(board)
+        compiler = self.settings.compiler
         kind = self.devices[0].torch_device.type
-        compiles = self.settings.compiler is not None
-        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        for_gradients, sizes = self._exchange.landings.needed(), BoundarySizes(model, store.dtype.itemsize)
-        buffers = (sizes, len(model.layers), store, self.pool, self.devices, kept, for_gradients)
-        self._reservation = BufferReservation(*buffers, self.settings.accumulates)
-        of_passes = (self._board, self.pool, self._reservation, self._synchronize)
-        is_compiled = self.settings.compiler is not None and self.settings.compiler.is_required
-        self._maker = PassMaker(store, partition, *of_passes, is_compiled)
+        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
+        sizes = BoundarySizes(model, store.dtype.itemsize)
+        self._reservation = BufferReservation(
+            sizes,
+            len(model.layers),
+            store,
+            self.pool,
+            self.devices,
+            kept,
+            self._exchange.landings.needed(),
+            self.settings.accumulates,
+        )
+        is_compiled = compiler is not None and compiler.is_required
+        self._maker = PassMaker(
+            store, partition, board, self.pool, self._reservation, self._synchronize, is_compiled
+        )
         workers = self._make_workers(model, sizes, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        readers = [worker.reader.thread for worker in workers if worker.reader is not None]
-        hosts = [self._saver, self._optimizer_worker, *self._exchange.workers]
-        others = [*(worker.thread for worker in hosts), *readers]
-        self._watchdog = Watchdog(
-            self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
-        )
-        self._life.start(
-            [*(worker.thread for worker in workers), *others], self._optimizer_worker, self._exchange
-        )
+        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others += [worker.reader.thread for worker in workers if worker.reader is not None]
+        self._watchdog = Watchdog(board, workers, queues, others, self.settings.hang_timeout_s, fail)
+        self._life.start([*(worker.thread for worker in workers), *others], self._updater, self._exchange)
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
@@ -161,7 +169,7 @@ class Engine:
         with self._life.call():
             if not self._calls:
                 raise EngineUsageError("step() needs a forward_backward() before it")
-            lr, hyperparameters = hyperparameters_of(self._optimizer, lr)
+            lr, hyperparameters = self._updater.hyperparameters_of(lr)
             slots = self._program.step(lr, hyperparameters, self._next_slot)
             self._hand_out(0, slots)
             self._passes.add_directions(slots)
@@ -207,8 +215,8 @@ class Engine:
             if self._calls:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._hand_out_late()
-            save = PendingSave(self.store, self._tasks, write)
-            save.declared(self._program.save(self._step, save.run), self._wait_for_in_call)
+            save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
+            save.task = self._program.save(self._step, save.run)
             self._hand_out(0)
             # A long run must not keep every save that ended.
             self._saves = [save for save in self._saves if not save.ended] + [save]
@@ -330,24 +338,10 @@ class Engine:
 
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""
-        idle = all(worker.is_idle for worker in (self._optimizer_worker, *self._exchange.workers))
+        idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
         return self._calls > 0 or not idle
 
     # Faults and threads.
-
-    def _make_host_workers(self) -> tuple[Worker, Worker]:
-        updater = self._updater
-        optimizer = Worker(
-            "torchround optimizer",
-            "optimizer worker",
-            self._tasks,
-            updater.fault,
-            updater.overcome,
-            updater.enter,
-            updater.leave,
-        )
-        updater.worker = optimizer
-        return optimizer, Worker("torchround saver", "saver", self._tasks, updater.fault, saves=True)
 
     def _make_workers(
         self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers

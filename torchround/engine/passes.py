@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 from torchround.engine.board import HandOver
-from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.tasks import Access
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
+from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import Packing
 from torchround.engine.worker.structure import FLAT
 from torchround.layer import Batch, aligned

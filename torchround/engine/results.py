@@ -14,16 +14,16 @@ from statistics import median
 
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
-from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.pass_data import read_loss, read_output
 from torchround.engine.passes import STAGE_JOB, Pass
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.timeline import TaskKind
-from torchround.engine.update_report import UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.update import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT
 from torchround.engine.worker.kept_transfers import KEPT
+from torchround.engine.worker.orthogonalise import DIRECTIONS_ENQUEUED
 from torchround.layer import Hidden
 from torchround.planning.costs import Costs
 from torchround.planning.partition import Partition, StageKind, StageTask

@@ -16,7 +16,7 @@ from types import FrameType
 
 from torchround.config import TrainingTable
 from torchround.engine.results import StepResult
-from torchround.engine.update_report import UpdateReport
+from torchround.engine.update import UpdateReport
 
 logger = logging.getLogger(__name__)
 

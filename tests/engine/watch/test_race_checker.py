@@ -15,7 +15,7 @@ from tests.support.torch_loop import MAKERS
 from tests.support.toy import KEPT, PARTITIONS, ToyHead, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.update_report import UPDATED
+from torchround.engine.update import UPDATED
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.layer import LayeredModel
 from torchround.optim import NO_STATE, HostOptimizer, make_optimizer

@@ -21,7 +21,7 @@ from torchround.engine.errors import HangError
 from torchround.engine.passes import STAGE_JOB
 from torchround.engine.results import STAGE_ENQUEUED
 from torchround.engine.tasks import Access
-from torchround.engine.update_report import UPDATED
+from torchround.engine.update import UPDATED
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT

@@ -22,7 +22,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Task, Tasks, Worker
+from torchround.engine.tasks import Buffer, Tasks, Worker
 from torchround.engine.update import Decision
 from torchround.machines.errors import MachineError
 from torchround.machines.group import MachineGroup
@@ -125,7 +125,7 @@ class GroupExchange(StepExchange):
             yield chunk
 
     def send_gradient(
-        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer], task: Task
+        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer]
     ) -> None:
         link = self._group.links.sender(bundle.owner, Purpose.GRADIENTS)
         for part, source in zip(parts, sources, strict=True):
@@ -156,9 +156,7 @@ class GroupExchange(StepExchange):
 
     # Weights. Without a `decision` they were written anew between steps.
 
-    def send_weights(
-        self, peer: int, bundle: Bundle, version: int, decision: Decision | None, task: Task
-    ) -> None:
+    def send_weights(self, peer: int, bundle: Bundle, version: int, decision: Decision | None) -> None:
         if decision is not None and not decision.applies:
             return
         weights, what = bundle.version(version), self._words_of_weights(bundle, version)
@@ -173,7 +171,6 @@ class GroupExchange(StepExchange):
         version: int,
         decision: Decision | None,
         copy_version: Callable[[Bundle, int], None],
-        task: Task,
     ) -> None:
         if decision is not None and not decision.applies:
             copy_version(bundle, version - 1)

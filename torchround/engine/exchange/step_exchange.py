@@ -16,7 +16,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Task, Worker
+from torchround.engine.tasks import Buffer, Worker
 from torchround.planning.machine_shares import StepShare, step_share
 
 if TYPE_CHECKING:
@@ -89,13 +89,11 @@ class StepExchange:
         return own
 
     def send_gradient(
-        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer], task: Task
+        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer]
     ) -> None:
         """Send parts of a gradient to the bundle's owner, and give their buffers back."""
 
-    def send_weights(
-        self, peer: int, bundle: Bundle, version: int, decision: "Decision | None", task: Task
-    ) -> None:
+    def send_weights(self, peer: int, bundle: Bundle, version: int, decision: "Decision | None") -> None:
         """Send a version of a bundle's device weights, if the update that makes it applies."""
 
     def receive_weights(
@@ -104,7 +102,6 @@ class StepExchange:
         version: int,
         decision: "Decision | None",
         copy_version: Callable[[Bundle, int], None],
-        task: Task,
     ) -> None:
         """Receive a version of a bundle's device weights, or copy the version before if the update does not apply."""
 

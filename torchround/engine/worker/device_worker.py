@@ -17,7 +17,6 @@ from torch import nn
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
-from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.landings import Landings
 from torchround.engine.kept_layers import KeptLayers
@@ -34,7 +33,12 @@ from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_s
 from torchround.engine.worker.constants import DeviceConstants
 from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.kept_transfers import KeptTransfers
-from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
+from torchround.engine.worker.orthogonalise import (
+    DIRECTION_STREAMS,
+    DIRECTIONS_ENQUEUED,
+    DirectionJob,
+    Orthogonaliser,
+)
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
@@ -189,8 +193,7 @@ class DeviceWorker:
         self._device.begin_step(job.step, *DIRECTION_STREAMS)
         for position, bundle in enumerate(job.bundles):
             self._micro_batch = position
-            access, buffer = job.accesses[position], job.buffers[position]
-            self._idle_since = self._orthogonaliser.run(bundle, access, buffer)
+            self._idle_since = self._orthogonaliser.run(bundle, job.accesses[position])
             self._begin_next_upload()
             if self._upload is not None:
                 self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
