@@ -1,10 +1,9 @@
 """Compiled layers: each kind of layer is compiled once, for all its layers, passes and devices.
 
-Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with
-its parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its
-weights lie. Compilation waits for the first micro-batch of a new shape, because only then the shapes are
-those that occur. Forward and backward are compiled together, one kind at a time, while no other thread runs a
-layer (`LayerGate`).
+Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with its
+parameters as inputs, so one piece of code serves every layer of the kind on every worker. Compilation waits for the first
+micro-batch of a new shape, because only then the shapes are those that occur. Forward and backward are compiled together,
+one kind at a time, while no other thread runs a layer (`LayerGate`).
 
 Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
 round differently, and results would depend on the plan.
