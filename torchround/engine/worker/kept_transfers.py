@@ -152,7 +152,7 @@ class KeptTransfers:
         for value in kept.values():
             value.reader_ends(uploaded, self._pool)
         views = iter(slot.views(joined))
-        tensors = {layer: [next(views) for _ in value.packing.ranges] for layer, value in kept.items()}
+        tensors = {layer: [next(views) for _ in value.packing.tensors] for layer, value in kept.items()}
         return KeptOnDevice(tensors, slot, uploaded)
 
 
