@@ -11,7 +11,7 @@ that comes twice travels once and is one object again on the other side, so that
 left. Our own models return one tensor or a flat tuple; these take a short way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -186,19 +186,16 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def two_slots(
-            dtype: torch.dtype, numel: Callable[[StageLayout], int], of_gradients: bool
-        ) -> TwoSlots:
-            nbytes = slot_space(
-                partition,
-                num_devices,
-                lambda stage: aligned(numel(self.layout(stage)) * dtype.itemsize),
-                of_gradients,
-            )
-            return TwoSlots(device.allocate(nbytes).view(dtype))
+        def weight_bytes(stage: Stage) -> int:
+            return aligned(self.layout(stage).weight_numel * store.dtype.itemsize)
 
-        self.weights = two_slots(store.dtype, lambda layout: layout.weight_numel, of_gradients=False)
-        self.gradients = two_slots(accumulate_dtype, lambda layout: layout.gradient_numel, of_gradients=True)
+        def gradient_bytes(stage: Stage) -> int:
+            return aligned(self.layout(stage).gradient_numel * accumulate_dtype.itemsize)
+
+        space = slot_space(partition, num_devices, weight_bytes)
+        self.weights = TwoSlots(device.allocate(space).view(store.dtype))
+        space = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
+        self.gradients = TwoSlots(device.allocate(space).view(accumulate_dtype))
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
             stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
