@@ -20,7 +20,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.store.bundles import ASYNC
-from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.host_memory import HostPool
 
 __all__ = ["small_runs"]
 
@@ -58,19 +58,19 @@ class RecordedBuffers:
 
 @pytest.fixture
 def buffers(monkeypatch):
-    buffers, on_device, on_host = RecordedBuffers(), CpuDevice.allocate, HostAllocator.allocate
+    buffers, on_device, on_host = RecordedBuffers(), CpuDevice.allocate, HostPool.allocate
 
     def allocate(device, nbytes):
         buffer = on_device(device, nbytes)
         buffers.add(device.name, nbytes, lambda: buffer.untyped_storage().nbytes() > 0)
         return buffer
 
-    def allocate_on_host(memory, nbytes, *arguments, **options):
-        found = on_host(memory, nbytes, *arguments, **options)
-        return buffers.allocate(POOL, nbytes) if memory.what == POOL else found
+    def allocate_on_host(pool, nbytes, *arguments, **options):
+        on_host(pool, nbytes, *arguments, **options)  # the pool's own count
+        return buffers.allocate(POOL, nbytes)
 
     monkeypatch.setattr(CpuDevice, "allocate", allocate)
-    monkeypatch.setattr(HostAllocator, "allocate", allocate_on_host)
+    monkeypatch.setattr(HostPool, "allocate", allocate_on_host)
     gc.collect()
     gc.disable()
     yield buffers

@@ -7,12 +7,10 @@ one device, in the order in which their gradients land (`program.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchround.engine.board import HandOver
 from torchround.engine.device import Event, Mark
 from torchround.engine.errors import FaultLocation
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.segments import FlatParameter
 from torchround.engine.tasks import Access, Buffer
 
 
@@ -48,9 +46,6 @@ class LandedDirection:
     layer: int
     start: Mark
     end: Mark
-
-
-DIRECTIONS_ENQUEUED = HandOver[None]("the directions of stage slot {0} to be enqueued")
 
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:

@@ -24,20 +24,18 @@ import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import LAYER_GATE, Board
+from torchround.engine.board import LAYER_GATE, Board, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import StepExchange, StepSums
-from torchround.engine.pass_data import read_losses
+from torchround.engine.exchange import StepExchange, StepSums
 from torchround.engine.passes import Pass
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.host_store import HostStore, Prediction
 from torchround.engine.tasks import Buffer, Task, Worker
-from torchround.engine.update_report import UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.update_report import BundleUpdate, UpdateReport
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import get_kernels
@@ -53,6 +51,7 @@ class Decision:
     """A step's learning rate or hyperparameters, and once its figures are known, whether its update applies."""
 
     step: int
+    updated: Value[UpdateReport]
     lr: float
     hyperparameters: Hyperparameters | None = None
     fault: str = "not decided"
@@ -214,7 +213,7 @@ class Updater:
 
     def end_pass(self, pass_: Pass) -> None:
         """Read a pass's losses, and agree with other machines on the figures of the step."""
-        losses = read_losses(pass_, self._board.wait, self._pool)
+        losses = [float(self._board.wait(loss).read(self._pool)[0]) for loss in pass_.results]
         sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
         self._squares = dict(sums.squares)
         # The gradient is that of the sum of all calls' losses.
@@ -410,7 +409,7 @@ class Updater:
         if not skipped and not left_out:
             store.spikes.record(self._loss, decision.norm)
         store.loss_scaling.record(step, not math.isfinite(decision.norm) and store.policy is not BOUNDED)
-        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
+        # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._on_failure(self._overcome)
         # The step first: a thread that finds the store consistent after a stop saves it under this step.
@@ -435,7 +434,7 @@ class Updater:
         )
         self._waited_s = waited_s
         self._begin_step()
-        self._board.post(UPDATED(step), report)
+        self._board.post(decision.updated, report)
 
 
 def clipped_norm(squares: Mapping[int, float]) -> float:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from torchround.engine.board import HandOver
 from torchround.engine.direction_jobs import LandedDirection
 
 
@@ -43,6 +42,3 @@ class UpdateReport:
     peers_wait_s: float = 0.0
     sent_bytes: int = 0
     directions: tuple[LandedDirection, ...] = ()
-
-
-UPDATED = HandOver[UpdateReport]("the update of step {0}")

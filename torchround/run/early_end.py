@@ -1,6 +1,6 @@
 """What ends a run before its last step: too many bad steps in a row, or a signal.
 
-The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/optimizer_worker.py`). A step without an
+The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/update.py`). A step without an
 update leaves the weights of the last good step. In `bounded` a step may leave out some layers and update the others.
 """
 

@@ -1,6 +1,6 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
-The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads.
+The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads.
 Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
 them.
 """
@@ -14,24 +14,23 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchround.engine.board import Board, HandOverKey
-from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.board import Board, Queue, Value
+from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
-from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED, DirectionJob
+from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.landings import Landings
-from torchround.engine.kept_layers import KeptLayers
-from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
-from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
+from torchround.engine.landings import Landings
+from torchround.engine.passes import StageJob
+from torchround.engine.reports import DeviceSpan, StageReport
+from torchround.engine.results import DeviceJob
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Tasks
-from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import FileReader, GradientDownload, WeightUpload
 from torchround.engine.worker.compute import unbind
-from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
 from torchround.engine.worker.slots import DeviceConstants, StageSlots
 from torchround.engine.worker.stage_run import StageRun
@@ -41,6 +40,8 @@ from torchround.planning.partition import Partition, StageKind
 T = TypeVar("T")
 # The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
 WorkerState = tuple[StageJob | DirectionJob | None, int | None]
+# The kind of the jobs that a device's thread gets.
+STAGE_JOB = "stage slot {0} to be handed out"
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,10 @@ class WorkerSetup:
     pool: HostPool
     landings: Landings
     model: LayeredModel
-    sizes: BoundarySizes
+    sizes: ValueSizes
     partition: Partition
-    num_devices: int
+    queues: Sequence[Queue[DeviceJob]]
     settings: EngineSettings
-    kept: KeptLayers
     on_failure: Callable[[PipelineError], None]
 
 
@@ -69,13 +69,13 @@ class DeviceWorker:
         self.setup = setup
         self.skeletons = list(copy.deepcopy(nn.ModuleList(setup.model.layers)))
         self._store = setup.store
+        self._queue = setup.queues[index]
         self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | DirectionJob | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
-        self.activations = ActivationTransfers(device, setup.board, setup.pool)
-        self.kept = KeptTransfers(device, setup.board, setup.pool, setup.kept)
+        self.activations = ActivationTransfers(device, setup.board, setup.pool, setup.sizes)
         self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
@@ -90,7 +90,7 @@ class DeviceWorker:
         setup = self.setup
         self._constants = DeviceConstants(self.device, self.skeletons)
         self.slots = StageSlots(
-            self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, setup.num_devices
+            self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
         self._orthogonaliser.allocate()
 
@@ -98,21 +98,24 @@ class DeviceWorker:
         """Free all device memory. The thread must have ended, and the device must be idle."""
         self.device.free()
         unbind(self.skeletons)
-        del self.activations, self.kept  # and the activations that they hold
+        del self.activations  # and the activations that they hold
 
     def _main(self) -> None:
         try:
             self.device.enter_thread()
             self._constants.upload()
-            for sizes in self._await(FIRST_SIZES(0)):
-                self._prepare(sizes)
             while True:
-                job = self._await(STAGE_JOB(self._next_slot))
+                if self._queue.peek() is None:
+                    self._flush()  # as in `_await`
+                job = self._queue.take(STAGE_JOB.format(self._next_slot))
+                if isinstance(job, StagingSizes):
+                    self.activations.prepare(job)
+                    continue
                 if isinstance(job, StageJob):
                     self._run(job)
                 else:
                     self._orthogonalise(job)
-                self._next_slot += self.setup.num_devices  # slots are dealt to devices in turn
+                self._next_slot += len(self.setup.queues)  # slots are dealt to devices in turn
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
@@ -130,7 +133,6 @@ class DeviceWorker:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
-        self._prepare(job.pass_.sizes)
         upload, self._upload = self._upload or self._start_upload(job), None
         # The optimizer may need this device's last gradients before it can complete
         # the weights that are missing.
@@ -177,12 +179,7 @@ class DeviceWorker:
             if self._upload is not None:
                 self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
         self._micro_batch = None
-        self.setup.board.signal(DIRECTIONS_ENQUEUED(job.slot))
         self._job = None
-
-    def _prepare(self, sizes: StagingSizes) -> None:
-        self.activations.prepare(sizes)
-        self.kept.prepare(sizes)
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
         # An evaluation has the number of the next training step, whose trace must not show its copies.
@@ -195,7 +192,7 @@ class DeviceWorker:
         stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update. In
         `bounded` mode every stage job is such an exception, because a layer's update waits for its own gradient alone.
         """
-        is_last = job.slots_left < self.setup.num_devices
+        is_last = job.slots_left < len(self.setup.queues)
         is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
         # Otherwise copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
         return is_waited_for and self.device.has_link
@@ -240,7 +237,7 @@ class DeviceWorker:
             versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self.setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
+        self.setup.board.post(job.pass_.reports.at(job.slot), report)
 
     def _start_upload(self, job: StageJob) -> WeightUpload:
         self._begin_step(job, Stream.WEIGHT_UPLOAD)
@@ -267,11 +264,8 @@ class DeviceWorker:
     def _begin_next_upload(self) -> None:
         """Begin the upload for the next job, if that is a stage job that is handed out already."""
         # Looked for in every window, because it may be handed out while this job is under way.
-        following = STAGE_JOB(self._next_slot + self.setup.num_devices)
-        if self._upload is None and self.setup.board.ready(following):
-            job = self.setup.board.wait(following)
-            if isinstance(job, StageJob):
-                self._upload = self._start_upload(job)
+        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
+            self._upload = self._start_upload(job)
 
     def _flush(self) -> None:
         """Send off the gradients that this thread still holds."""
@@ -279,12 +273,12 @@ class DeviceWorker:
             self._download.finish()
             self._download = None
 
-    def _await(self, key: HandOverKey[T]) -> T:
+    def _await(self, value: Value[T]) -> T:
         # Held gradients go first: what is awaited may depend on an update that needs
         # them, and then both would hang.
-        if not self.setup.board.ready(key):
+        if not value.happened:
             self._flush()
-        return self.setup.board.wait(key)
+        return self.setup.board.wait(value)
 
     # What the watchdog and error messages ask for, from any thread.
 

@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import LAYER_GATE, WaitForHandOver
+from torchround.engine.board import LAYER_GATE, WaitForValue
 from torchround.engine.device import Mark, Stream
 from torchround.engine.passes import StageJob
-from torchround.engine.results import DeviceSpan
+from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.activation_transfers import (
-    BOUNDARY,
-    BOUNDARY_GRADIENT,
-    LOSS,
-    OUTPUT,
-)
 from torchround.engine.worker.bundle_transfers import WeightUpload
 from torchround.engine.worker.compute import (
     ForwardWithGraph,
@@ -45,7 +39,7 @@ Gradients = Sequence[Tensor | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `wait` waits for a hand-over of another device. With `on_final`, the backward of the last micro-batch is done layer by
+    `wait` waits for a value of another device. With `on_final`, the backward of the last micro-batch is done layer by
     layer, and `on_final(layer)` is called once all that adds to the gradients of a layer is enqueued. `spans` are the
     computations so far. With `settings.times_layers`, each layer's computations are spans of their own, of every
     micro-batch: only the head's forward and backward are one.
@@ -57,7 +51,7 @@ class StageRun:
         job: StageJob,
         upload: WeightUpload,
         gradients: DeviceSlot | None,
-        wait: WaitForHandOver,
+        wait: WaitForValue,
         on_final: Callable[[int], None] | None,
     ) -> None:
         setup, stage = worker.setup, job.task.stage
@@ -68,7 +62,6 @@ class StageRun:
         self._layout = upload.layout
         self._gradients = gradients
         self._num_layers = len(setup.model.layers)
-        self._sizes = setup.sizes
         self._receives = {
             layer - stage.start: setup.model.receives_gradients[layer]
             for layer in range(stage.start, stage.stop)
@@ -79,9 +72,8 @@ class StageRun:
         self._board = setup.board
         self._device = worker.device
         self._activations = worker.activations
-        self._kept = worker.kept
         self._wait = wait
-        self._keeping = worker.kept.keeping(range(stage.start, stage.stop))
+        self._keeping = worker.activations.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
         self._reads: list[Tensor] = []  # device memory that computations of the present micro-batch read
 
@@ -92,7 +84,6 @@ class StageRun:
         # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
         # `send` makes of the result still reads the input's slot.
         self._activations.end_micro_batch()
-        self._kept.end_micro_batch()
 
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
@@ -100,7 +91,7 @@ class StageRun:
         micro_batch, hidden = self._bring_inputs(m)
         keeping = self._keeping if pass_.training else []
         calls = [
-            self._kept.recorded(layer, call) if layer in keeping else call
+            self._activations.recorded(layer, call) if layer in keeping else call
             for layer, call in enumerate(self._layers, start=stage.start)
         ]
         forward = StageForward(calls, hidden, micro_batch)
@@ -120,14 +111,13 @@ class StageRun:
                 self._send_result(m, output)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-                self._activations.send(
-                    BOUNDARY(pass_.index, layer, m), output, readers, self._buffer_for(layer, m)
-                )
+                boundary, shape = pass_.boundaries.at(layer, m), pass_.shape.shapes[m]
+                self._activations.send(boundary, output, readers, layer, shape)
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in keeping:
-                shape = micro_batch.shape
-                self._kept.send(pass_.index, layer - 1, m, shape, self._activations.inputs)
+                kept = pass_.kept.at(layer - 1, m)
+                self._activations.send_kept(kept, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
@@ -140,7 +130,7 @@ class StageRun:
             self._run_to(TaskKind.FORWARD, m, fused, range(stage.start + 1, stage.stop))
         gradients = self._differentiate(TaskKind.FUSED, m, fused, ())
         # Two readers: the caller and the optimizer worker.
-        self._activations.send(LOSS(pass_.index, m), fused.loss, readers=2)
+        self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
@@ -152,13 +142,12 @@ class StageRun:
             for layer in restarted_layers(stage, pass_.stale_layers)
         }
         own = range(stage.start, stage.stop)
-        staged_kept = self._kept.bring(pass_.index, own, m, self._wait)
+        kept, staged_kept = self._activations.bring_kept(pass_, own, m, self._wait)
+        self._reads += staged_kept
         layers = [
-            self._kept.replayed(layer, call, staged_kept)
+            self._activations.replayed(layer, call, kept)
             for layer, call in zip(own, self._layers, strict=True)
         ]
-        if staged_kept.slot is not None:
-            self._reads.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
         recomputed = ForwardWithGraph(
@@ -166,12 +155,12 @@ class StageRun:
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
-        boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
+        boundary = self._wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
         self._reads.append(staged.memory)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
         if m + 1 in self._job.task.micro_batches:
-            self._kept.bring_ahead(pass_.index, own, m + 1)
+            self._activations.bring_kept_ahead(pass_, own, m + 1)
         self._send_gradients(m, self._differentiate(TaskKind.BACKWARD, m, recomputed, incoming))
 
     def _run_to(self, kind: TaskKind, m: int, graph: ForwardWithGraph, stops: Iterable[int]) -> None:
@@ -249,7 +238,7 @@ class StageRun:
 
     def _bring_hidden(self, layer: int, m: int, restarts: bool = False) -> Hidden:
         """Upload the input of a layer: of the stage's first one, or of one inside it that begins anew."""
-        boundary = self._wait(BOUNDARY(self._job.pass_.index, layer, m))
+        boundary = self._wait(self._job.pass_.boundaries.at(layer, m))
         hidden, staged = self._activations.bring_hidden(boundary, restarts)
         self._reads.append(staged.memory)
         return hidden
@@ -258,22 +247,16 @@ class StageRun:
         """Send what the last layer returned in a pass without gradients: a loss, or anything."""
         pass_ = self._job.pass_
         if pass_.gives_outputs:
-            buffer_for = self._buffer_for(self._num_layers, m)
-            self._activations.send(OUTPUT(pass_.index, m), output, 1, buffer_for)
+            self._activations.send(pass_.results[m], output, 1, self._num_layers, pass_.shape.shapes[m])
         else:
-            self._activations.send(LOSS(pass_.index, m), checked_loss(output), 1)
+            self._activations.send(pass_.results[m], checked_loss(output), 1)
 
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
             pass_, start = self._job.pass_, self._job.task.stage.start
             # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
-            self._activations.send(
-                BOUNDARY_GRADIENT(pass_.index, start, m), tuple(gradients), 1, self._buffer_for(start, m)
-            )
-
-    def _buffer_for(self, cut: int, m: int) -> Callable[[int], int]:
-        """Return what notes the bytes of the input of layer `cut`, and gives those of its host buffer."""
-        return partial(self._sizes.met, cut, self._job.pass_.shape.shapes[m])
+            value = pass_.boundary_gradients.at(start, m)
+            self._activations.send(value, tuple(gradients), 1, start, pass_.shape.shapes[m])
 
 
 _KINDS = {
