@@ -33,6 +33,10 @@ NO_STEP = -1
 class Stream(Enum):
     """The five queues of a device; operations of one stream run in the order they were enqueued."""
 
+    __hash__ = (
+        object.__hash__
+    )  # an enumeration's own is a function in Python, and streams are keys everywhere
+
     COMPUTE = "compute"
     WEIGHT_UPLOAD = "weight upload"
     ACTIVATION_UPLOAD = "activation upload"
@@ -64,6 +68,9 @@ class PastEvent:
     def query(self) -> bool:
         """Return True."""
         return True
+
+
+_PAST = PastEvent()
 
 
 class Mark:
@@ -234,7 +241,7 @@ class Device(ABC):
         return work()
 
     def _record(self, stream: Stream) -> Event:
-        return PastEvent()
+        return _PAST
 
     def _wait(self, stream: Stream, event: Event) -> None:
         # Nothing is enqueued here, so the thread itself waits before it runs the next operation.

@@ -20,12 +20,11 @@ from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_choice import allocate_gradients, bind_host_optimizer, hyperparameters_of
 from torchround.engine.passes import UPDATED, HostTensors, Pass
 from torchround.engine.program import Program
 from torchround.engine.results import DeviceJob, Passes, StepResult
 from torchround.engine.saver import PendingSave, SaveSource
-from torchround.engine.settings import EngineSettings
+from torchround.engine.settings import EngineSettings, allocate_gradients
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
@@ -68,43 +67,46 @@ class Engine:
         self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
-        self._board = Board(observer)
-        self._tasks = Tasks(self._board)
-        self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, store, self.pool, self.devices, self._settle)
+        self._board = board = Board(observer)
+        self._tasks = Tasks(board)
+        self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
+        self._life = Lifecycle(board, store, self.pool, self.devices, self._settle)
+        fail = self._life.fail
         self._next_slot = 0
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
         allocate_gradients(store, model, optimizer, self.settings)
-        self._optimizer = optimizer
-        of_exchange = (store, self._tasks, self.pool, machines, self._life.fail, self._is_in_a_step)
-        self._exchange = StepExchange(*of_exchange)
-        of_updater = (store, self._board, self.pool, optimizer, self.settings, len(devices))
-        self._updater = Updater(*of_updater, self._exchange, self._life.fail)
-        self._optimizer_worker, self._saver = self._make_host_workers()
+        self._exchange = StepExchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
-        bind_host_optimizer(store, optimizer)
-        queues = [Queue[DeviceJob](self._board, STAGE_JOB) for _ in devices]
-        of_program = (store, self._tasks, self._updater, self._saver, self._exchange, queues)
-        self._program = Program(*of_program, self.settings.accumulates)
+        self._updater = Updater(
+            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange, fail
+        )
+        saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
+        queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
+        self._program = Program(
+            store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
+        )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        buffers = (sizes, store, self.pool, self.devices, self._exchange.landings.needed())
-        self._reservation = BufferReservation(*buffers, self.settings.accumulates)
-        of_passes = (store, self._board.observer, self.pool, self._reservation, queues, self._synchronize)
-        self._passes = Passes(*of_passes, is_compiled=compiler is not None and compiler.is_required)
+        self._reservation = BufferReservation(
+            sizes,
+            store,
+            self.pool,
+            self.devices,
+            self._exchange.landings.needed(),
+            self.settings.accumulates,
+        )
+        is_compiled = compiler is not None and compiler.is_required
+        self._passes = Passes(
+            store, board.observer, self.pool, self._reservation, queues, self._synchronize, is_compiled
+        )
         workers = self._make_workers(model, sizes, queues)
         watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        readers = [worker.reader.thread for worker in workers if worker.reader is not None]
-        hosts = [self._saver, self._optimizer_worker, *self._exchange.workers]
-        others = [*(worker.thread for worker in hosts), *readers]
-        self._watchdog = Watchdog(
-            self._board, workers, watches, others, self.settings.hang_timeout_s, self._life.fail
-        )
-        self._life.start(
-            [*(worker.thread for worker in workers), *others], self._optimizer_worker, self._exchange
-        )
+        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others += [worker.reader.thread for worker in workers if worker.reader is not None]
+        self._watchdog = Watchdog(board, workers, watches, others, self.settings.hang_timeout_s, fail)
+        self._life.start([*(worker.thread for worker in workers), *others], self._updater, self._exchange)
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
@@ -152,7 +154,7 @@ class Engine:
         with self._life.call():
             if not self._calls:
                 raise EngineUsageError("step() needs a forward_backward() before it")
-            lr, hyperparameters = hyperparameters_of(self._optimizer, lr)
+            lr, hyperparameters = self._updater.hyperparameters_of(lr)
             slots = self._program.step(lr, hyperparameters, self._next_slot)
             self._hand_out(len(slots))
             self._step += 1
@@ -197,8 +199,8 @@ class Engine:
             if self._calls:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._hand_out_late()
-            save = PendingSave(self.store, self._tasks, write)
-            save.declared(self._program.save(self._step, save.run), self._wait_for_in_call)
+            save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
+            save.task = self._program.save(self._step, save.run)
             self._hand_out(0)
             # A long run must not keep every save that ended.
             self._saves = [save for save in self._saves if not save.ended] + [save]
@@ -209,7 +211,7 @@ class Engine:
         with self._life.call():
             self._hand_out_late()
             self._passes.wait()
-            for worker in (self._optimizer_worker, *self._exchange.workers):
+            for worker in (self._updater, *self._exchange.workers):
                 self._wait_for_worker(worker)
 
     @contextmanager
@@ -312,24 +314,10 @@ class Engine:
 
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""
-        idle = all(worker.is_idle for worker in (self._optimizer_worker, *self._exchange.workers))
+        idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
         return self._calls > 0 or not idle
 
     # Faults and threads.
-
-    def _make_host_workers(self) -> tuple[Worker, Worker]:
-        updater = self._updater
-        optimizer = Worker(
-            "torchround optimizer",
-            "optimizer worker",
-            self._tasks,
-            updater.fault,
-            updater.overcome,
-            updater.enter,
-            updater.leave,
-        )
-        updater.worker = optimizer
-        return optimizer, Worker("torchround saver", "saver", self._tasks, updater.fault, saves=True)
 
     def _make_workers(
         self, model: LayeredModel, sizes: ValueSizes, queues: Sequence[Queue[DeviceJob]]

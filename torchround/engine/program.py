@@ -10,16 +10,14 @@ optimizer with directions has a task of the devices between gradients and update
 forward and the backward of the next step, and the rest of the step's program with it.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torchround.engine.board import Queue
-from torchround.engine.direction_jobs import DirectionJob, directed_bundles
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
-from torchround.engine.landings import Landings
 from torchround.engine.passes import Pass, StageJob
 from torchround.engine.results import DeviceJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
@@ -38,12 +36,10 @@ from torchround.engine.tasks import (
     Worker,
 )
 from torchround.engine.update import Decision, Updater
+from torchround.engine.worker.orthogonalise import DirectionJob, directed_bundles
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
-
-# What a task of the host does; it gets the task.
-Run = Callable[[Task], object]
 
 
 class Program:
@@ -71,25 +67,21 @@ class Program:
         self._queues = queues
         self._num_devices = len(queues)
         self._accumulates = accumulates
-        self._is_foreign = updater.is_foreign  # a `HostOptimizer` updates
         self._is_bounded = store.policy is BOUNDED
-        self._landings: Landings = exchange.landings
         self._directed = directed_bundles(store)
+        names = {b.index: ", ".join(self._names(b.layers)) for b in store.trained}
         versions = range(store.policy.versions)
-        names = {b.index: ", ".join(store.layer_names[layer] for layer in b.layers) for b in store.trained}
         self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
         self._states = {i: Buffer(STATE, name) for i, name in names.items()}
         self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
-        self._directions = {bundle.index: Buffer(DIRECTION, names[bundle.index]) for bundle in self._directed}
+        self._directions = {b.index: Buffer(DIRECTION, names[b.index]) for b in self._directed}
         self._records = Buffer(RECORDS)
-        self._locations: dict[tuple[str, int], FaultLocation] = {}
         self._rounds = 0  # of the step that waits for its `step()`
         self._pass: Pass | None = None  # its newest call
         self._rest: list[tuple[Bundle, range]] = []  # gradients that `step` takes (`bounded`)
-        # The part of a step's program that comes among the stages of the next step, and that step.
-        self._late: Callable[[int], tuple[int, ...]] | None = None
-        self._late_step = 0
-        self._host_tasks: list[tuple[Worker, Task]] = []
+        # The step whose update comes among the stages of the next step.
+        self._late: Decision | None = None
+        self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
     # A step's calls.
@@ -101,28 +93,23 @@ class Program:
 
         Returns the slots of direction jobs, and the task that ends the call, if it is not the update.
         """
-        share, step = pass_.share, pass_.step
-        assert share is not None, f"step {step} was dispatched without a share"
-        before, num_forward = self._slots_before_late(stages), _num_forward(stages)
-        takings = deque(self._takings(share))
-        slots: tuple[int, ...] = ()
-        for position, stage in enumerate(stages):
-            if position == num_forward:
-                # In the program before the first stage that writes gradients, which the late update reads. On the
-                # devices its direction jobs may come a few stages later.
-                slots = self.late_tasks(first_slot + before)
-                if self._is_bounded:
-                    self._write_lagging(step)
+        share, step = _share(pass_), pass_.step
+        num_forward, takings = _num_forward(stages), deque(self._takings(share))
+        for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
-        slots = slots or self.late_tasks(
-            first_slot + len(stages)
-        )  # without stages, this machine has no part in the step
+        # In the program before the first stage that writes gradients, which the late update reads. On the
+        # devices its direction jobs may come a few stages later.
+        slots = self.late_tasks(first_slot + self._slots_before_late(stages))
+        if self._is_bounded:
+            self._write_lagging(step)
+        for stage in stages[num_forward:]:
+            self._stage(pass_, stage, takings)
         for _, bundle, parts in takings:
             self._take(pass_, bundle, parts)
         self._pass, self._rounds = pass_, share.total_rounds
         if self._is_bounded:
             return slots, None
-        return slots, self._optimize(step, "the losses", lambda task: self._updater.end_pass(pass_))
+        return slots, self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
         """Declare a pass without gradients."""
@@ -132,14 +119,11 @@ class Program:
     def _stage(self, pass_: Pass, stage: StageTask, takings: "deque[tuple[int, Bundle, range]]") -> None:
         """Declare a stage job, and what takes the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
-        names = tuple(self._store.layer_names[layer] for layer in layers)
-        task = Task("stage", pass_.step, FaultLocation(f"stage slot {stage.slot}", kind.value, names))
-        uses = [
-            (layer, bundle)
-            for layer in layers
-            for bundle in (self._store.bundles[index] for index in self._store.layer_bundles(layer))
-            if bundle.trainable
-        ]
+        location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
+        task = Task("stage", pass_.step, location)
+        bundles = self._store.bundles
+        uses = [(layer, bundles[i]) for layer in layers for i in self._store.layer_bundles(layer)]
+        uses = [(layer, bundle) for layer, bundle in uses if bundle.trainable]
         self._tasks.declare(
             task, [self._weights_of(b, pass_.version_read(b, layer, kind)) for layer, b in uses]
         )
@@ -154,6 +138,7 @@ class Program:
                 made.add(bundle.index)
             while takings and takings[0][0] == stage.round and takings[0][1].index in made:
                 self._take(pass_, *takings.popleft()[1:])
+        task.accesses = []  # the job has them
         self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
     def _takings(self, share: StepShare) -> Iterator[tuple[int, Bundle, range]]:
@@ -170,57 +155,40 @@ class Program:
 
     def _take(self, pass_: Pass, bundle: Bundle, parts: range) -> None:
         """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
-        step, share = pass_.step, pass_.share
-        assert share is not None, f"step {step} was dispatched without a share"
-        is_whole = parts.stop == share.total_rounds * len(bundle.layers)
+        is_whole = parts.stop == _share(pass_).total_rounds * len(bundle.layers)
         if not bundle.is_owned:
-            landed = [buffers for buffers in self._landed(bundle, parts) if buffers]
-            own = [part for part in parts if self._is_own(bundle, part)]
-            sources = [buffers[0] for buffers in landed]
-            run = partial(_ignore_task, self._exchange.send_gradient, bundle, step, own, sources)
+            reads, sources = self._landed(bundle, parts)
+            own = {part: source for part, source in zip(parts, sources, strict=True) if source is not None}
             if own:
-                reads = [buffer for buffers in landed for buffer in buffers]
-                self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
+                run = partial(self._exchange.send_gradient, bundle, pass_.step, list(own), list(own.values()))
+                self._emit(
+                    self._exchange.gradients_to[bundle.owner], "the sending", pass_.step, run, bundle, reads
+                )
         elif self._is_bounded and is_whole:
             self._rest.append((bundle, parts))
         else:
             # With several calls only `step` knows which part was the last one.
-            self._collect(step, bundle, parts, is_whole and not self._accumulates)
+            self._collect(pass_.step, bundle, parts, is_whole and not self._accumulates)
 
     def _collect(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
-        landed = self._landed(bundle, parts)
-        reads, writes = self._measured(bundle) if is_whole else ([], [])
-        if bundle.adds_up:
-            reads += [buffer for buffers in landed for buffer in buffers]
-            writes.append(self._gradients[bundle.index])
-        else:
-            reads.append(self._gradients[bundle.index])
-        sources = [buffers[0] if buffers else None for buffers in landed]
-        self._optimize(
-            step,
-            "the sum",
-            lambda task: self._updater.collect(bundle, step, parts, sources, is_whole),
-            bundle,
-            reads,
-            writes,
-        )
+        reads, sources = self._landed(bundle, parts)
+        writes = [self._gradients[bundle.index]] if bundle.adds_up else []
+        if is_whole:
+            self._measured(bundle, reads, writes)
+        run = partial(self._updater.collect, bundle, step, parts, sources, is_whole)
+        self._emit(self._updater, "the sum", step, run, bundle, reads, writes)
 
-    def _measured(self, bundle: Bundle) -> tuple[list[Buffer], list[Buffer]]:
-        """Return what the norm of a gradient reads and writes beside it: a look-ahead comes with it."""
-        if bundle.index not in self._directions:
-            return [], []
-        return [self._states[bundle.index]], [self._directions[bundle.index]]
+    def _measured(self, bundle: Bundle, reads: list[Buffer], writes: list[Buffer]) -> None:
+        """Add what the norm of a gradient reads and writes beside it: a look-ahead comes with it."""
+        if bundle.index in self._directions:
+            reads.append(self._states[bundle.index])
+            writes.append(self._directions[bundle.index])
 
     def _write_lagging(self, step: int) -> None:
         for bundle in filter(self._store.lags, self._store.trained):
-            self._optimize(
-                step,
-                "the older device weights",
-                partial(_ignore_task, self._updater.write_lagging, bundle),
-                bundle,
-                [self._states[bundle.index]],
-                [self._weights_of(bundle, step)],
-            )
+            run = partial(self._updater.write_lagging, bundle)
+            reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
+            self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
 
     # A step's update.
 
@@ -229,29 +197,28 @@ class Program:
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
-        if self._accumulates:
-            for bundle in reversed(self._store.owned):
-                reads, writes = self._measured(bundle)
-                run = partial(_ignore_task, self._updater.measure, bundle, pass_.step)
-                reads.append(self._gradients[bundle.index])
-                self._optimize(pass_.step, "the norm", run, bundle, reads, writes)
+        for bundle in reversed(self._store.owned) if self._accumulates else ():
+            reads, writes = [self._gradients[bundle.index]], list[Buffer]()
+            self._measured(bundle, reads, writes)
+            run = partial(self._updater.measure, bundle, pass_.step)
+            self._emit(self._updater, "the norm", pass_.step, run, bundle, reads, writes)
         self._pass, self._rounds = None, 0
         if self._is_bounded:
             self._bounded_update(decision, pass_)
             return ()
         if self._directed and self._store.policy.versions > 1:
-            self._late, self._late_step = partial(self._update, decision), pass_.step
+            self._late = decision
             return ()
         return self._update(decision, slot)
 
     def late_tasks(self, slot: int) -> tuple[int, ...]:
         """Declare the rest of the newest step's program, if it is late. Returns the slots of its direction jobs."""
         late, self._late = self._late, None
-        return () if late is None else late(slot)
+        return () if late is None else self._update(late, slot)
 
     def is_late(self, step: int) -> bool:
         """Tell whether the update of a step is not declared yet, though its `step` was called."""
-        return self._late is not None and step >= self._late_step
+        return self._late is not None and step >= self._late.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:
         """Return a step's stages with slots left free for direction jobs that are late.
@@ -269,26 +236,15 @@ class Program:
 
     def _update(self, decision: Decision, slot: int) -> tuple[int, ...]:
         """Declare the directions, the decision and the updates of a step of `sync` or `async`."""
-        step, decided = decision.step, Buffer(DECISION)
+        step, decided, updater = decision.step, Buffer(DECISION), self._updater
         slots = self._direct(step, slot)
-        directions = [self._directions[bundle.index] for bundle in self._directed]
-        self._optimize(
-            step,
-            "the decision",
-            lambda task: self._updater.decide(decision, directions),
-            reads=directions,
-            writes=[self._records, decided],
-        )
-        if self._is_foreign:
-            written = [
-                b[bundle.index] for bundle in self._store.owned for b in (self._gradients, self._states)
-            ]
-            self._optimize(
-                step,
-                "the optimizer",
-                lambda task: self._updater.step_host_optimizer(decision, task),
-                writes=[*written, self._records],
-            )
+        directions = list(self._directions.values())
+        run = partial(updater.decide, decision, directions)
+        self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
+        if updater.is_foreign:
+            written = [b[o.index] for o in self._store.owned for b in (self._gradients, self._states)]
+            run = partial(updater.step_host_optimizer, decision)
+            self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])
         for bundle in self._store.trained:
             new = self._weights_of(bundle, step + 1)
             # A skipped update copies them.
@@ -296,38 +252,36 @@ class Program:
             if bundle.is_owned:
                 reads = [self._gradients[bundle.index], *old]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
-                run = partial(self._updater.update, decision, bundle)
                 writes = [self._states[bundle.index], new]
-                self._optimize(step, "the update", run, bundle, reads, writes, self._updater.is_begun)
+                run = partial(updater.update, decision, bundle)
+                self._emit(updater, "the update", step, run, bundle, reads, writes, updater.is_begun)
             self._exchange_weights(bundle, step, [decided], old, decision)
         self._finish(decision)
         return slots
 
     def _bounded_update(self, decision: Decision, pass_: Pass) -> None:
         """Declare the updates of a step of `bounded`: each bundle's after its own gradient, the deepest one first."""
-        step = decision.step
-        self._optimize(
-            step,
-            "the decision",
-            lambda task: self._updater.decide_by_loss(decision, pass_),
-            writes=[self._records],
-        )
+        step, updater = decision.step, self._updater
+        run = partial(updater.decide_by_loss, decision, pass_)
+        self._emit(updater, "the decision", step, run, writes=[self._records])
         for bundle, parts in self._rest:
-            landed, gradient = self._landed(bundle, parts), self._gradients[bundle.index]
-            writes = [self._states[bundle.index], *([gradient] if bundle.adds_up else [])]
+            reads, sources = self._landed(bundle, parts)
+            writes = [self._states[bundle.index]]
+            if bundle.adds_up:
+                writes.append(self._gradients[bundle.index])
             # The next step's forward has to read device weights that lag before they are written.
-            writes += [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
-            reads = [buffer for buffers in landed for buffer in buffers] if bundle.adds_up else [gradient]
-            sources = [buffers[0] if buffers else None for buffers in landed]
-            run = partial(self._updater.update_alone, decision, bundle, parts, sources)
-            self._optimize(step, "the update", run, bundle, reads, writes)
+            if not self._store.lags(bundle):
+                writes.append(self._weights_of(bundle, step + 1))
+            run = partial(updater.update_alone, decision, bundle, parts, sources)
+            self._emit(updater, "the update", step, run, bundle, reads, writes)
         self._rest = []
         self._finish(decision)
 
     def _finish(self, decision: Decision) -> None:
-        run = partial(_ignore_task, self._updater.finish, decision)
-        is_begun = self._updater.is_begun
-        self._optimize(decision.step, "the end", run, writes=[self._records], is_essential=is_begun)
+        run, is_begun = partial(self._updater.finish, decision), self._updater.is_begun
+        self._emit(
+            self._updater, "the end", decision.step, run, writes=[self._records], is_essential=is_begun
+        )
 
     def _direct(self, step: int, slot: int) -> tuple[int, ...]:
         """Declare the direction jobs of a step, one for each device, if it has any.
@@ -337,24 +291,23 @@ class Program:
         """
         if not self._directed:
             return ()
-        for position in range(self._num_devices):
+        slots = tuple(range(slot, slot + self._num_devices))
+        for position, own in enumerate(slots):
             bundles = tuple(self._directed[position :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {slot + position}"))
-            buffers = [self._directions[bundle.index] for bundle in bundles]
-            self._tasks.declare(task, writes=buffers)
-            self._jobs.append(
-                DirectionJob(slot + position, step, bundles, tuple(task.accesses), tuple(buffers))
-            )
-        return tuple(range(slot, slot + self._num_devices))
+            task = Task("directions", step, FaultLocation(f"stage slot {own}"))
+            self._tasks.declare(task, writes=[self._directions[bundle.index] for bundle in bundles])
+            self._jobs.append(DirectionJob(own, step, bundles, tuple(task.accesses)))
+            task.accesses = []  # the job has them
+        return slots
 
     # Between steps.
 
-    def save(self, step: int, run: Run) -> Task:
+    def save(self, step: int, run: Callable[[], object]) -> Task:
         """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
         reads = [self._records]
         for bundle in self._store.owned:
             reads += [self._states[bundle.index], *self._weights[bundle.index]]
-        return self._emit(self._saver, "the save", step, run, None, reads)
+        return self._emit(self._saver, "the save", step, run, reads=reads)
 
     def rewrite(self, step: int) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
@@ -390,11 +343,12 @@ class Program:
                 self._updater.copy_version(bundle, step)
 
         for peer in exchange.peers if bundle.is_owned else ():
-            run = partial(_ignore_task, send, peer)
-            self._emit(exchange.weights_to[peer], "the sending", step, run, bundle, [*decided, new])
+            self._emit(
+                exchange.weights_to[peer], "the sending", step, partial(send, peer), bundle, [*decided, new]
+            )
         if not bundle.is_owned:
-            source, run = exchange.weights_from[bundle.owner], partial(_ignore_task, receive)
-            self._emit(source, "the receiving", step, run, bundle, [*decided, *old], [new])
+            source = exchange.weights_from[bundle.owner]
+            self._emit(source, "the receiving", step, receive, bundle, [*decided, *old], [new])
 
     # Memory and workers.
 
@@ -405,12 +359,9 @@ class Program:
             # Together: a device that had to wait for a direction job would first send off gradients, and those of this
             # step land only after the job.
             queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
-        by_worker: dict[Worker, list[Task]] = {}
-        for worker, task in self._host_tasks:
-            by_worker.setdefault(worker, []).append(task)
-        self._jobs, self._host_tasks = [], []
-        for worker, tasks in by_worker.items():
+        for worker, tasks in self._host_tasks.items():
             worker.put(tasks)
+        self._jobs, self._host_tasks = [], defaultdict(list)
 
     def _weights_of(self, bundle: Bundle, version: int) -> Buffer:
         versions = self._weights[bundle.index]
@@ -418,61 +369,48 @@ class Program:
 
     def _landing(self, bundle: Bundle, use: int) -> Sequence[Buffer]:
         """Return where a part of a bundle's gradient lands: as the whole sum, or in memory of parts."""
-        return self._landings.buffers(bundle, use) if bundle.adds_up else [self._gradients[bundle.index]]
+        if bundle.adds_up:
+            return self._exchange.landings.buffers(bundle, use)
+        return [self._gradients[bundle.index]]
 
-    def _landed(self, bundle: Bundle, parts: range) -> list[Sequence[Buffer]]:
-        """Return where these parts landed; nothing for those of other machines."""
-        uses = len(bundle.layers)
-        return [self._landing(bundle, part % uses) if self._is_own(bundle, part) else () for part in parts]
-
-    def _is_own(self, bundle: Bundle, part: int) -> bool:
-        """Tell whether this machine makes a part: the rounds are dealt to the machines in turn."""
+    def _landed(self, bundle: Bundle, parts: range) -> tuple[list[Buffer], list[Buffer | None]]:
+        """Return the memory in which parts landed here, and the buffer that tells of each: None for other machines'."""
+        reads: list[Buffer] = []
+        sources: list[Buffer | None] = []
         own = self._store.ownership
-        return part // len(bundle.layers) % own.num_machines == own.machine
-
-    def _optimize(
-        self,
-        step: int,
-        name: str,
-        run: Run,
-        bundle: Bundle | None = None,
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
-        is_essential: Callable[[int], bool] | None = None,
-    ) -> Task:
-        task = self._emit(self._updater.worker, name, step, run, bundle, reads, writes)
-        task.is_essential = is_essential
-        return task
+        for part in parts:
+            # The rounds are dealt to the machines in turn.
+            round_, use = divmod(part, len(bundle.layers))
+            landing = self._landing(bundle, use) if round_ % own.num_machines == own.machine else ()
+            reads += landing
+            sources.append(landing[0] if landing else None)
+        return reads, sources
 
     def _emit(
         self,
         worker: Worker,
         name: str,
         step: int,
-        run: Run,
+        run: Callable[[], object],
         bundle: Bundle | None = None,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
+        is_essential: Callable[[int], bool] | None = None,
     ) -> Task:
-        if bundle is None:
-            location = FaultLocation(worker.actor)
-        else:
-            location = self._locations.setdefault(
-                (worker.actor, bundle.index), self._location(worker, bundle)
-            )
-        task = self._tasks.declare(Task(name, step, location, run), reads, writes)
-        self._host_tasks.append((worker, task))
+        """Declare a task of the host, to be handed out with the others of this call."""
+        location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
+        task = self._tasks.declare(Task(name, step, location, run, worker, is_essential), reads, writes)
+        self._host_tasks[worker].append(task)
         return task
 
-    def _location(self, worker: Worker, bundle: Bundle) -> FaultLocation:
-        return FaultLocation(
-            worker.actor, layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
-        )
+    def _names(self, layers: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self._store.layer_names[layer] for layer in layers)
 
 
 def _num_forward(stages: Sequence[StageTask]) -> int:
     return next((i for i, stage in enumerate(stages) if stage.stage.kind is not StageKind.FORWARD), 0)
 
 
-def _ignore_task(run: Callable[..., object], *arguments: object) -> None:
-    run(*arguments[:-1])
+def _share(pass_: Pass) -> StepShare:
+    assert pass_.share is not None, f"step {pass_.step} was dispatched without a share"
+    return pass_.share

@@ -7,13 +7,12 @@ from contextlib import suppress
 from torchround.engine.board import Observer, Queue, Value, WaitForValue
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, StagingSizes
 from torchround.engine.device import Event, PastEvent
-from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.passes import UPDATED, HostTensors, Pass, StageJob
-from torchround.engine.reports import StageReport
+from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.update_report import UpdateReport
+from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.machine_shares import StepShare

@@ -83,24 +83,26 @@ class SaveSource:
 
 
 class PendingSave(Generic[T]):
-    """A save under way beside training. `write` does it, on the saver's thread; `wait` waits for its end."""
+    """A save under way beside training, by `task`. `write` does it, on the saver's thread; the caller waits by `wait`."""
 
-    def __init__(self, store: HostStore, tasks: Tasks, write: Callable[[SaveSource], T]) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        tasks: Tasks,
+        write: Callable[[SaveSource], T],
+        wait: Callable[[Flag, object], None],
+    ) -> None:
+        self.task: Task
         self._store = store
         self._tasks = tasks
         self._write = write
+        self._wait = wait
         self._may_publish = Flag()
         self._outcome: tuple[Any, Exception | None] = (None, None)
-        self._task: Task | None = None
-        self._wait: Callable[[Flag, object], None] = tasks.board.wait_for
 
-    def declared(self, task: Task, wait: Callable[[Flag, object], None]) -> None:
-        """Take the task that runs the save, and the way in which the caller waits for it."""
-        self._task, self._wait = task, wait
-
-    def run(self, task: Task) -> None:
+    def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
-        source = SaveSource(self._store, self._tasks, task, self._may_publish)
+        source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
         try:
             self._outcome = self._write(source), None
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
@@ -109,7 +111,7 @@ class PendingSave(Generic[T]):
     @property
     def ended(self) -> bool:
         """Whether `result` would return or raise at once."""
-        return self._task is not None and self._task.happened
+        return self.task.happened
 
     def may_publish(self) -> None:
         """Let the checkpoint appear: everything that must be on record before it counts is on record.
@@ -120,8 +122,7 @@ class PendingSave(Generic[T]):
 
     def wait(self) -> None:
         """Wait for the save to end, well or not."""
-        assert self._task is not None, "a save is awaited before it is declared"
-        self._wait(self._task, "the end of a save")
+        self._wait(self.task, "the end of a save")
 
     def result(self) -> T:
         """Wait for the save to end. Returns what its function returned, or raises what it raised."""

@@ -1,15 +1,18 @@
-"""The settings of an engine, and what they demand of its store and its partition."""
+"""The settings of an engine, and what they and its optimizer demand of its store and its partition."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from torchround.config import OptimizerTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
+from torchround.optim import HostOptimizer
+from torchround.optim.optimizer import make_optimizer
 from torchround.planning.partition import KeptNames, Partition
 
 
@@ -97,3 +100,53 @@ class EngineSettings:
                     f"layer {name} ({type(layer).__name__}) holds buffers, which compiled code cannot take; give it an "
                     "attribute never_compiled = True, or the engine no compiler"
                 )
+
+
+def allocate_gradients(
+    store: HostStore, model: LayeredModel, optimizer: OptimizerTable | HostOptimizer, settings: EngineSettings
+) -> None:
+    """Let the optimizer's rules update the store, and give it the gradient buffers that they read.
+
+    Raises `EngineUsageError` if the store and the optimizer do not fit.
+
+    The rounds decide which gradients add up on the host, and so which pool buffers they need. PyTorch's optimizers
+    take gradients in the dtype of their weights, which is fp32.
+    """
+    if isinstance(optimizer, HostOptimizer):
+        if store.policy is BOUNDED:
+            raise EngineUsageError(
+                "bounded updates update layer by layer; a HostOptimizer needs sync or async"
+            )
+        if store.policy.predicts:
+            raise EngineUsageError(
+                "predicted device weights need AdamW's moments; with a HostOptimizer use async without prediction"
+            )
+        if store.ownership.num_machines > 1:
+            raise EngineUsageError("a HostOptimizer works on one machine; on several use AdamW")
+        if store.splits_weights:
+            raise EngineUsageError(
+                "a HostOptimizer needs fp32 weights, and the host store splits them; make it with optimizer=NO_STATE"
+            )
+    else:
+        try:
+            store.assign_rules(model, make_optimizer(optimizer))
+        except ValueError as error:
+            raise EngineUsageError(
+                f"the host store is not of this optimizer: {error}; make it with optimizer=make_optimizer(table)"
+            ) from error
+        _check_policy(store, optimizer)
+    needs_sum = isinstance(optimizer, HostOptimizer) and store.gradient_dtype != torch.float32
+    store.allocate_gradients(settings.rounds, settings.accumulates or needs_sum)
+
+
+def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
+    """Raise `EngineUsageError` if the optimizer cannot update as the store's policy asks."""
+    if store.policy is BOUNDED and not optimizer.updates_by_layer:
+        raise EngineUsageError(
+            f"bounded updates update layer by layer, and the steps of {optimizer.name} wait for the devices; use sync or async"
+        )
+    if store.policy.predicts and not optimizer.can_predict:
+        raise EngineUsageError(
+            f"predicted device weights need a state that tells the next step, and {optimizer.name} has none; use async "
+            "without prediction"
+        )

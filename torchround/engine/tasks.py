@@ -14,15 +14,14 @@ is enqueued, so that an update need not wait for the whole stage. Its end then c
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torchround.engine.board import Board, Flag, Queue
 from torchround.engine.device import Event
 from torchround.engine.errors import FaultLocation, Stopped
 
-# Reads of a buffer that nothing writes, such as those of evaluations, are forgotten in groups of so many.
-READS_AT_ONCE = 32
+# The most reads that a write waits for, so that a run of evaluations, which write nothing, remembers no more.
+MOST_READERS = 8
 
 # The kinds of memory that is written again.
 WEIGHTS = "device weights"
@@ -93,7 +92,8 @@ class Task(Flag):
         name: str,
         step: int,
         location: FaultLocation,
-        run: Callable[["Task"], object] | None = None,
+        run: Callable[[], object] | None = None,
+        worker: "Worker | None" = None,
         is_essential: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ class Task(Flag):
         self.step = step
         self.location = location
         self.run = run
+        self.worker = worker
         self.is_essential = is_essential
         self.accesses: list[Access] = []
-        self.worker: Worker | None = None
 
     @property
     def kind(self) -> str:
@@ -129,21 +129,26 @@ class Tasks:
     def declare(
         self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
     ) -> Task:
-        """Give a task its accesses, in the order of the arguments. Calls follow the program's order."""
+        """Give a task its accesses, in the order of the arguments. Calls follow the program's order.
+
+        Buffers that one part of `writes` names together are one access.
+        """
         for buffer in reads:
             self._read(task, buffer)
         for buffers in writes:
-            self._write(task, (buffers,) if isinstance(buffers, Buffer) else tuple(buffers))
+            self._write(task, (buffers,) if isinstance(buffers, Buffer) else buffers)
         return task
 
     def _read(self, task: Task, buffer: Buffer) -> None:
-        if len(buffer.readers) >= READS_AT_ONCE:
-            self._forget_ended(buffer)
-        access = Access(task, buffer, False, () if buffer.writer is None else (buffer.writer,))
+        after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
+        if len(buffer.readers) >= MOST_READERS and buffer.readers[0].task is not task:
+            # In place of the next write, which waits for this read.
+            after += (buffer.readers.pop(0),)
+        access = Access(task, buffer, False, after)
         buffer.readers.append(access)
         task.accesses.append(access)
 
-    def _write(self, task: Task, buffers: tuple[Buffer, ...]) -> None:
+    def _write(self, task: Task, buffers: Sequence[Buffer]) -> None:
         after: list[Access] = []
         for buffer in buffers:
             # Readers have waited for the writer before them, so a wait for them is one for it too.
@@ -154,23 +159,6 @@ class Tasks:
         for buffer in buffers:
             buffer.writer, buffer.readers = access, []
         task.accesses.append(access)
-
-    def _forget_ended(self, buffer: Buffer) -> None:
-        """Put one access in place of the reads that have ended, as evaluations leave them without end."""
-        left: list[Access] = []
-        joined = Access(buffer.readers[0].task, buffer, False, ())
-        for reader in buffer.readers:
-            passed = False
-            with suppress(RuntimeError):  # of a device that failed: its worker reports that
-                passed = reader.happened and (reader.event is None or reader.event.query())
-            if not passed:
-                left.append(reader)
-                continue
-            self.board.observer.waited(reader)
-            if reader.event is not None:
-                reader.event.synchronize()
-        self.board.happen(joined)
-        buffer.readers = [joined, *left]
 
     def begin(self, access: Access) -> None:
         """Wait until the access may begin. Raises `Stopped` if the engine stops before."""
@@ -200,11 +188,11 @@ class Tasks:
 
 
 class Worker:
-    """A thread that runs its tasks one after the other. `moves` grows with each task that it begins.
+    """A thread that runs its tasks one after the other.
 
-    `enter` and `leave` run in the thread at its start and at its end. `on_fault` takes a task's error, `on_overcome` that
-    of a device whose access an essential task had waited for. `saves` says that its reads outlast a stop for a while.
-    `waited_for_saves_s` is how long essential tasks waited for such a worker.
+    `on_fault` takes the error of a task, or of the thread outside of any. `saves` says that its reads outlast a stop for
+    a while. `moves` grows with each task that it begins. `busy_s` is the time inside its tasks, `waited_for_saves_s` that
+    in which essential tasks waited for a worker that `saves`.
     """
 
     def __init__(
@@ -213,29 +201,31 @@ class Worker:
         actor: str,
         tasks: Tasks,
         on_fault: Callable[[Task | None, BaseException], None],
-        on_overcome: Callable[[Task, BaseException], None] | None = None,
-        enter: Callable[[], object] = lambda: None,
-        leave: Callable[[], object] = lambda: None,
         saves: bool = False,
     ) -> None:
         self.actor = actor  # in the location of a fault
         self.saves = saves
         self.moves = 0
+        self.busy_s = self.waited_for_saves_s = 0.0
+        self.task: Task | None = None  # under way
         self.last: Task | None = None
-        self.waited_for_saves_s = 0.0
         self._tasks = tasks
         self._on_fault = on_fault
-        self._on_overcome = on_overcome
-        self._enter = enter
-        self._leave = leave
         self._queue = Queue[Task](tasks.board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.has_ended = False
 
+    def enter(self) -> None:
+        """Prepare the thread, before its first task."""
+
+    def leave(self) -> None:
+        """End what the thread began."""
+
+    def overcome(self, error: BaseException) -> None:
+        """Take the error of a device whose access an essential task has waited for."""
+
     def put(self, tasks: Sequence[Task]) -> None:
         """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
-        for task in tasks:
-            task.worker = self
         self.last = tasks[-1]
         self._queue.put(*tasks)
 
@@ -245,52 +235,48 @@ class Worker:
         return self.last is None or self.last.happened
 
     def _main(self) -> None:
-        task: Task | None = None
         try:
-            self._enter()
+            self.enter()
             while True:
-                task = None
-                task = self._queue.take("its next task")
-                if not task.must_run:
+                self.task = None
+                self.task = self._queue.take("its next task")
+                if not self.task.must_run:
                     self._tasks.board.raise_if_stopped()
-                self._run(task)
+                self._run(self.task)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._on_fault(task, error)
+            self._on_fault(self.task, error)
         finally:
             self.has_ended = True
-            self._leave()
+            self.leave()
 
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            if task.is_essential is not None:
-                self._begin_surely(task, access)
-            else:
-                self._tasks.begin(access)
+            for earlier in access.after:
+                self._wait_for(task, earlier)
+            access.after = ()
         assert task.run is not None, f"{task} runs twice"
-        task.run(task)
+        start_s = time.perf_counter()
+        task.run()
+        self.busy_s += time.perf_counter() - start_s
         self._tasks.finish(task)
 
-    def _begin_surely(self, task: Task, access: Access) -> None:
-        """Wait for an access of a task that must run if its update has begun, whatever happens to the others meanwhile."""
-        for earlier in access.after:
-            start_s = time.perf_counter()
-            saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
-            try:
-                self._tasks.wait_for(earlier)
-            except Stopped:
-                if not task.must_run:
-                    raise
-                # Results of what devices still read are dropped, because the engine has stopped. A save is not: it
-                # gives up soon, but until then it reads.
-                while saver and not (earlier.happened or saver.has_ended):
-                    time.sleep(0.005)
-            except BaseException as error:
-                if self._on_overcome is None or not task.must_run:
-                    raise
-                self._on_overcome(task, error)  # a device that failed reads no more
-            if saver:
-                self.waited_for_saves_s += time.perf_counter() - start_s
-        access.after = ()
+    def _wait_for(self, task: Task, earlier: Access) -> None:
+        """Wait for an earlier access. A task that must run does so whatever happens to the others meanwhile."""
+        saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
+        start_s = time.perf_counter() if saver else 0.0
+        try:
+            self._tasks.wait_for(earlier)
+        except BaseException as error:
+            if not task.must_run:
+                raise
+            if not isinstance(error, Stopped):
+                self.overcome(error)  # a device that failed reads no more
+            # Results of what devices still read are dropped, because the engine has stopped. A save is not: it
+            # gives up soon, but until then it reads.
+            while saver and not (earlier.happened or saver.has_ended):
+                time.sleep(0.005)
+        if saver:
+            self.waited_for_saves_s += time.perf_counter() - start_s

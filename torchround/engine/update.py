@@ -16,34 +16,38 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import LAYER_GATE, Board, Value
+from torchround.engine.board import LAYER_GATE, Value
 from torchround.engine.device import use_threads_here
-from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
-from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange, StepSums
 from torchround.engine.passes import Pass
+from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore, Prediction
-from torchround.engine.tasks import Buffer, Task, Worker
-from torchround.engine.update_report import BundleUpdate, UpdateReport
-from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
+from torchround.engine.tasks import Buffer, Task, Tasks, Worker
+from torchround.engine.worker.orthogonalise import directed_parameters
+from torchround.optim import (
+    HostOptimizer,
+    HostOptimizerError,
+    UpdateProgress,
+    clip_scale,
+    layer_max_norm,
+    sum_of_squares,
+)
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.range_threads import RangeThreads
 from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -54,20 +58,22 @@ class Decision:
     updated: Value[UpdateReport]
     lr: float
     hyperparameters: Hyperparameters | None = None
-    fault: str = "not decided"
-    applies: bool = False
-    norm: float = math.nan
     clipped_norm: float = math.nan
-    loss_scale: float = 1.0
+    report: UpdateReport = field(default_factory=UpdateReport)
+
+    @property
+    def applies(self) -> bool:
+        """Whether the update changes anything."""
+        return not self.report.skipped
 
 
-class Updater:
-    """What the optimizer's thread does. Each public method runs inside a task of its `worker`, if nothing else is said."""
+class Updater(Worker):
+    """The optimizer's thread. Each public method runs inside one of its tasks, if nothing else is said."""
 
     def __init__(
         self,
         store: HostStore,
-        board: Board,
+        tasks: Tasks,
         pool: HostPool,
         optimizer: OptimizerTable | HostOptimizer,
         settings: EngineSettings,
@@ -75,44 +81,54 @@ class Updater:
         exchange: StepExchange,
         on_failure: Callable[[PipelineError], None],
     ) -> None:
-        self.worker: Worker
+        """Raises `EngineUsageError` if a `HostOptimizer` cannot take the weights of the store."""
+        super().__init__("torchround optimizer", "optimizer worker", tasks, self.fault)
         self._store = store
-        self._board = board
+        self._board = tasks.board
         self._pool = pool
         self._host_optimizer = optimizer if isinstance(optimizer, HostOptimizer) else None
+        if self._host_optimizer is not None:
+            try:
+                self._host_optimizer.bind(trained_weights(store))
+            except HostOptimizerError as error:
+                raise EngineUsageError(str(error)) from error
         self.is_foreign = self._host_optimizer is not None
         self._exchange = exchange
         self._on_failure = on_failure
-        self._clipping = Clipping(store, settings.max_norm, settings.clip)
-        self._directed = directed_bundles(store)
+        # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
+        self._directed = {p.name for bundle in store.trained for p in directed_parameters(bundle)}
+        sizes = {
+            bundle.index: sum(p.shape.numel() for p in bundle.parameters if p.name not in self._directed)
+            for bundle in store.trained
+        }
+        self._clips_by_layer = settings.clip == "layer"
+        self._max_norms = {
+            index: layer_max_norm(settings.max_norm, size, sum(sizes.values()))
+            if self._clips_by_layer and size
+            else settings.max_norm * bool(size)
+            for index, size in sizes.items()
+        }
         self._num_threads = update_threads(num_devices)
         self._threads = RangeThreads(self._num_threads)
         self._compiles = settings.compile_update and self._host_optimizer is None
         self._kernels: Mapping[KernelKind, UpdateKernel] = {}
         self._begun: int | None = None  # the step whose update is under way
         self._overcome: PipelineError | None = None
-        self._waited_s = (0.0, 0.0)  # for saves and for other machines, up to the step before
-        self._begin_step()
-
-    def _begin_step(self) -> None:
+        # Seconds up to the last step: of work, of waits for saves and for other machines.
+        self._seconds_before = (0.0, 0.0, 0.0)
+        # Of the step under way.
         self._squares: dict[int, float] = {}
         self._losses: list[float] = []
         self._loss = 0.0
-        self._busy_s = 0.0
-        self._bundle_updates: list[BundleUpdate] = []
-        self._left_out: list[str] = []
-        self._landed: tuple[LandedDirection, ...] = ()
 
     # The thread.
 
     def enter(self) -> None:
-        """Prepare the thread, before its first task."""
         use_threads_here(self._num_threads)
         if self._compiles:
             self._kernels = get_kernels(self._kinds(), self._while_compiling, self._threads)
 
     def leave(self) -> None:
-        """End what the thread began."""
         self._threads.close()
 
     def is_begun(self, step: int) -> bool:
@@ -120,13 +136,13 @@ class Updater:
         return self._begun == step
 
     def fault(self, task: Task | None, error: BaseException) -> None:
-        """Report an error that ends the thread."""
+        """Report an error that ends this thread or the saver's."""
         failure = self._exchange.located(error)
         self._on_failure(failure or self._failure(task, error, self._store.is_consistent))
 
-    def overcome(self, task: Task, error: BaseException) -> None:
+    def overcome(self, error: BaseException) -> None:
         """Keep an error of which the update is independent, to report it once the store is whole."""
-        self._overcome = self._overcome or self._failure(task, error)
+        self._overcome = self._overcome or self._failure(self.task, error)
 
     def _failure(self, task: Task | None, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
@@ -157,6 +173,20 @@ class Updater:
         self._board.raise_if_stopped()
         self._board.note_progress()
 
+    def hyperparameters_of(self, lr: float | None) -> tuple[float, Hyperparameters | None]:
+        """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now, to the controller.
+
+        Raises `EngineUsageError` if there is no learning rate, or if a `HostOptimizer`'s groups have changed.
+        """
+        if self._host_optimizer is not None:
+            try:
+                return 0.0, self._host_optimizer.hyperparameters(lr)
+            except HostOptimizerError as error:
+                raise EngineUsageError(str(error)) from error
+        if lr is None:
+            raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
+        return lr, None
+
     # Gradients.
 
     def collect(
@@ -166,46 +196,30 @@ class Updater:
 
         `sources` hold the parts that landed here; those of other machines come from them.
         """
-        start_s, waited_s = time.perf_counter(), self._exchange.waited_s
         if bundle.adds_up:
             self._exchange.add(bundle, step, parts, sources)
         if is_whole:
-            self._measure(bundle, step)
-        self._busy_s += time.perf_counter() - start_s - (self._exchange.waited_s - waited_s)
+            self.measure(bundle, step)
 
     def measure(self, bundle: Bundle, step: int) -> None:
-        """Take the norm of the sum of several calls."""
-        start_s = time.perf_counter()
-        self._measure(bundle, step)
-        self._busy_s += time.perf_counter() - start_s
-
-    def _measure(self, bundle: Bundle, step: int) -> None:
-        self._squares |= self._squares_of(bundle)
-        if bundle not in self._directed:
-            return
-        # The momentum stays as it is, so a skipped step changes nothing.
-        for segment in bundle.segments:
-            if segment.direction is not None:
-                assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-                reads = [bundle.gradient, *segment.parts.values()]
-                self._board.observer.touched(reads=reads, writes=[segment.direction])
-                buffers = bundle.update_buffers(segment, bundle.version(step + 1), step)
-                look_ahead_(buffers, self._direction_scale(step))
-
-    def _squares_of(self, bundle: Bundle) -> dict[int, float]:
-        """Return the squared norms of a whole gradient, as `StepSums.squares` has them.
-
-        They are added parameter by parameter, so that they do not depend on the layout.
-        """
+        """Take the squared norms of a whole gradient, as `StepSums.squares` has them, and write its look-aheads."""
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
-        directed = {parameter.name for parameter in directed_parameters(bundle)}
+        # Parameter by parameter, so that the sums do not depend on the layout.
         parts: dict[int, list[float]] = {bundle.index: []}
         for parameter in bundle.parameters:
-            key = unclipped(bundle.index) if parameter.name in directed else bundle.index
+            key = unclipped(bundle.index) if parameter.name in self._directed else bundle.index
             parts.setdefault(key, []).append(float(sum_of_squares(parameter.view(gradient).reshape(-1))))
-        return {key: math.fsum(found) for key, found in parts.items()}
+        self._squares |= {key: math.fsum(found) for key, found in parts.items()}
+        for segment in bundle.segments:
+            if segment.direction is not None:
+                self._board.observer.touched(
+                    reads=[gradient, *segment.parts.values()], writes=[segment.direction]
+                )
+                buffers = bundle.update_buffers(segment, bundle.version(step + 1), step)
+                # The momentum stays as it is, so a skipped step changes nothing.
+                look_ahead_(buffers, self._direction_scale(step))
 
     def _direction_scale(self, step: int) -> float:
         """Return the factor on gradients of parameters with directions. It undoes the loss scale, and clips nothing."""
@@ -213,7 +227,9 @@ class Updater:
 
     def end_pass(self, pass_: Pass) -> None:
         """Read a pass's losses, and agree with other machines on the figures of the step."""
+        start_s = time.perf_counter()
         losses = [float(self._board.wait(loss).read(self._pool)[0]) for loss in pass_.results]
+        self.busy_s -= time.perf_counter() - start_s  # a wait for the devices
         sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
         self._squares = dict(sums.squares)
         # The gradient is that of the sum of all calls' losses.
@@ -224,29 +240,25 @@ class Updater:
 
     def decide(self, decision: Decision, directions: Sequence[Buffer]) -> None:
         """Decide whether a step applies. All its gradients are whole, and all its directions have landed."""
-        store, step = self._store, decision.step
-        self._landed = tuple(buffer.content for buffer in directions)
-        scale = decision.loss_scale = store.loss_scaling.scale_of(step)
-        decision.norm = math.sqrt(math.fsum(self._squares.values())) / scale
+        report = decision.report
+        report.directions = tuple(buffer.content for buffer in directions)
+        scale = report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
+        report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / scale
         decision.clipped_norm = clipped_norm(self._squares) / scale
-        decision.fault = self._fault(decision.norm, scale)
-        decision.applies = math.isfinite(decision.norm) and not decision.fault
-        if decision.applies and self._host_optimizer is not None:
-            return  # its step begins the update
-        self._begin_update(step)
-        if decision.applies:
-            self._count_update(decision)
+        report.fault = self._fault(report.grad_norm, scale)
+        report.skipped = bool(report.fault) or not math.isfinite(report.grad_norm)
+        if report.skipped or self._host_optimizer is None:  # whose own step begins the update
+            self._begin_update(decision)
 
     def decide_by_loss(self, decision: Decision, pass_: Pass) -> None:
         """Decide by the losses whether a step of `bounded` applies: no gradient is whole yet."""
         self.end_pass(pass_)
         # The gradient's norm is not known yet: only the loss can be a spike.
         spike = self._store.spikes.spike(self._loss, -math.inf)
-        decision.fault = str(spike or "") if math.isfinite(self._loss) else "the loss is not finite"
-        decision.applies = not decision.fault
+        decision.report.fault = str(spike or "") if math.isfinite(self._loss) else "the loss is not finite"
+        decision.report.skipped = bool(decision.report.fault)
         if decision.applies:
-            if self._store.is_consistent:
-                self._mark()
+            self._mark()
             # The bias correction of this step's updates counts this step, whatever layers are left out.
             self._store.applied_updates += 1
 
@@ -259,10 +271,12 @@ class Updater:
         return str(self._store.spikes.spike(self._loss, norm) or "")
 
     def _mark(self) -> None:
-        """Mark the store as inconsistent, unless the engine stopped: no update begins after a stop.
+        """Mark the store as inconsistent, if it is not yet. Raises `Stopped` after a stop: no update begins then.
 
         Marks first and looks second: a thread that finds a consistent store after a stop may read it.
         """
+        if not self._store.is_consistent:
+            return
         self._store.is_consistent = False
         try:
             self._board.raise_if_stopped()
@@ -270,78 +284,69 @@ class Updater:
             self._store.is_consistent = True
             raise
 
-    def _begin_update(self, step: int) -> None:
+    def _begin_update(self, decision: Decision) -> None:
         self._mark()
-        self._begun = step
+        self._begun = decision.step
+        if decision.applies:
+            # Before the bundles: the bias correction of this update counts it.
+            self._store.applied_updates += 1
+            if self._store.policy.predicts:
+                self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
 
-    def _count_update(self, decision: Decision) -> None:
-        # Before the bundles: the bias correction of this update counts it.
-        self._store.applied_updates += 1
-        if self._store.policy.predicts:
-            self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
-
-    def step_host_optimizer(self, decision: Decision, task: Task) -> None:
-        """Let a `HostOptimizer` update all fp32 weights, if the step applies."""
+    def step_host_optimizer(self, decision: Decision) -> None:
+        """Let a `HostOptimizer` update all fp32 weights by clipped gradients without loss scale, if the step applies."""
         if not decision.applies:
             return
         assert self._host_optimizer is not None, "only a HostOptimizer has such a step"
         assert decision.hyperparameters is not None, "a step of a HostOptimizer lacks its hyperparameters"
-        start_s = time.perf_counter()
         with ExitStack() as gate:
             gradients: dict[str, Tensor] = {}
             for bundle in self._store.owned:
-                gradients |= self._clipped_gradients(bundle, decision)
+                gradient, factor = bundle.gradient, self._factor(bundle, decision)
+                assert gradient is not None, "a trained bundle lacks its gradient"
+                self._board.observer.touched(reads=(), writes=[gradient, bundle.fp32_weight])
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                gradients |= {parameter.name: parameter.view(gradient) for parameter in bundle.parameters}
             # PyTorch's optimizers compute in another way while a compiler is at work in the process.
             gate.enter_context(LAYER_GATE.entered(self._board))
-            self._begin_update(decision.step)
+            self._begin_update(decision)
             self._host_optimizer.step(decision.hyperparameters, gradients)
-        self._count_update(decision)
-        self._busy_s += time.perf_counter() - start_s
-
-    def _clipped_gradients(self, bundle: Bundle, decision: Decision) -> dict[str, Tensor]:
-        """Return a bundle's clipped gradients without loss scale, by name, for a step that may change its weights."""
-        gradient, weight = bundle.gradient, bundle.fp32_weight
-        assert gradient is not None, "a trained bundle lacks its gradient"
-        self._board.observer.touched(reads=(), writes=[gradient, weight])
-        factor = self._factor(bundle, decision)
-        if factor != 1.0:
-            gradient.mul_(factor)
-        return {parameter.name: parameter.view(gradient) for parameter in bundle.parameters}
 
     def _factor(self, bundle: Bundle, decision: Decision) -> float:
-        squares = self._squares[bundle.index]
-        return self._clipping.factor(bundle, decision.clipped_norm, squares, decision.loss_scale)
+        """Return the factor that clips a bundle's gradient and undoes the loss scale.
 
-    def update(self, decision: Decision, bundle: Bundle, task: Task) -> None:
+        The norm is that of the whole gradient, or, with `clip = "layer"`, the bundle's own.
+        """
+        scale, norm = decision.report.loss_scale, decision.clipped_norm
+        if self._clips_by_layer:
+            norm = math.sqrt(self._squares[bundle.index]) / scale
+        return clip_scale(norm, self._max_norms[bundle.index]) / scale
+
+    def update(self, decision: Decision, bundle: Bundle) -> None:
         """Update a bundle, or skip it: make version `step + 1` equal to version `step`."""
-        start_s = time.perf_counter()
         if decision.applies:
-            self._update_surely(bundle, decision, task)
+            self._update_surely(bundle, decision)
         else:
             self.copy_version(bundle, decision.step)
-        self._busy_s += time.perf_counter() - start_s
 
     def update_alone(
-        self, decision: Decision, bundle: Bundle, parts: range, sources: Sequence[Buffer | None], task: Task
+        self, decision: Decision, bundle: Bundle, parts: range, sources: Sequence[Buffer | None]
     ) -> None:
         """Take a bundle's whole gradient and update the bundle (`bounded`)."""
         self.collect(bundle, decision.step, parts, sources, is_whole=True)
         if decision.applies and math.isfinite(self._squares[bundle.index]):
-            start_s = time.perf_counter()
-            self._update_surely(bundle, decision, task)
-            self._busy_s += time.perf_counter() - start_s
+            self._update_surely(bundle, decision)
         else:
-            self._left_out.append(", ".join(task.location.layers))
+            names = ", ".join(self._store.layer_names[layer] for layer in bundle.layers)
+            decision.report.left_out += (names,)
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
         # From here on a checkpoint would lack the older device weights, or mix them with newer ones.
-        if self._store.is_consistent:
-            self._mark()
-        start_s = time.perf_counter()
+        self._mark()
         self._board.observer.touched(reads=[bundle.fp32_weight], writes=[bundle.device_weights[0]])
         bundle.device_weights[0].copy_(bundle.fp32_weight)
-        self._busy_s += time.perf_counter() - start_s
 
     def copy_version(self, bundle: Bundle, step: int) -> None:
         """Make version `step + 1` of a bundle's device weights equal to version `step`. Any thread may call this."""
@@ -350,7 +355,7 @@ class Updater:
             self._board.observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-    def _update_surely(self, bundle: Bundle, decision: Decision, task: Task) -> None:
+    def _update_surely(self, bundle: Bundle, decision: Decision) -> None:
         """Update a bundle; if that fails, once more."""
         progress = [UpdateProgress() for _ in bundle.segments]
         start_s = time.perf_counter()
@@ -358,10 +363,10 @@ class Updater:
         try:
             update(self._kernels)
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-            self.overcome(task, error)
+            self.overcome(error)
             # Without compiled kernels, which may be what failed.
             update({})
-        self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
+        decision.report.bundles += (BundleUpdate(bundle.layers[0], start_s, time.perf_counter()),)
 
     def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
         """Return the device weights that step `step`'s update writes."""
@@ -400,15 +405,15 @@ class Updater:
 
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
-        store, step = self._store, decision.step
-        skipped, left_out = not decision.applies, tuple(self._left_out)
+        store, step, report = self._store, decision.step, decision.report
         if store.policy is BOUNDED:
-            decision.norm = math.sqrt(math.fsum(self._squares.values()))
-            left_out = () if skipped else left_out
-            decision.fault = "the gradient is not finite" if left_out else decision.fault
-        if not skipped and not left_out:
-            store.spikes.record(self._loss, decision.norm)
-        store.loss_scaling.record(step, not math.isfinite(decision.norm) and store.policy is not BOUNDED)
+            report.grad_norm = math.sqrt(math.fsum(self._squares.values()))
+            report.left_out = () if report.skipped else report.left_out
+            report.fault = "the gradient is not finite" if report.left_out else report.fault
+        if not report.skipped and not report.left_out:
+            store.spikes.record(self._loss, report.grad_norm)
+        overflows = not math.isfinite(report.grad_norm) and store.policy is not BOUNDED
+        store.loss_scaling.record(step, overflows)
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._on_failure(self._overcome)
@@ -416,24 +421,16 @@ class Updater:
         store.step = step + 1
         store.is_consistent = True
         self._begun = None
-        waited_s = (self.worker.waited_for_saves_s, self._exchange.waited_s)
-        report = UpdateReport(
-            decision.norm,
-            skipped,
-            self._busy_s,
-            tuple(self._bundle_updates),
-            decision.loss_scale,
-            decision.fault,
-            tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss)),
-            waited_s[0] - self._waited_s[0],
-            left_out,
-            self._loss,
-            waited_s[1] - self._waited_s[1],
-            self._exchange.take_bytes(),
-            self._landed,
+        report.not_finite = tuple(i for i, loss in enumerate(self._losses) if not math.isfinite(loss))
+        report.loss = self._loss
+        report.sent_bytes = self._exchange.take_bytes()
+        now = (self.busy_s, self.waited_for_saves_s, self._exchange.waited_s)
+        busy_s, report.waited_for_save_s, report.peers_wait_s = (
+            seconds - before for seconds, before in zip(now, self._seconds_before, strict=True)
         )
-        self._waited_s = waited_s
-        self._begin_step()
+        report.seconds = busy_s - report.peers_wait_s  # they were inside its tasks
+        self._seconds_before = now
+        self._squares, self._losses, self._loss = {}, [], 0.0
         self._board.post(decision.updated, report)
 
 
@@ -445,35 +442,6 @@ def clipped_norm(squares: Mapping[int, float]) -> float:
 def unclipped(index: int) -> int:
     """Return the key, among squared norms by bundle, of the bundle's parameters that are not clipped."""
     return -1 - index
-
-
-class Clipping:
-    """The factor on each bundle's gradient: by the norm of the whole gradient, or, with "layer", by the bundle's own."""
-
-    def __init__(self, store: HostStore, max_norm: float, clip: str) -> None:
-        sizes = {bundle.index: _clipped_numel(bundle) for bundle in store.trained}
-        self._by_layer = clip == "layer"
-        self._max_norms = {
-            index: layer_max_norm(max_norm, size, sum(sizes.values())) if self._by_layer else max_norm
-            for index, size in sizes.items()
-            if size
-        }
-
-    def factor(self, bundle: Bundle, norm: float, squares: float, loss_scale: float = 1.0) -> float:
-        """Return the factor that clips the bundle's gradient and undoes the loss scale.
-
-        `norm` is that of all clipped parameters, without the loss scale, `squares` the bundle's own part of its square
-        with it.
-        """
-        clipped = math.sqrt(squares) / loss_scale if self._by_layer else norm
-        max_norm = self._max_norms.get(bundle.index, 0.0)  # none if no parameter of the bundle is clipped
-        return clip_scale(clipped, max_norm) / loss_scale
-
-
-def _clipped_numel(bundle: Bundle) -> int:
-    """Count the elements that are clipped. Orthogonalisation takes a matrix of any scale, so those are not."""
-    directed = sum(parameter.shape.numel() for parameter in directed_parameters(bundle))
-    return sum(parameter.shape.numel() for parameter in bundle.parameters) - directed
 
 
 def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:

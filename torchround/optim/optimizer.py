@@ -9,6 +9,7 @@ A new optimizer is a file in `optim/rules/` and a table in `config/optimizer_tab
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -159,6 +160,7 @@ class NoState(Optimizer):
 NO_STATE = NoState()
 
 
+@lru_cache(maxsize=64)  # all segments of one rule have the same numbers in a step
 def rounded_numbers(numbers: tuple[float, ...]) -> tuple[Tensor, ...]:
     """Round each number of an update once, to a `[]` fp32 tensor."""
     return tuple(torch.tensor(number, dtype=torch.float32) for number in numbers)

@@ -37,7 +37,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     num_whole_rows = flat.numel() // _ROW
     rows = flat[: num_whole_rows * _ROW].view(num_whole_rows, _ROW)  # the rest is added at the end
-    for chunk in rows.split(_CHUNK_ROWS):
+    for chunk in rows.split(_CHUNK_ROWS) if num_whole_rows else ():  # of no rows there would be one chunk
         total += chunk.to(torch.float64, copy=True).square_().sum(dim=1).sum()
     total += flat[num_whole_rows * _ROW :].to(torch.float64, copy=True).square_().sum()
     return total

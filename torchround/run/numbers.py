@@ -15,10 +15,9 @@ import torch
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
-from torchround.engine.direction_jobs import directed_parameters
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
-from torchround.engine.worker.orthogonalise import STEPS, scratch_bytes, slot_bytes
+from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
 from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer

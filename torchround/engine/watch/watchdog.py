@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from torchround.engine.board import Board, Flag, Value
-from torchround.engine.device import Device, DeviceWatcher, Event, Stream
+from torchround.engine.device import Device, DeviceWatcher, Event, PastEvent, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
 
@@ -82,6 +82,9 @@ class QueueWatch(DeviceWatcher):
         self._moves += 1
 
     def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
+        if isinstance(event, PastEvent):
+            self._moves += 1
+            return event
         events = self._events[stream]
         events.append((event, what, self._state()))
         if (

@@ -17,7 +17,6 @@ from torch import nn
 from torchround.engine.board import Board, Queue, Value
 from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
-from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.landings import Landings
 from torchround.engine.passes import StageJob
@@ -31,7 +30,7 @@ from torchround.engine.tasks import Tasks
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import FileReader, GradientDownload, WeightUpload
 from torchround.engine.worker.compute import unbind
-from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, Orthogonaliser
+from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import DeviceConstants, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
@@ -173,8 +172,7 @@ class DeviceWorker:
         self.device.begin_step(job.step, *DIRECTION_STREAMS)
         for position, bundle in enumerate(job.bundles):
             self._micro_batch = position
-            access, buffer = job.accesses[position], job.buffers[position]
-            self._idle_since = self._orthogonaliser.run(bundle, access, buffer)
+            self._idle_since = self._orthogonaliser.run(bundle, job.accesses[position])
             self._begin_next_upload()
             if self._upload is not None:
                 self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.device import Device, Event, Mark, Stream
+from torchround.engine.errors import FaultLocation
+from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Access, Buffer, Tasks
+from torchround.engine.tasks import Access, Tasks
 from torchround.engine.worker.slots import SlotRing
 from torchround.planning.update_costs import row_bands
 
@@ -29,6 +29,50 @@ DIRECTION_STREAMS = (Stream.ACTIVATION_UPLOAD, Stream.COMPUTE, Stream.GRADIENT_D
 LEAST_NORM = 1e-7
 # Matrices of a stack go up together, up to this number of elements; a larger matrix goes alone.
 PIECE_ELEMENTS = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class DirectionJob:
+    """The turn of a device at the matrices of a step: its bundles, in the order in which their gradients land.
+
+    `accesses` are those to the direction of each, whose content becomes its `LandedDirection`.
+    """
+
+    slot: int
+    step: int
+    bundles: tuple[Bundle, ...]
+    accesses: tuple[Access, ...]
+
+    def location(self, actor: str, names: Sequence[str], position: int | None) -> FaultLocation:
+        """Describe the job of a device, `actor`, while it is at the bundle at `position`. `names` are the layers'."""
+        bundles = self.bundles if position is None else self.bundles[position : position + 1]
+        layers = tuple(names[layer] for bundle in bundles for layer in bundle.layers)
+        return FaultLocation(actor, "orthogonalisation", layers) if layers else FaultLocation(actor)
+
+
+@dataclass(frozen=True)
+class LandedDirection:
+    """A bundle's directions, which are on the host after `event`.
+
+    `start` and `end` are marks of `device` around their computation. `layer` is the first that uses the bundle.
+    """
+
+    event: Event
+    device: int
+    layer: int
+    start: Mark
+    end: Mark
+
+
+def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
+    """Return the parameters whose update needs a direction."""
+    ranges = [(s.start, s.stop) for s in bundle.segments if s.rule.uses_direction]
+    return [p for p in bundle.parameters if any(start <= p.start < stop for start, stop in ranges)]
+
+
+def directed_bundles(store: HostStore) -> list[Bundle]:
+    """Return this machine's bundles with such parameters, in the order in which their gradients land."""
+    return [bundle for bundle in reversed(store.owned) if directed_parameters(bundle)]
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -137,12 +181,12 @@ class Orthogonaliser:
         if shapes:
             self._ring.reserve(max(map(piece_elements, shapes)))
 
-    def run(self, bundle: Bundle, access: Access, buffer: Buffer) -> Mark:
+    def run(self, bundle: Bundle, access: Access) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
         self._tasks.begin(access)
         marks = [mark for piece in _pieces_of(bundle) for mark in self._enqueue(piece)]
         event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
-        buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
+        access.buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
         self._tasks.end(access, event)
         return marks[-1]
 
