@@ -126,14 +126,14 @@ class ValueSizes:
         """
         counted_bytes = self.kept(layer, shape)
         if counted_bytes is not None:
-            if recorded.nbytes > counted_bytes or (counted_bytes and not recorded.ranges):
+            if recorded.nbytes > counted_bytes or (counted_bytes and not recorded.tensors):
                 self._warn(layer, recorded.nbytes, counted_bytes)
-            elif recorded.ranges:
+            elif recorded.tensors:
                 return counted_bytes
             return None
         # Compiled layers record by code that a compiler may refuse, so they are recomputed.
-        if recorded.ranges or self._compiles:
-            return recorded.nbytes if recorded.ranges else None
+        if recorded.tensors or self._compiles:
+            return recorded.nbytes if recorded.tensors else None
         raise KeptActivationError(
             f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names(layer))}, but it names no such part "
             "by torchround.keeping.keep; leave the layer out of the settings' kept"

@@ -125,8 +125,9 @@ class DeviceWatcher:
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step that
-    its newest operations belong to, for watchers.
+    Operations run at once in the calling thread, unless a kind of device enqueues them. `has_link` says that copies
+    cross a link to the host. `step_of` gives, for each stream, the training step that its newest operations belong to,
+    for watchers.
     """
 
     name: str
@@ -213,10 +214,6 @@ class Device(ABC):
         self.watchers.clear()
 
     @abstractmethod
-    def mark(self, stream: Stream) -> Mark:
-        """Return a timed point after everything enqueued on `stream` so far."""
-
-    @abstractmethod
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will drive this device."""
 
@@ -228,22 +225,27 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Return the most device memory held at once so far, as far as the device can tell."""
 
-    # Each kind of device does these its own way.
-
     @abstractmethod
     def _allocate(self, nbytes: int) -> Tensor: ...
 
-    @abstractmethod
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None: ...
+    # A device that enqueues operations overrides the following ones.
 
-    @abstractmethod
-    def _run(self, stream: Stream, work: Callable[[], T]) -> T: ...
+    def mark(self, stream: Stream) -> Mark:
+        """Return a timed point after everything enqueued on `stream` so far."""
+        return Mark()
 
-    @abstractmethod
-    def _record(self, stream: Stream) -> Event: ...
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source)
 
-    @abstractmethod
-    def _wait(self, stream: Stream, event: Event) -> None: ...
+    def _run(self, stream: Stream, work: Callable[[], T]) -> T:
+        return work()
+
+    def _record(self, stream: Stream) -> Event:
+        return _PAST
+
+    def _wait(self, stream: Stream, event: Event) -> None:
+        # Nothing is enqueued here, so the thread itself waits before it runs the next operation.
+        event.synchronize()
 
 
 class CpuDevice(Device):
@@ -258,9 +260,6 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self._limit_bytes = memory_limit_bytes
         self._peak_bytes = 0
-
-    def mark(self, stream: Stream) -> Mark:
-        return Mark()
 
     def enter_thread(self) -> None:
         # With several threads the bits of most operations depend on their number: a product may cut its sum, and the
@@ -290,19 +289,6 @@ class CpuDevice(Device):
             ) from error
         self._peak_bytes = max(self._peak_bytes, allocated + nbytes)
         return buffer
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        destination.copy_(source)
-
-    def _run(self, stream: Stream, work: Callable[[], T]) -> T:
-        return work()
-
-    def _record(self, stream: Stream) -> Event:
-        return _PAST
-
-    def _wait(self, stream: Stream, event: Event) -> None:
-        # Nothing is enqueued here, so the thread itself waits before it runs the next operation.
-        event.synchronize()
 
 
 # Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the

@@ -236,7 +236,7 @@ class ActivationTransfers:
         slot = self._kept_in.next(joined.nbytes)
         uploaded = self._upload(list(kept.values()), slot)
         views = iter(slot.views(joined))
-        return {i: [next(views) for _ in value.packing.ranges] for i, value in kept.items()}, slot, uploaded
+        return {i: [next(views) for _ in value.packing.tensors] for i, value in kept.items()}, slot, uploaded
 
 
 # Functions with arguments rather than ones that take tensors from around them: after a fault the variables of the

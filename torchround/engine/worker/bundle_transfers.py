@@ -12,25 +12,30 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.errors import FaultLocation
-from torchround.engine.landings import Landings
 from torchround.engine.passes import StageJob
 from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Buffer, Task, Tasks, Worker
-from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
+from torchround.engine.worker.slots import SlotRange, StageLayout
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS, ROUNDING_ELEMENTS
+
+if TYPE_CHECKING:
+    from torchround.engine.worker.device_worker import DeviceWorker
 
 
 class BundleTransfer(ABC):
     """A transfer of a stage's weights or gradients. It moves the `ranges` of a slot one after the other, in chunks."""
 
-    def __init__(self, ranges: Sequence[SlotRange]) -> None:
+    def __init__(self, worker: "DeviceWorker", ranges: Sequence[SlotRange]) -> None:
+        self._device = worker.device
+        self._store = worker.setup.store
+        self._tasks = worker.setup.tasks
         self._ranges = ranges
         self._next_range = 0
         self._done_elements = 0  # of the next range
@@ -80,40 +85,28 @@ class WeightUpload(BundleTransfer):
     if there is none.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        store: HostStore,
-        tasks: Tasks,
-        reader: "FileReader | None",
-        job: StageJob,
-        layout: StageLayout,
-        slot: DeviceSlot,
-    ) -> None:
-        super().__init__(layout.weights)
-        self.slot = slot
-        self.layout = layout
+    def __init__(self, worker: "DeviceWorker", job: StageJob) -> None:
+        self.layout = layout = worker.slots.layout(job.task.stage)
+        super().__init__(worker, layout.weights)
+        self.slot = slot = worker.slots.weights.next(layout.weight_numel)
         self.waited_s = 0.0
-        self._device = device
-        self._store = store
-        self._tasks = tasks
         self._accesses = job.uploads
         self.versions = {
             (used.layer, used.bundle): job.pass_.version_read(bundle, used.layer, job.task.stage.kind)
             for used in layout.weights
-            if (bundle := store.bundles[used.bundle]).trainable
+            if (bundle := self._store.bundles[used.bundle]).trainable
         }
         # Read before the weights: those that are written later come again.
-        self._content = layout, store.refreshes
+        self._content = layout, self._store.refreshes
         # By the range's position: the pieces that the reader brings, each with the access to its buffer.
         self._pieces: dict[int, deque[tuple[MappedRange, Access]]] = {}
         if slot.frozen_weights == self._content:
             self._next_range = len(layout.weights)  # they are there since the stage before last
-        elif reader is not None:
-            self._request(reader, job.pass_.step)
+        elif worker.reader is not None:
+            self._request(worker.reader, job.pass_.step)
         # The stage before last may still compute with what the slot holds.
         if slot.released is not None:
-            device.wait(Stream.WEIGHT_UPLOAD, slot.released, "a free slot for weights")
+            self._device.wait(Stream.WEIGHT_UPLOAD, slot.released, "a free slot for weights")
 
     def finish(self) -> Event:
         """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
@@ -181,33 +174,22 @@ class WeightUpload(BundleTransfer):
 class GradientDownload(BundleTransfer):
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    The deepest layers go first, as the optimizer takes them; a layer's gradients go after `layers_final`.
-    `job` is the stage job that made them; its `parts` are the accesses to their places on the host. `rounding` is device
-    memory for rounded elements (`StageSlots`).
+    It clears the slot first. The deepest layers go first, as the optimizer takes them; a layer's gradients go after
+    `layers_final`. `job` is the stage job that makes them; its `parts` are the accesses to their places on the host.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        store: HostStore,
-        tasks: Tasks,
-        landings: Landings,
-        rounding: Tensor | None,
-        job: StageJob,
-        layout: StageLayout,
-        slot: DeviceSlot,
-    ) -> None:
-        super().__init__(layout.gradients[::-1])  # in the order in which a backward makes them final
+    def __init__(self, worker: "DeviceWorker", job: StageJob, layout: StageLayout) -> None:
+        super().__init__(worker, layout.gradients[::-1])  # in the order in which a backward makes them final
         self.job = job
-        self._device = device
-        self._store = store
-        self._tasks = tasks
-        self._landings = landings
-        self._rounding = rounding
-        self._slot = slot
+        self.slot = slot = worker.slots.gradients.next(layout.gradient_numel)
+        self._landings = worker.setup.landings
+        self._rounding = worker.slots.rounding
         self._first_layer = layout.layers.start
         self._first_final = layout.layers.stop
         self._landing: tuple[Tensor, HostBuffer | None] | None = None
+        if slot.released is not None:
+            self._device.wait(Stream.COMPUTE, slot.released, "a free slot for gradients")
+        self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
 
     def layers_final(self, first: int) -> None:
         """Note that the computation enqueued so far is the last that adds to gradients of layer `first` or deeper ones."""
@@ -219,7 +201,7 @@ class GradientDownload(BundleTransfer):
         """Enqueue the rest, waiting for the optimizer if needed, and release the slot."""
         assert self._first_final <= self._first_layer, "the stage's backward has not ended"
         self._enqueue_rest()
-        self._slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD, "sent gradients")
+        self.slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD, "sent gradients")
 
     def _may_enqueue(self, slot_range: SlotRange) -> bool:
         return slot_range.layer >= self._first_final and self._access(slot_range).is_ready
@@ -234,7 +216,7 @@ class GradientDownload(BundleTransfer):
         start = self._done_elements
         # The space for rounded elements holds ROUNDING_ELEMENTS.
         stop = min(start + min(numel, ROUNDING_ELEMENTS), slot_range.numel)
-        self._copy(target[start:stop], self._slot.memory[slot_range.start + start : slot_range.start + stop])
+        self._copy(target[start:stop], self.slot.memory[slot_range.start + start : slot_range.start + stop])
         if self._move_to(stop):
             access = self._access(slot_range)
             access.buffer.content = buffer
@@ -313,7 +295,7 @@ class FileReader(Worker):
         self.put(reads)
         return uploads
 
-    def _read(self, piece: MappedRange, buffer: HostBuffer, task: Task) -> None:
+    def _read(self, piece: MappedRange, buffer: HostBuffer) -> None:
         content = buffer.memory[: piece.memory.nbytes]
         self._tasks.board.observer.touched(reads=(), writes=[content])
         read_range(piece, content)

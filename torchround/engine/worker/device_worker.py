@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -30,7 +31,7 @@ from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import FileReader, GradientDownload, WeightUpload
 from torchround.engine.worker.compute import unbind
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
-from torchround.engine.worker.slots import DeviceConstants, DeviceSlot, StageLayout, StageSlots
+from torchround.engine.worker.slots import DeviceConstants, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
 from torchround.planning.partition import Partition, StageKind
@@ -87,7 +88,7 @@ class DeviceWorker:
         """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
         setup = self.setup
         self._constants = DeviceConstants(self.device, self.skeletons)
-        self._slots = StageSlots(
+        self.slots = StageSlots(
             self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
         self._orthogonaliser.allocate()
@@ -131,25 +132,34 @@ class DeviceWorker:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
-        upload = self._upload or self._start_upload(job)
-        self._upload = None
+        upload, self._upload = self._upload or self._start_upload(job), None
         # The optimizer may need this device's last gradients before it can complete
         # the weights that are missing.
         if upload.blocked:
             self._flush()
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self.device.mark(Stream.WEIGHT_UPLOAD)
-        has_gradients = job.task.stage.kind is not StageKind.FORWARD
-        gradients = self._clear_gradients(upload.layout) if has_gradients else None
-        on_final = self._early_download(job, upload.layout, gradients)
-        stage_run = StageRun(self, job, upload, gradients, self._await, on_final)
-        for position, micro_batch in enumerate(job.task.micro_batches):
+        stage, micro_batches = job.task.stage, job.task.micro_batches
+        gradients = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
+        on_final = partial(self._send_early, gradients) if gradients and self._is_waited_for(job) else None
+        slot = None if gradients is None else gradients.slot
+        stage_run = StageRun(self, job, upload, slot, self._await, on_final)
+        for position, micro_batch in enumerate(micro_batches):
             self._micro_batch = micro_batch
             self.setup.board.raise_if_stopped()
             # Chunks first: their copies then run beside this micro-batch's computation, not after it.
-            self._advance_transfers(len(job.task.micro_batches) - position)
+            self._advance_transfers(len(micro_batches) - position)
             stage_run.run(micro_batch)
-        self._finish(job, upload, gradients)
+        self._micro_batch = None
+        upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
+        if self.setup.model.own_dtypes:
+            unbind(self.skeletons[stage.start : stage.stop])  # copies take memory beside the slot
+        self.activations.end_stage()
+        if gradients is None:
+            self._flush()
+        else:
+            self._begin_download(gradients)
+            gradients.layers_final(stage.start)
         self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
 
@@ -173,71 +183,41 @@ class DeviceWorker:
         # An evaluation has the number of the next training step, whose trace must not show its copies.
         self.device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
 
-    def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
-        self._micro_batch = None
-        upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
-        if self.setup.model.own_dtypes:
-            unbind(
-                self.skeletons[layer] for layer in upload.layout.layers
-            )  # copies take memory beside the slot
-        self.activations.end_stage()
-        if gradients is None:
-            self._flush()
-        else:
-            self._begin_download(job, upload.layout, gradients).layers_final(upload.layout.layers.start)
-
-    def _early_download(
-        self, job: StageJob, layout: StageLayout, gradients: DeviceSlot | None
-    ) -> Callable[[int], None] | None:
-        """Return what sends off each layer's gradients as soon as they are final, if the stage job asks for that.
+    def _is_waited_for(self, job: StageJob) -> bool:
+        """Tell whether a stage job sends off each layer's gradients as soon as they are final.
 
         A stage's gradients have the next stage job's windows to go down. The exception is a device's last
         stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update. In
         `bounded` mode every stage job is such an exception, because a layer's update waits for its own gradient alone.
         """
-        if not self.device.has_link:
-            # The copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
-            return None
         is_last = job.slots_left < len(self.setup.queues)
         is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
-        if gradients is None or not is_waited_for:
-            return None
+        # Otherwise copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
+        return is_waited_for and self.device.has_link
 
-        def layer_final(layer: int) -> None:
-            earlier = self._download is not None and self._download.job is not job
-            # An earlier download that waits for the optimizer comes first. This thread must not wait here:
-            # its device would run out of work.
-            if not (earlier and self._download and not self._download.complete):
-                download = self._begin_download(job, layout, gradients)
-                download.layers_final(layer)
-                # Behind the activations already on their way, as every chunk.
-                self.device.follow(
-                    Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
-                )
-                download.advance(download.remaining)
+    def _send_early(self, gradients: GradientDownload, layer: int) -> None:
+        """Send off the gradients of a layer, to which the computation enqueued so far is the last that adds."""
+        # An earlier download that waits for the optimizer comes first. This thread must not wait here:
+        # its device would run out of work.
+        if self._download in (None, gradients) or self._download.complete:
+            self._begin_download(gradients)
+            gradients.layers_final(layer)
+            # Behind the activations already on their way, as every chunk.
+            self.device.follow(
+                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
+            )
+            gradients.advance(gradients.remaining)
 
-        return layer_final
+    def _begin_download(self, gradients: GradientDownload) -> None:
+        """Begin to send a stage's gradients, unless that is begun.
 
-    def _begin_download(self, job: StageJob, layout: StageLayout, gradients: DeviceSlot) -> GradientDownload:
-        """Return the download of the stage job's gradients, begun here unless it is under way.
-
-        Its chunks go down in the next job's windows, or in `_flush` if none comes.
+        Chunks go down in the next job's windows, or in `_flush` if none comes.
         """
-        if self._download is None or self._download.job is not job:
+        if self._download is not gradients:
             # The previous stage's download must be complete before this stage's takes its place.
             self._flush()
-            self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
-            self._download = GradientDownload(
-                self.device,
-                self._store,
-                self.setup.tasks,
-                self.setup.landings,
-                self._slots.rounding,
-                job,
-                layout,
-                gradients,
-            )
-        return self._download
+            self._begin_step(gradients.job, Stream.GRADIENT_DOWNLOAD)
+            self._download = gradients
 
     def _report(
         self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[DeviceSpan]
@@ -257,13 +237,9 @@ class DeviceWorker:
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self.setup.board.post(job.pass_.reports.at(job.slot), report)
 
-    # Weights in, gradients out.
-
     def _start_upload(self, job: StageJob) -> WeightUpload:
-        layout = self._slots.layout(job.task.stage)
         self._begin_step(job, Stream.WEIGHT_UPLOAD)
-        slot = self._slots.for_weights(layout)
-        return WeightUpload(self.device, self._store, self.setup.tasks, self.reader, job, layout, slot)
+        return WeightUpload(self, job)
 
     def _advance_transfers(self, remaining: int) -> None:
         """Enqueue one transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
@@ -288,13 +264,6 @@ class DeviceWorker:
         # Looked for in every window, because it may be handed out while this job is under way.
         if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
             self._upload = self._start_upload(job)
-
-    def _clear_gradients(self, layout: StageLayout) -> DeviceSlot:
-        slot = self._slots.for_gradients(layout)
-        if slot.released is not None:
-            self.device.wait(Stream.COMPUTE, slot.released, "a free slot for gradients")
-        self.device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
-        return slot
 
     def _flush(self) -> None:
         """Send off the gradients that this thread still holds."""

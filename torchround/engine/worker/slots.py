@@ -11,11 +11,13 @@ that comes twice travels once and is one object again on the other side, so that
 left. Our own models return one tensor or a flat tuple; these take a short way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from itertools import accumulate
+from operator import mul
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +171,8 @@ class StageLayout:
 class StageSlots:
     """The device memory for weights and gradients of a device's stages: as much as `device_memory` counts.
 
-    `rounding` is for gradients on their way to the host. It is None if slots have the store's gradient dtype.
+    Each stage job takes a slot of `weights`, and one of `gradients` if it has a backward. `rounding` is for gradients on
+    their way to the host. It is None if slots have the store's gradient dtype.
     """
 
     def __init__(
@@ -183,33 +186,22 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def two_slots(
-            dtype: torch.dtype, numel: Callable[[StageLayout], int], of_gradients: bool
-        ) -> TwoSlots:
-            nbytes = slot_space(
-                partition,
-                num_devices,
-                lambda stage: aligned(numel(self.layout(stage)) * dtype.itemsize),
-                of_gradients,
-            )
-            return TwoSlots(device.allocate(nbytes).view(dtype))
+        def weight_bytes(stage: Stage) -> int:
+            return aligned(self.layout(stage).weight_numel * store.dtype.itemsize)
 
-        self._weights = two_slots(store.dtype, lambda layout: layout.weight_numel, of_gradients=False)
-        self._gradients = two_slots(accumulate_dtype, lambda layout: layout.gradient_numel, of_gradients=True)
+        def gradient_bytes(stage: Stage) -> int:
+            return aligned(self.layout(stage).gradient_numel * accumulate_dtype.itemsize)
+
+        space = slot_space(partition, num_devices, weight_bytes)
+        self.weights = TwoSlots(device.allocate(space).view(store.dtype))
+        space = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
+        self.gradients = TwoSlots(device.allocate(space).view(accumulate_dtype))
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
             stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
             numel = min(max(self.layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
             memory = device.allocate(numel * store.gradient_dtype.itemsize)
             self.rounding = memory.view(store.gradient_dtype)
-
-    def for_weights(self, layout: StageLayout) -> DeviceSlot:
-        """Return the slot for a stage's weights. Called once for each stage job, in order."""
-        return self._weights.next(layout.weight_numel)
-
-    def for_gradients(self, layout: StageLayout) -> DeviceSlot:
-        """Return the slot for a stage's gradients. Called once for each job with gradients, in order."""
-        return self._gradients.next(layout.gradient_numel)
 
     def layout(self, stage: Stage) -> StageLayout:
         """Return the layout of a stage, which need not be one of the partition."""
@@ -332,8 +324,11 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
         raise TypeError(
             f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
         )
-    if tensor.is_contiguous() and (1 not in tensor.shape or _is_in_order(tensor)):
-        return None
+    if tensor.is_contiguous():
+        # Strides of a new tensor of the shape. Others can be contiguous too, if there is a dimension of size 1.
+        usual = tuple(accumulate(tensor.shape[:0:-1], mul, initial=1))[::-1]
+        if 1 not in tensor.shape or tensor.stride() == usual:
+            return None
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -343,27 +338,26 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride()
 
 
-def _is_in_order(tensor: Tensor) -> bool:
-    """Tell whether the strides, those of size 1 included, are as in a new tensor of the shape."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+class PackedTensor(NamedTuple):
+    """The place of a tensor in a flat uint8 buffer. `strides` are None if it has those of a new tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+    strides: tuple[int, ...] | None
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the tensor as a view of `buffer`."""
+        flat = buffer[self.start : self.stop].view(self.dtype)
+        return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of a value's tensors in one flat uint8 buffer, and the value's structure.
+    """The layout of a value's tensors in one flat uint8 buffer, and the value's structure."""
 
-    `strides` are None for tensors in the order of their shape.
-    """
-
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
-    ranges: tuple[tuple[int, int], ...]
-    strides: tuple[tuple[int, ...] | None, ...]
+    tensors: tuple[PackedTensor, ...]
     nbytes: int
     structure: Structure = field(compare=False)
 
@@ -375,46 +369,27 @@ class Packing:
     @staticmethod
     def laid_out(tensors: Sequence[Tensor], structure: Structure) -> "Packing":
         """Lay out what `flatten` has returned."""
-        # First: it refuses tensors that have neither strides nor bytes of their own.
-        strides = tuple(map(kept_strides, tensors))
-        ranges, start = [], 0
+        packed, start = [], 0
         for tensor in tensors:
-            ranges.append((start, start + tensor.nbytes))
+            # First: it refuses tensors that have neither strides nor bytes of their own.
+            strides = kept_strides(tensor)
+            packed.append(PackedTensor(tensor.shape, tensor.dtype, start, start + tensor.nbytes, strides))
             start += aligned(tensor.nbytes)
-        return Packing(
-            tuple(tensor.shape for tensor in tensors),
-            tuple(tensor.dtype for tensor in tensors),
-            tuple(ranges),
-            strides,
-            start,
-            structure,
-        )
+        return Packing(tuple(packed), start, structure)
 
     @staticmethod
     def joined(packings: "Sequence[Packing]") -> "Packing":
         """Lay out the tensors of several packings, one packing after the other."""
-        ranges, offset = [], 0
+        packed, offset = [], 0
         for packing in packings:
-            ranges += [(offset + start, offset + stop) for start, stop in packing.ranges]
+            for tensor in packing.tensors:
+                packed.append(tensor._replace(start=offset + tensor.start, stop=offset + tensor.stop))
             offset += packing.nbytes
-        return Packing(
-            tuple(shape for packing in packings for shape in packing.shapes),
-            tuple(dtype for packing in packings for dtype in packing.dtypes),
-            tuple(ranges),
-            tuple(strides for packing in packings for strides in packing.strides),
-            offset,
-            FLAT,
-        )
+        return Packing(tuple(packed), offset, FLAT)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors as views of `buffer`."""
-        parts = zip(self.ranges, self.dtypes, self.shapes, self.strides, strict=True)
-        return tuple(
-            buffer[start:stop].view(dtype).view(shape)
-            if strides is None
-            else buffer[start:stop].view(dtype).as_strided(shape, strides)
-            for (start, stop), dtype, shape, strides in parts
-        )
+        return tuple(tensor.view(buffer) for tensor in self.tensors)
 
 
 def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
 Gradients = Sequence[Tensor | None]
-BackwardCall = Callable[[Gradients, int], Gradients | None]
 
 
 class StageRun:
@@ -59,7 +58,7 @@ class StageRun:
         self.spans: list[DeviceSpan] = []
         self._job = job
         self._layers = bound_layers(worker, upload, gradients)
-        self._weights = upload.slot
+        self._weights = upload.slot.memory
         self._layout = upload.layout
         self._gradients = gradients
         self._num_layers = len(setup.model.layers)
@@ -76,9 +75,11 @@ class StageRun:
         self._wait = wait
         self._keeping = worker.activations.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
+        self._reads: list[Tensor] = []  # device memory that computations of the present micro-batch read
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
+        self._reads = [self._weights]
         _KINDS[self._job.task.stage.kind](self, micro_batch)
         # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
         # `send` makes of the result still reads the input's slot.
@@ -87,9 +88,13 @@ class StageRun:
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
         stage, pass_ = self._job.task.stage, self._job.pass_
-        micro_batch, hidden, inputs = self._bring_inputs(m)
+        micro_batch, hidden = self._bring_inputs(m)
         keeping = self._keeping if pass_.training else []
-        forward = StageForward(self._recording(keeping), hidden, micro_batch)
+        calls = [
+            self._activations.recorded(layer, call) if layer in keeping else call
+            for layer, call in enumerate(self._layers, start=stage.start)
+        ]
+        forward = StageForward(calls, hidden, micro_batch)
         # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
         # need not hold all of it at once.
         layers = range(stage.start + 1, stage.stop + 1)
@@ -98,7 +103,7 @@ class StageRun:
         first = stage.start
         for layer in layers if self._times_layers else stops:
             run = partial(forward.run_to, layer - stage.start)
-            output = self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(first, layer))
+            output = self._compute(TaskKind.FORWARD, m, range(first, layer), run)
             first = layer
             if layer not in sent:
                 pass
@@ -117,13 +122,13 @@ class StageRun:
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         stage, pass_ = self._job.task.stage, self._job.pass_
-        micro_batch, hidden, inputs = self._bring_inputs(m)
+        micro_batch, hidden = self._bring_inputs(m)
         fused = FusedStage(
             self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor, self._receives
         )
         if self._times_layers:
-            self._run_to(TaskKind.FORWARD, m, fused, range(stage.start + 1, stage.stop), inputs)
-        gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
+            self._run_to(TaskKind.FORWARD, m, fused, range(stage.start + 1, stage.stop))
+        gradients = self._differentiate(TaskKind.FUSED, m, fused, ())
         # Two readers: the caller and the optimizer worker.
         self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
@@ -131,12 +136,14 @@ class StageRun:
     def _backward(self, m: int) -> None:
         """Recompute the stage from its input, all but what its layers keep, then run its backward."""
         stage, pass_ = self._job.task.stage, self._job.pass_
-        micro_batch, hidden, inputs = self._bring_inputs(m)
-        restarts, staged_restarts = self._bring_restarts(m)
-        inputs += staged_restarts
+        micro_batch, hidden = self._bring_inputs(m)
+        restarts = {
+            layer - stage.start: self._bring_hidden(layer, m, restarts=True)
+            for layer in restarted_layers(stage, pass_.stale_layers)
+        }
         own = range(stage.start, stage.stop)
         kept, staged_kept = self._activations.bring_kept(pass_, own, m, self._wait)
-        inputs += staged_kept
+        self._reads += staged_kept
         layers = [
             self._activations.replayed(layer, call, kept)
             for layer, call in zip(own, self._layers, strict=True)
@@ -147,76 +154,57 @@ class StageRun:
             layers, hidden, micro_batch, self._layerwise, restarts, self._receives, reads_output=False
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
-        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops, inputs)
+        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
         boundary = self._wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
+        self._reads.append(staged.memory)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
         if m + 1 in self._job.task.micro_batches:
             self._activations.bring_kept_ahead(pass_, own, m + 1)
-        # The backward reads the stage's input and what is kept too.
-        reads = [*inputs, staged.memory]
-        gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
-        self._send_gradients(m, gradients)
+        self._send_gradients(m, self._differentiate(TaskKind.BACKWARD, m, recomputed, incoming))
 
-    def _recording(self, keeping: Sequence[int]) -> list[LayerCall]:
-        """Return the stage's layers; those of `keeping` record what they keep."""
-        return [
-            self._activations.recorded(layer, call) if layer in keeping else call
-            for layer, call in enumerate(self._layers, start=self._job.task.stage.start)
-        ]
-
-    def _run_to(
-        self, kind: TaskKind, m: int, graph: ForwardWithGraph, stops: Iterable[int], reads: Sequence[Tensor]
-    ) -> None:
+    def _run_to(self, kind: TaskKind, m: int, graph: ForwardWithGraph, stops: Iterable[int]) -> None:
         """Run a forward with graph up to each of these layers in turn."""
         first = start = self._job.task.stage.start
         for stop in stops:
-            self._compute(kind, m, partial(graph.run_to, stop - start), reads, layers=range(first, stop))
+            self._compute(kind, m, range(first, stop), partial(graph.run_to, stop - start))
             first = stop
 
     def _differentiate(
-        self, kind: TaskKind, m: int, backward: BackwardCall, gradients: Gradients, reads: Sequence[Tensor]
+        self, kind: TaskKind, m: int, graph: ForwardWithGraph, gradients: Gradients
     ) -> Gradients | None:
         """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
-        stage, tells = self._job.task.stage, self._on_final
-        tells_now = tells if m == self._job.task.micro_batches[-1] else None
-        one_by_one = tells_now is not None or self._times_layers
-        stops = range(stage.stop - 1, stage.start - 1, -1) if one_by_one else [stage.start]
+        stage = self._job.task.stage
+        assert self._gradients is not None, "a stage with a backward has a gradient slot"
+        on_final = self._on_final if m == self._job.task.micro_batches[-1] else None
+        one_by_one = on_final is not None or self._times_layers
         above: int = stage.stop
         found: Gradients | None = gradients
-        for layer in stops:
+        for layer in range(stage.stop - 1, stage.start - 1, -1) if one_by_one else [stage.start]:
             assert found is not None, "only the layer that starts the model has no input"
-            layers = range(layer, above)
-            run = partial(backward, found, layer - stage.start)
-            found = self._compute(kind, m, run, reads, self._gradients_of(layers), layers)
+            layers, run = range(layer, above), partial(graph.backward, found, layer - stage.start)
+            added_to = self._gradients.memory[self._layout.gradients_of(layers)]
+            found = self._compute(kind, m, layers, run, [added_to] if added_to.numel() else [])
             above = layer
             if self._times_layers:
                 kind = TaskKind.BACKWARD  # below the head, whose span holds its forward too
-            if tells_now is not None:
-                tells_now(layer)
+            if on_final is not None:
+                on_final(layer)
         return found
-
-    def _gradients_of(self, layers: range) -> list[Tensor]:
-        """Return the device memory that the backward of these layers adds to."""
-        assert self._gradients is not None, "a stage with a backward has a gradient slot"
-        part = self._gradients.memory[self._layout.gradients_of(layers)]
-        return [part] if part.numel() else []
 
     def _compute(
         self,
         kind: TaskKind,
         m: int,
+        layers: range,
         computation: Callable[[], T],
-        reads: Sequence[Tensor],
         writes: Sequence[Tensor] = (),
-        layers: range | None = None,
     ) -> T:
-        """Run `computation` of these layers, all layers of the stage if none are given, as one span.
+        """Run `computation` of these layers as one span.
 
         Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
         traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
         """
-        stage = self._job.task.stage
         part_marks: list[tuple[str, Mark]] = []
         # Recomputations may take what is kept in place of their parts, so forwards alone tell how long these are.
         marks_parts = self._times_layers and kind is TaskKind.FORWARD
@@ -226,42 +214,34 @@ class StageRun:
         with LAYER_GATE.entered(self._board):
             start = self._device.mark(Stream.COMPUTE)
             with marks:
-                result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
+                result = self._device.run(Stream.COMPUTE, computation, self._reads, writes)
             end = self._device.mark(Stream.COMPUTE)
-        own = layers or range(stage.start, stage.stop)
         self.spans.append(
-            DeviceSpan(kind, start, end, micro_batch=m, layers=own, part_marks=tuple(part_marks))
+            DeviceSpan(kind, start, end, micro_batch=m, layers=layers, part_marks=tuple(part_marks))
         )
         return result
 
     def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
         marks.append((name, self._device.mark(Stream.COMPUTE)))
 
-    def _bring_inputs(self, m: int) -> tuple[Batch, Hidden | None, list[Tensor]]:
+    def _bring_inputs(self, m: int) -> tuple[Batch, Hidden | None]:
         """Upload what a stage reads: the micro-batch, and the stage's input.
 
-        The input is None for the first layer, which reads the micro-batch alone. The last value is the device
-        memory that holds both.
+        The input is None for the first layer, which reads the micro-batch alone.
         """
-        pass_, task = self._job.pass_, self._job.task
+        task = self._job.task
         position = m - task.micro_batches.start
-        micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
-        if task.stage.start == 0:
-            return micro_batch, None, [integers.memory]
-        boundary = self._wait(pass_.boundaries.at(task.stage.start, m))
-        hidden, staged = self._activations.bring_hidden(boundary)
-        return micro_batch, hidden, [integers.memory, staged.memory]
+        packed = self._job.pass_.micro_batches[m]
+        micro_batch, integers = self._activations.bring_micro_batch(packed, position)
+        self._reads.append(integers.memory)
+        return micro_batch, self._bring_hidden(task.stage.start, m) if task.stage.start else None
 
-    def _bring_restarts(self, m: int) -> tuple[dict[int, Hidden], list[Tensor]]:
-        """Upload the inputs of layers that begin anew, by their number in the stage; also return the memory that holds them."""
-        stage, pass_ = self._job.task.stage, self._job.pass_
-        brought: dict[int, Hidden] = {}
-        memory: list[Tensor] = []
-        for layer in restarted_layers(stage, pass_.stale_layers):
-            boundary = self._wait(pass_.boundaries.at(layer, m))
-            brought[layer - stage.start], slot = self._activations.bring_hidden(boundary, restarts=True)
-            memory.append(slot.memory)
-        return brought, memory
+    def _bring_hidden(self, layer: int, m: int, restarts: bool = False) -> Hidden:
+        """Upload the input of a layer: of the stage's first one, or of one inside it that begins anew."""
+        boundary = self._wait(self._job.pass_.boundaries.at(layer, m))
+        hidden, staged = self._activations.bring_hidden(boundary, restarts)
+        self._reads.append(staged.memory)
+        return hidden
 
     def _send_result(self, m: int, output: Hidden) -> None:
         """Send what the last layer returned in a pass without gradients: a loss, or anything."""
@@ -290,18 +270,15 @@ def bound_layers(
     worker: "DeviceWorker", upload: WeightUpload, gradients: DeviceSlot | None
 ) -> list[LayerCall]:
     """Return a stage's layers with their parameters in slots, compiled if the settings say so."""
-    setup, layers = worker.setup, upload.layout.layers
-    own_dtypes = setup.model.own_dtypes
+    setup, layers, own_dtypes = worker.setup, upload.layout.layers, worker.setup.model.own_dtypes
     # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
     binding = partial(bind, setup.store, worker.skeletons, upload.layout, upload.slot, gradients, own_dtypes)
-    # Parameters with dtypes of their own are copied.
     modules = (
+        # It copies parameters with dtypes of their own.
         worker.device.run(Stream.COMPUTE, binding, reads=[upload.slot.memory]) if own_dtypes else binding()
     )
-    calls: list[LayerCall] = list(modules)
-    if (compiler := setup.settings.compiler) is not None:
-        calls = [
-            compiler.compiled(index, module, setup.board)
-            for index, module in zip(layers, modules, strict=True)
-        ]
-    return [with_own_seed(index, call) for index, call in zip(layers, calls, strict=True)]
+    compiler = setup.settings.compiler
+    return [
+        with_own_seed(index, module if compiler is None else compiler.compiled(index, module, setup.board))
+        for index, module in zip(layers, modules, strict=True)
+    ]
