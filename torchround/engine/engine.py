@@ -92,8 +92,9 @@ class Engine:
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
         buffers = (sizes, store, self.pool, self.devices, self._exchange.landings.needed())
         self._reservation = BufferReservation(*buffers, self.settings.accumulates)
-        of_passes = (store, self._board.observer, self.pool, self._reservation, queues, self._synchronize)
-        self._passes = Passes(*of_passes, is_compiled=compiler is not None and compiler.is_required)
+        is_compiled = compiler is not None and compiler.is_required
+        witness = self._board.observer
+        self._passes = Passes(self._reservation, queues, witness, self._synchronize, is_compiled)
         workers = self._make_workers(model, sizes, queues)
         watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
