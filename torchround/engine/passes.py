@@ -10,12 +10,11 @@ from torchround.engine.board import Value, Values
 from torchround.engine.buffer_reservation import PassShape, forward_inputs
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.errors import FaultLocation
-from torchround.engine.reports import StageReport
+from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
-from torchround.engine.update_report import UpdateReport
 from torchround.engine.worker.slots import Packing
 from torchround.layer import Batch
 from torchround.planning.host_buffers import kept_cuts

@@ -1,5 +1,6 @@
-"""The measurements of a step by devices, and the planner's costs that follow from them and from updates."""
+"""The measurements of a step by devices and the optimizer, and the planner's costs that follow from them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,8 +8,8 @@ from functools import cached_property
 from statistics import median
 
 from torchround.engine.device import Mark, Stream
+from torchround.engine.direction_jobs import LandedDirection
 from torchround.engine.timeline import TaskKind
-from torchround.engine.update_report import BundleUpdate
 from torchround.planning.costs import Costs
 from torchround.planning.partition import Partition, StageKind, StageTask
 
@@ -107,6 +108,44 @@ class StageReport:
         if self.idle_since is None:
             return 0.0
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
+
+
+@dataclass(frozen=True)
+class BundleUpdate:
+    """The time at which one bundle was updated, by `time.perf_counter`. `layer` is the first layer that uses it."""
+
+    layer: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """The outcome of an update. `seconds` is the time the optimizer was busy on this step.
+
+    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
+    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
+    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
+    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
+    `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
+    of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
+    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
+    them since the step before. `directions` are those that this machine's devices have computed for it.
+    """
+
+    grad_norm: float
+    skipped: bool
+    seconds: float
+    bundles: tuple[BundleUpdate, ...] = ()
+    loss_scale: float = 1.0
+    fault: str = ""
+    not_finite: tuple[int, ...] = ()
+    waited_for_save_s: float = 0.0
+    left_out: tuple[str, ...] = ()
+    loss: float = math.nan
+    peers_wait_s: float = 0.0
+    sent_bytes: int = 0
+    directions: tuple[LandedDirection, ...] = ()
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:

@@ -10,9 +10,8 @@ from torchround.engine.device import Event, PastEvent
 from torchround.engine.direction_jobs import DirectionJob
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.passes import UPDATED, HostTensors, Pass, StageJob
-from torchround.engine.reports import StageReport
+from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.update_report import UpdateReport
 from torchround.engine.worker.slots import Packing, fill
 from torchround.engine.worker.structure import FLAT, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch

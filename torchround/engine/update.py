@@ -30,13 +30,13 @@ from torchround.engine.direction_jobs import LandedDirection, directed_bundles, 
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import StepExchange, StepSums
 from torchround.engine.passes import Pass
+from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
 from torchround.engine.tasks import Buffer, Task, Worker
-from torchround.engine.update_report import BundleUpdate, UpdateReport
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import get_kernels

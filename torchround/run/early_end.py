@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from torchround.config import TrainingTable
+from torchround.engine.reports import UpdateReport
 from torchround.engine.results import StepResult
-from torchround.engine.update_report import UpdateReport
 
 logger = logging.getLogger(__name__)
 
