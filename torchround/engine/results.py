@@ -72,6 +72,7 @@ class StepResult:
             if self.shape.gives_outputs:
                 raise EngineUsageError("the result of forward() has outputs(), and no loss")
             self._loss_sums = [float(self._wait(loss).read(self.pool)[0]) for loss in self._results]
+            self._results = []
         return self._loss_sums
 
     def outputs(self) -> list[Hidden]:
@@ -84,6 +85,7 @@ class StepResult:
                 raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
             landed = map(self._wait, self._results)
             self._outputs = [unflatten(each.read(self.pool), each.packing.structure) for each in landed]
+            self._results = []
         return self._outputs
 
     def update(self) -> UpdateReport:
