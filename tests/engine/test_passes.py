@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.faults import PART_LANDED, Bomb
 from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
-from torchround.engine.passes import HostTensors, Pass
+from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.host_buffers import HostBatch
@@ -150,17 +150,14 @@ def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():
         assert taken(engine) == before and nothing_is_taken_in_need(engine)
 
 
-def test_results_that_a_caller_keeps_hold_no_pass_and_none_of_its_activations():
-    with toy_engine(PARTITIONS["forward coarser"], 2, kept=KEPT["all"], accumulates=True) as engine:
-
-        def alive_after(steps):
-            results = []
-            for batch in toy_batches(steps, micro_batches=3):
-                results += [engine.forward_backward(batch), engine.evaluate(batch)]
-                engine.step(1e-2)
-            engine.drain()
-            assert all(result.loss() > 0 for result in results)
-            gc.collect()
-            return sum(isinstance(each, Pass | HostTensors) for each in gc.get_objects())
-
-        assert alive_after(5) <= alive_after(2)
+def test_results_that_a_caller_keeps_hold_no_passes():
+    """Otherwise the values of all old passes would stay. The watchdog remembers some stage jobs, and these their pass."""
+    with toy_engine(PARTITIONS["one layer a stage"], 1) as engine:
+        results = []
+        for batch in toy_batches(30, micro_batches=1):
+            results.append(engine.forward_backward(batch))
+            engine.step(1e-2)
+        engine.drain()
+        gc.collect()
+        assert sum(isinstance(each, Pass) for each in gc.get_objects()) < len(results) / 2
+        assert all(result.loss() > 0 for result in results)
