@@ -1,9 +1,12 @@
 """A run takes all host buffers and device space that it needs before its first step; later steps take nothing."""
 
+import gc
+
 import pytest
 
 from tests.support.faults import PART_LANDED, Bomb
 from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
+from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.host_buffers import HostBatch
@@ -145,3 +148,16 @@ def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():
         train_step(engine, full)
         engine.drain()
         assert taken(engine) == before and nothing_is_taken_in_need(engine)
+
+
+def test_results_that_a_caller_keeps_hold_no_passes():
+    """Otherwise the values of all old passes would stay. The watchdog remembers some stage jobs, and these their pass."""
+    with toy_engine(PARTITIONS["one layer a stage"], 1) as engine:
+        results = []
+        for batch in toy_batches(30, micro_batches=1):
+            results.append(engine.forward_backward(batch))
+            engine.step(1e-2)
+        engine.drain()
+        gc.collect()
+        assert sum(isinstance(each, Pass) for each in gc.get_objects()) < len(results) / 2
+        assert all(result.loss() > 0 for result in results)

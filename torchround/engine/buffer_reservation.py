@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
@@ -70,9 +71,7 @@ class ValueSizes:
 
     def boundary(self, cut: int, shape: torch.Size) -> int:
         """Return the bytes of the input of layer `cut`; 0 if they are not known yet."""
-        if self.knows(cut, shape):
-            return self._boundaries[cut, shape]
-        return 0
+        return self._boundaries[cut, shape] if self.knows(cut, shape) else 0
 
     def knows(self, cut: int, shape: torch.Size) -> bool:
         """Tell whether `boundary` has more than a guess."""
@@ -104,8 +103,11 @@ class ValueSizes:
         """Return the names of the parts that a layer keeps."""
         return self._names[layer] if self._names else ()
 
-    def kept(self, layer: int, shape: torch.Size) -> int | None:
-        """Count the bytes that a layer keeps of a micro-batch, packed. None if it does not declare its work."""
+    def kept(self, layer: int, shape: torch.Size) -> int:
+        """Return the bytes that a layer keeps of a micro-batch, packed; 0 if it does not declare its work."""
+        return self._counted_kept(layer, shape) or 0
+
+    def _counted_kept(self, layer: int, shape: torch.Size) -> int | None:
         if (layer, shape) not in self._kept:
             self._kept[layer, shape] = self._count_kept(layer, shape)
         return self._kept[layer, shape]
@@ -124,7 +126,7 @@ class ValueSizes:
 
         Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
         """
-        counted_bytes = self.kept(layer, shape)
+        counted_bytes = self._counted_kept(layer, shape)
         if counted_bytes is not None:
             if recorded.nbytes > counted_bytes or (counted_bytes and not recorded.tensors):
                 self._warn(layer, recorded.nbytes, counted_bytes)
@@ -231,14 +233,16 @@ class BufferReservation:
         accumulates: bool = False,
     ) -> None:
         self._values = sizes
-        self._store = store
-        self._pool = pool
+        self.store = store
+        self.pool = pool
         self._num_devices = len(devices)
         self._accumulates = accumulates
         self._always = for_gradients.copy()
         # The rings through which weights in files go up to devices that need page-locked memory.
         if any(bundle.mapped for bundle in store.bundles):
             self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
+        trained = (layer for bundle in store.trained for layer in bundle.layers)
+        self._frozen_layers = min(trained, default=sizes.num_layers)  # at the start of the model
         self._reserved: dict[tuple[PassShape, PassShape, bool, int], StagingSizes] = {}
         self._integer_bytes: dict[torch.Size, int] = {}  # by the shapes of the passes so far
         pool.reserve(self._always)
@@ -256,15 +260,16 @@ class BufferReservation:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        oldest = self._store.oldest_version_read(this.step, this.training)
+        oldest = self.store.oldest_version_read(this.step, this.training)
         overlaps = not before.training or oldest <= before.step
         # Steps of a run have few shapes, so buffers for most passes are reserved
         # already and this costs a look-up.
         key = this, before, overlaps, self._values.measured
         if key not in self._reserved:
             self._stand_in_for_shorter(this)
-            ahead = len(this.stages) if overlaps else self._frozen_stages(this)
-            self._pool.reserve(self._needed(this, before, ahead))
+            # Stages of frozen layers at the start read no weights that are ever updated.
+            may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
+            self.pool.reserve(self._needed(this, before, len(list(may_begin))))
             self._reserved[key] = self._sizes(this)
         return self._reserved[key]
 
@@ -302,7 +307,7 @@ class BufferReservation:
 
     def _cuts(self, shape: PassShape) -> frozenset[int]:
         """Return the layers whose input is on the host at some time."""
-        return forward_inputs(shape.stages) | kept_cuts(shape.stages, self._store.stale_layers)
+        return forward_inputs(shape.stages) | kept_cuts(shape.stages, self.store.stale_layers)
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
@@ -311,19 +316,19 @@ class BufferReservation:
         new = dict(zip(this.shapes, this.integer_bytes, strict=True))
         for shape, integer_bytes in new.items():
             if shape not in seen and shape[1:] == longest[1:] and shape < longest:
-                self._pool.stand_in(integer_bytes, seen[longest])
+                self.pool.stand_in(integer_bytes, seen[longest])
                 for cut in range(1, self._values.num_layers):
                     if shorter_bytes := self._values.boundary(cut, shape):
-                        self._pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
+                        self.pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
                 for layer in self._values.keeping:
-                    self._pool.stand_in(self._kept_bytes(layer, shape), self._kept_bytes(layer, longest))
+                    self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
         seen |= new
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
-            [self._kept_bytes(layer, shape) for layer in range(stage.start, stage.stop)]
+            [self._values.kept(layer, shape) for layer in range(stage.start, stage.stop)]
             for stage in this.stages
             if stage.kind is StageKind.BACKWARD
             for shape in shapes
@@ -336,19 +341,28 @@ class BufferReservation:
             training=this.training,
             kept_out_bytes=max((max(of_stage) for of_stage in kept), default=0),
             kept_in_bytes=max((sum(of_stage) for of_stage in kept), default=0),
-            restarts=max(len(restarted_layers(stage, self._store.stale_layers)) for stage in this.stages),
+            restarts=max(len(restarted_layers(stage, self.store.stale_layers)) for stage in this.stages),
             output_bytes=max(self._output_bytes(this, shape) for shape in shapes),
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
         """Count buffers by size. `ahead` is the number of stages of this pass that may run beside the previous one."""
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
+        passes = [
+            HeldPass(
+                each.stages,
+                tuple(tuple(shapes.index(each.shapes[m]) for m in part) for part in each.rounds),
+                ahead if number else 0,
+                self.store.stale_layers,
+            )
+            for number, each in enumerate((before, this))
+        ]
         needed = most_buffers(
-            [self._held(before, shapes, 0), self._held(this, shapes, ahead)],
+            passes,
             self._num_devices,
             # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
             lambda cut, size: whole_pages(self._values.boundary(cut, shapes[size])),
-            lambda layer, size: whole_pages(self._kept_bytes(layer, shapes[size])),
+            lambda layer, size: whole_pages(self._values.kept(layer, shapes[size])),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):
@@ -362,24 +376,6 @@ class BufferReservation:
         """Return the bytes of a micro-batch's output: 0 if the pass gives losses."""
         outputs = self._values.num_layers
         return whole_pages(self._values.boundary(outputs, shape)) if this.gives_outputs else 0
-
-    def _kept_bytes(self, layer: int, shape: torch.Size) -> int:
-        """Return the bytes that a layer keeps; 0 if it keeps nothing, or does not declare its work."""
-        return (self._values.kept(layer, shape) or 0) if layer in self._values.keeping else 0
-
-    def _held(self, shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
-        rounds = tuple(tuple(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
-        return HeldPass(shape.stages, rounds, ahead, self._store.stale_layers)
-
-    def _frozen_stages(self, this: PassShape) -> int:
-        """Count the stages at the start of a pass that read no weights that are ever updated."""
-        for index, stage in enumerate(this.stages):
-            bundles = {
-                b for layer in range(stage.start, stage.stop) for b in self._store.layer_bundles(layer)
-            }
-            if any(self._store.bundles[bundle].trainable for bundle in bundles):
-                return index
-        return len(this.stages)
 
 
 def _integer_bytes(batch: int, tokens: int) -> int:

@@ -98,9 +98,7 @@ class Engine:
             self.settings.accumulates,
         )
         is_compiled = compiler is not None and compiler.is_required
-        self._passes = Passes(
-            store, board.observer, self.pool, self._reservation, queues, self._synchronize, is_compiled
-        )
+        self._passes = Passes(self._reservation, queues, board.observer, self._synchronize, is_compiled)
         workers = self._make_workers(model, sizes, queues)
         watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]

@@ -11,7 +11,6 @@ from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.passes import UPDATED, HostTensors, Pass, StageJob
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
@@ -72,6 +71,7 @@ class StepResult:
             if self.shape.gives_outputs:
                 raise EngineUsageError("the result of forward() has outputs(), and no loss")
             self._loss_sums = [float(self._wait(loss).read(self.pool)[0]) for loss in self._results]
+            self._results = []
         return self._loss_sums
 
     def outputs(self) -> list[Hidden]:
@@ -84,6 +84,7 @@ class StepResult:
                 raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
             landed = map(self._wait, self._results)
             self._outputs = [unflatten(each.read(self.pool), each.packing.structure) for each in landed]
+            self._results = []
         return self._outputs
 
     def update(self) -> UpdateReport:
@@ -117,7 +118,7 @@ class StepResult:
 
     def wait(self) -> None:
         """Wait until the losses or outputs are on the host and every stage task is enqueued; backward passes may still run."""
-        self._read()
+        _ = self.outputs() if self.shape.gives_outputs else self.loss()
         self.reports()
 
     def collect(self, is_open: bool = False) -> None:
@@ -127,14 +128,6 @@ class StepResult:
             self._wait_for_end()
         elif self.shape.training:
             self.update()
-
-    def keep(self) -> None:
-        """Take the losses or outputs out of the engine's pool, which is about to close. They may be missing after a fault."""
-        with suppress(EngineUsageError, PipelineError, Stopped):
-            self._read()
-
-    def _read(self) -> object:
-        return self.outputs() if self.shape.gives_outputs else self.loss()
 
 
 def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
@@ -151,25 +144,23 @@ class Passes:
 
     def __init__(
         self,
-        store: HostStore,
-        observer: Observer,
-        pool: HostPool,
         reservation: BufferReservation,
         queues: Sequence[Queue[DeviceJob]],
+        observer: Observer,
         synchronize: Callable[[Event], None],
-        is_compiled: bool = False,
+        is_compiled: bool,
     ) -> None:
-        self._store = store
-        self._observer = observer
-        self._pool = pool
         self._reservation = reservation
+        self._store = reservation.store
+        self._pool = reservation.pool
         self._queues = queues
+        self._observer = observer
         self._synchronize = synchronize
         self._is_compiled = is_compiled
         self._under_way: deque[StepResult] = deque()
         self._prepared: set[StagingSizes] = set()
         self._num_made = 0
-        self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
+        self._updated = Value[UpdateReport](UPDATED, self._store.step)  # of the newest step
 
     def make(
         self,
@@ -248,9 +239,10 @@ class Passes:
             result.wait()
 
     def keep(self) -> None:
-        """Take the losses out of the engine's pool, which is about to close."""
+        """Take losses and outputs out of the engine's pool, which is about to close. They may be missing after a fault."""
         for result in self._under_way:
-            result.keep()
+            with suppress(EngineUsageError, PipelineError, Stopped):
+                result.wait()
 
 
 def problem_of(micro_batches: Sequence[Batch], is_compiled: bool) -> str | None:
