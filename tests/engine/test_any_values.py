@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs, second
+from tests.support.race_checker import AccessLog, find_races
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.slots import Packing
 from torchround.planning.partition import Partition
 

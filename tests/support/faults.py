@@ -13,15 +13,13 @@ import torch
 from torchround.engine import lifecycle
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
-from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Access, Tasks
+from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS
 from torchround.engine.watch.watchdog import Watchdog
 
 # Accesses by kind, once they have ended.
 UPLOADED, WRITTEN = f"{WEIGHTS}, read", f"{WEIGHTS}, written"
 LANDED, CONSUMED = f"{GRADIENT}, written", f"{GRADIENT}, read"
-PART_LANDED, PART_CONSUMED = f"{PART}, written", f"{PART}, read"
-STATE_READ, STATE_WRITTEN, RECORDED = f"{STATE}, read", f"{STATE}, written", f"{RECORDS}, written"
-DIRECTED, DECIDED = f"{DIRECTION}, written", f"{DECISION}, written"
+PART_LANDED, DECIDED = f"{PART}, written", f"{DECISION}, written"
 
 
 class PlantedError(RuntimeError):
@@ -141,20 +139,6 @@ class Unordered(DeviceWatcher):
             return event
         self.times += 1
         return PastEvent()
-
-
-def no_wait_for(patch, *kinds):
-    """Let no thread wait for accesses of these kinds. Returns those that no thread waited for."""
-    wait, missed = Tasks.wait_for, []
-
-    def at_once(tasks, earlier):
-        if earlier.kind not in kinds or earlier.happened:
-            return wait(tasks, earlier)
-        return missed.append(earlier)
-
-    patch.setattr(Tasks, "wait_for", at_once)
-    patch.setattr(Access, "is_ready", property(lambda access: all(e.happened or e.kind in kinds for e in access.after)))
-    return missed
 
 
 # Hangs: a blocked thread stays so until the test is over, and no watchdog looks before it blocks.

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
+from tests.support.race_checker import AccessLog, find_races
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, find_races
 
 BATCHES = toy_batches(3, micro_batches=4)
 

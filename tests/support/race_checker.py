@@ -1,6 +1,6 @@
 """Finds races in a recorded run: two conflicting accesses that no event, stream or hand-over orders.
 
-Only tests use this; production runs record nothing. An `AccessLog` records copies and launches with the shared buffers they read and write, events, and the host's
+An `AccessLog` records copies and launches with the shared buffers they read and write, events, and the host's
 hand-overs and accesses. Its actors are threads and streams. Each actor carries a vector clock: a signal
 stores the actor's clock under its token, a wait joins it. Two accesses are ordered if the later actor had
 heard of the earlier one. The verdict depends on what was synchronised, not on what happened to run first, so
@@ -9,15 +9,16 @@ one run on the CPU speaks for every timing on CUDA.
 
 import itertools
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
 from torchround.engine.board import Observer
 from torchround.engine.device import Device, DeviceWatcher, Event, Stream
+from torchround.engine.tasks import Task
 
 Clock = dict[str, int]
 
@@ -87,12 +88,7 @@ class AccessLog(Observer, DeviceWatcher):
         self.entries.append(Entry(actor, "access", None, *regions))
 
     def begins(
-        self,
-        device: Device,
-        stream: Stream,
-        reads: Iterable[Tensor],
-        writes: Iterable[Tensor],
-        copied_bytes: int,
+        self, device: Device, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], copied_bytes: int
     ) -> None:
         self.access(self._enqueue(device, stream), reads, writes)
 
@@ -194,3 +190,17 @@ def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Ac
             kept.append(earlier)
     history[:] = [*kept, access]
     return races
+
+
+def tasks_apart(entries):
+    """Yield the entries as if each task of a host worker ran on a thread of its own.
+
+    Then its declared accesses alone order it with the tasks before it.
+    """
+    tasks = Counter()
+    for entry in entries:
+        number = tasks[entry.actor]
+        yield replace(entry, actor=f"{entry.actor}, task {number}") if number else entry
+        tasks[entry.actor] += (
+            entry.action == "signal" and isinstance(entry.token, Task) and entry.token.worker is not None
+        )
