@@ -23,7 +23,7 @@ from benchmarks.study import markdown
 from torchround.config import EngineTable, TrainingTable
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.engine import Engine
-from torchround.engine.results import one_layer_a_stage
+from torchround.engine.reports import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore

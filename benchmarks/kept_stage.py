@@ -12,7 +12,7 @@ from benchmarks.plain_loops import LR, random_step
 from torchround.config import AdamWTable, TrainingTable
 from torchround.engine.device import CpuDevice, Mark, Stream
 from torchround.engine.engine import Engine
-from torchround.engine.results import StageReport
+from torchround.engine.reports import StageReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import KEEPABLE

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
 from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, bind
-from torchround.engine.worker.slots import DeviceSlot, StageLayout
-from torchround.engine.worker.structure import as_hidden, as_tuple
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.optim import NO_STATE
 

@@ -2,9 +2,10 @@
 
 import argparse
 import statistics
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -20,15 +21,15 @@ from benchmarks.timed_layers import costs_of, empty_micro_batches, timed_model
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
-from torchround.engine.exchange.start import share_weights
+from torchround.engine.exchange import share_weights
 from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
+from torchround.machines import group as machines_group
 from torchround.machines import links
-from torchround.machines.group import MachineGroup
-from torchround.machines.links import Purpose
+from torchround.machines.group import Machine, MachineGroup
+from torchround.machines.links import Link, Purpose
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.machine_shares import step_share
 from torchround.planning.memory import MemoryLimits
@@ -173,11 +174,73 @@ def run_machine(setup: Setup, rank: int, num_machines: int, at_end: bool, port: 
         if num_machines == 1:
             return train(setup, None)
         store = TCPStore(LOOPBACK, port, is_master=False)
-        group = MachineGroup(
-            store, rank, num_machines, host=f"process {rank}", address=LOOPBACK, bytes_per_s=setup.bytes_per_s
-        )
+        outgoing, incoming = Card(setup.bytes_per_s), Card(setup.bytes_per_s)
+
+        def throttled_link(peer: int, purpose: Purpose, groups: Sequence[Any], *rest: Any) -> Link:
+            throttled: list[Any] = [ThrottledGroup(group, outgoing, incoming) for group in groups]
+            return Link(peer, purpose, throttled, *rest)
+
+        stack.enter_context(patch.object(machines_group, "Link", throttled_link))
+        members = [Machine(number, f"process {number}") for number in range(num_machines)]
+        group = MachineGroup(store, rank, members, address=LOOPBACK)
         stack.callback(group.close)
         return train_and_exchange(setup, group) if at_end else train(setup, group)
+
+
+class Card:
+    """A network card of a given rate: each chunk occupies it for its bytes over the rate."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._free_at_s = bytes_per_s, 0.0
+        self._lock = threading.Lock()
+
+    def carry(self, nbytes: int, wanted_since_s: float | None = None) -> None:
+        """Sleep until the card has carried these bytes.
+
+        A receiver gives the time at which it was ready for them: they may have been carried since then, in the time just
+        before they arrived.
+        """
+        now_s, seconds = time.monotonic(), nbytes / self._bytes_per_s
+        earliest_s = now_s if wanted_since_s is None else max(wanted_since_s, now_s - seconds)
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, earliest_s) + seconds
+            until_s = self._free_at_s
+        time.sleep(max(0.0, until_s - now_s))
+
+
+@dataclass(frozen=True)
+class ThrottledGroup:
+    """A gloo group whose messages pass through the cards of this machine."""
+
+    group: Any
+    outgoing: Card
+    incoming: Card
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Send once the card has carried the bytes."""
+        self.outgoing.carry(tensors[0].nbytes)
+        return self.group.send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> "ThrottledArrival":
+        """Expect a message."""
+        return ThrottledArrival(
+            self.group.recv(tensors, peer, tag), tensors[0].nbytes, self.incoming, time.monotonic()
+        )
+
+
+@dataclass(frozen=True)
+class ThrottledArrival:
+    """A message under way, which has arrived once the card has carried it."""
+
+    work: Any
+    nbytes: int
+    card: Card
+    wanted_since_s: float
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for the message."""
+        self.work.wait(*timeout)
+        self.card.carry(self.nbytes, self.wanted_since_s)
 
 
 def open_engine(setup: Setup, group: MachineGroup | None) -> Engine:
@@ -240,22 +303,18 @@ def train_and_exchange(setup: Setup, group: MachineGroup) -> MachineRun:
 def exchange(group: MachineGroup, num_bytes: int) -> None:
     """Send this many bytes to each peer and receive as many from each, all at once."""
     data = torch.zeros(num_bytes, dtype=torch.uint8)
-    peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
-    calls: list[tuple[Callable[[Tensor, str], None], Tensor]] = []
-    for peer in peers:
-        calls.append((group.links.sender(peer, Purpose.FILES).send, data))
-        calls.append((group.links.receiver(peer, Purpose.FILES).receive, torch.empty_like(data)))
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for call in [threads.submit(call, memory, "an exchange at the end") for call, memory in calls]:
-            call.result()
+    what = "an exchange at the end"
+    group.with_each_peer(
+        lambda peer: group.link(peer, Purpose.FILES).send(data, what),
+        lambda peer: group.link(peer, Purpose.FILES).receive(torch.empty_like(data), what),
+    )
 
 
 def bytes_sent(group: MachineGroup | None) -> int:
     """Return the bytes that this machine has sent so far."""
     if group is None:
         return 0
-    peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
-    return sum(group.links.sender(peer, purpose).bytes_sent for peer in peers for purpose in Purpose)
+    return sum(group.link(peer, purpose).bytes_sent for peer in group.peers for purpose in Purpose)
 
 
 def missed_bounds(figures: Report) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import HandOverKey, Observer
+from torchround.engine.board import Flag, Observer
 from torchround.engine.device import UPLOADS, CpuDevice, Event, Mark, Stream
 
 T = TypeVar("T")
@@ -69,11 +69,11 @@ class ModelledTime(Observer):
         return owed
 
     def posted(self, token: object) -> None:
-        if isinstance(token, HandOverKey):
+        if isinstance(token, Flag):
             self._posted.setdefault(token, self.now())
 
     def waited(self, token: object) -> None:
-        if isinstance(token, HandOverKey):  # others are buffers: their events say when they are free
+        if isinstance(token, Flag):  # others are buffers: their events say when they are free
             self.advance(self._posted.get(token, 0.0))
 
 

@@ -17,7 +17,7 @@ from torchround.commands import train_model
 from torchround.data.loader import Loader
 from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.results import DeviceSpan
+from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import TaskKind
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.activation_transfers import ActivationTransfers

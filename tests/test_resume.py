@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.faults import Bomb, PlantedError, before
+from tests.support.faults import Bomb, PlantedError, before, wait_until
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
@@ -23,7 +23,7 @@ from tests.support.small_run import (
     write_text,
 )
 from torchround.checkpoint import Checkpointer
-from torchround.engine import optimizer_worker
+from torchround.engine import update as update_module
 
 __all__ = ["small_runs"]
 
@@ -134,9 +134,15 @@ def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(sma
 def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch, capsys, caplog):
     """Let update 4 fail in the middle of the model, and at each further try."""
     bomb = Bomb("update_", hit=4, stays=True)
+
+    def is_fourth(*_, update, **options):
+        if update == 4:
+            wait_until(lambda: small_runs.saved("faulty") == [2])  # the fault would end the save of step 2
+        return update == 4
+
     assert small_runs("whole") == 0
     with monkeypatch.context() as patch:
-        before(patch, optimizer_worker, "update_", bomb, lambda *_, update, **options: update == 4)
+        before(patch, update_module, "update_", bomb, is_fourth)
         assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
     assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
     assert "the newest checkpoint is of step 2" in caplog.text

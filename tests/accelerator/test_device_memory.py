@@ -7,11 +7,12 @@ import torch
 
 from tests.support.device_toy import device_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.config import PlanTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.store.host_memory import HostAllocator, PageLocker
+from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.common import chunks
@@ -40,19 +41,19 @@ SIZES = {
 
 
 @pytest.fixture
-def locks(monkeypatch):
+def locks(kind, monkeypatch):
     """Every registration and its reverse, with the driver's answer."""
     gc.collect()  # what earlier tests dropped is not counted
     calls = {"lock": [], "unlock": []}
     for name, answers in calls.items():
-        original = getattr(PageLocker, name)
+        original = getattr(kind_of(kind), f"{name}_pages")
 
-        def counted(self, *arguments, answers=answers, original=original):
-            status = original(self, *arguments)
+        def counted(*arguments, answers=answers, original=original):
+            status = original(*arguments)
             answers.append((arguments[0], status))
             return status
 
-        monkeypatch.setattr(PageLocker, name, counted)
+        monkeypatch.setattr(kind_of(kind), f"{name}_pages", counted)
     return calls
 
 
@@ -79,12 +80,12 @@ def test_memory_that_is_dropped_is_unlocked_before_it_is_unmapped(simulator):
 
 
 def test_a_failed_registration_leaves_no_error_behind(kind):
-    locker, memory = PageLocker(), HostAllocator(True)
+    locker, memory = kind_of(kind), HostAllocator(True)
     taken = memory.allocate(MIB, for_devices=True)
-    assert locker.lock(taken.data_ptr(), MIB) != 0, "it is locked already"
+    assert locker.lock_pages(taken.data_ptr(), MIB) != 0, "it is locked already"
     assert torch.ones(5, device=kind).sum().item() == 5
     pageable = torch.zeros(MIB, dtype=torch.uint8)
-    assert locker.unlock(pageable.data_ptr()) != 0
+    assert locker.unlock_pages(pageable.data_ptr()) != 0
     assert torch.ones(5, device=kind).sum().item() == 5
     memory.close()
 

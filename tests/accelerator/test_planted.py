@@ -23,7 +23,7 @@ from tests.support.faults import (
     this_thread,
 )
 from tests.support.scheduled_run import Outcome, ShortRun, execute, hurried, scheduled, starved
-from tests.support.toy import KEPT, watched
+from tests.support.toy import watched
 from torchround.engine.board import Observer
 from torchround.engine.device import AcceleratorDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
@@ -57,7 +57,6 @@ LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 BEHIND = ShortRun("backward coarser", workers=2, policy=BOUNDED, steps=3, stale_layers=5)
 MATRICES = ShortRun(optimizer="muon")
-KEEPS = ShortRun("one layer a stage", settings=(("kept", KEPT["all"]),))
 LATE_UPDATES = replace(LATE, settings=(("observer", LateOptimizer(RECORDED)),))
 LATE_LOOK_AHEADS = replace(MATRICES, settings=(("observer", LateOptimizer(LANDED)),))
 
@@ -71,9 +70,6 @@ WAITS = {
     "a free slot for weights": (ONE, starved(COMPUTE)),
     "final gradients": (ONE, starved(COMPUTE)),
     "a free landing buffer": (PARTS, hurried(GRADIENTS_DOWN)),
-    "uploaded kept activations": (KEEPS, starved(UP)),
-    "a free slot for kept activations": (KEEPS, starved(COMPUTE)),
-    "kept activations in host memory": (replace(KEEPS, workers=3, micro_batches=1), starved(DOWN)),
     "a free slot for a look-ahead": (MATRICES, starved(GRADIENTS_DOWN)),
     "an uploaded look-ahead": (MATRICES, starved(UP)),
     "a direction": (MATRICES, starved(COMPUTE)),
@@ -85,8 +81,6 @@ EVENTS = {
     "inputs that are read": (ONE, hurried(UP)),
     "sent tensors": (ONE, starved(DOWN)),
     "an uploaded input": (ONE, starved(UP)),
-    "kept activations that are read": (KEEPS, hurried(UP)),
-    "uploaded kept activations": (KEEPS, starved(UP)),
     "uploaded weights": (ONE, starved(WEIGHTS_UP)),
     "an uploaded version": (EVALUATED, starved(WEIGHTS_UP, seed=1)),
     "sent gradients": (ONE, starved(GRADIENTS_DOWN)),

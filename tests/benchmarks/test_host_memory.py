@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.host_memory import CASES, FAMILY, LOADING, ONE_SHORT_SEQUENCE, TRAINING
 from benchmarks.plain_loops import random_step
 from torchround.engine.engine import Engine
-from torchround.engine.results import one_layer_a_stage
+from torchround.engine.reports import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
 from torchround.planning.memory import PROGRAM_BYTES
 from torchround.run.engine_parts import build_store

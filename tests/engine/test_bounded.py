@@ -101,7 +101,8 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
 
 
 def test_a_spike_of_the_loss_skips_the_whole_step():
-    store = toy_store(toy_model(), policy=BOUNDED, spikes=SpikeBounds(10.0, window=10))
+    store = toy_store(toy_model(), policy=BOUNDED)
+    store.spikes = SpikeBounds(10.0, window=10)
     for step in range(10):
         store.spikes.record(0.1 + 0.001 * step, 1.0)
     before = {name: view.clone() for name, view in store.weights().items()}

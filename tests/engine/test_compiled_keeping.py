@@ -12,9 +12,8 @@ from tests.support.small_decoders import decoder
 from tests.support.toy import toy_batches
 from torchround import keeping
 from torchround.engine.board import Board
-from torchround.engine.compiled import LayerCompiler
-from torchround.engine.compiled_shape import KeptForward
-from torchround.engine.worker.structure import as_tuple
+from torchround.engine.compiled import KeptForward, LayerCompiler
+from torchround.engine.worker.slots import as_tuple
 from torchround.layer import KEEPABLE, with_dropout_seeds
 
 pytestmark = pytest.mark.compiles

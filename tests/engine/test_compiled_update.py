@@ -54,7 +54,7 @@ def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale
 @pytest.fixture
 def get_kernels(monkeypatch):
     """Return what puts another function in the place of the compiler."""
-    return lambda function: monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", function)
+    return lambda function: monkeypatch.setattr("torchround.engine.update.get_kernels", function)
 
 
 def test_the_first_step_runs_on_the_devices_while_the_update_compiles(get_kernels):

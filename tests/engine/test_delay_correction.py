@@ -9,7 +9,7 @@ from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, to
 from torchround.config import OptimizerTable
 from torchround.config.key_types import Beta, Pair
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.host_store import Prediction
 from torchround.optim import Optimizer, make_optimizer
 from torchround.optim.rules.muon import OtherRateRule
 

@@ -10,8 +10,8 @@ from tests.support.faults import UPLOADED, Bomb, PlantedError, armed, copied, en
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.worker.device_worker import STAGE_JOB
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy.toy_batches(3, micro_batches=4)

@@ -8,9 +8,8 @@ import pytest
 from tests.support import toy
 from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model
 from torchround.engine.device import CpuDevice
-from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
+from torchround.engine.reports import BundleUpdate, DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.timeline import TaskKind
-from torchround.engine.update import BundleUpdate
 from torchround.keeping import keep
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.partition import Stage, StageKind, StageTask

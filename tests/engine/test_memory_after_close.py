@@ -1,8 +1,8 @@
 """The end of an engine gives device memory and pool memory back at once: no reference cycle waits for the collector.
 
-The caller keeps all that a caller can have: the engine, its results, and the fault that ended it. Each buffer is the
-memory of a numpy array. A tensor's storage holds the array, so the array lives exactly as long as the last view of the
-buffer. Python's weak references to tensors and storages say nothing about their memory.
+The caller keeps all that a caller can have: the engine, its results, and the fault that ended it. A device frees its
+buffers itself. Each of the pool's is the memory of a numpy array. A tensor's storage holds the array, so the array lives
+exactly as long as the last view of the buffer. Python's weak references to tensors say nothing about their memory.
 """
 
 import gc
@@ -20,7 +20,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.store.bundles import ASYNC
-from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.host_memory import HostPool
 
 __all__ = ["small_runs"]
 
@@ -38,15 +38,19 @@ class RecordedBuffers:
         self._buffers = []
         self.fresh_starts = 0
 
-    def allocate(self, owner, nbytes):
+    def add(self, owner, nbytes, is_alive):
         self.fresh_starts += nbytes > 0 and not self.alive()
+        self._buffers.append((owner, nbytes, is_alive))
+
+    def allocate(self, owner, nbytes):
         array = np.zeros(nbytes, dtype=np.uint8)
-        self._buffers.append((owner, nbytes, weakref.ref(array)))
+        found = weakref.ref(array)
+        self.add(owner, nbytes, lambda: found() is not None)
         return torch.from_numpy(array)
 
     def alive(self):
         """Describe every buffer that is still in memory."""
-        return [f"{nbytes} bytes of {owner}" for owner, nbytes, array in self._buffers if array() is not None]
+        return [f"{nbytes} bytes of {owner}" for owner, nbytes, is_alive in self._buffers if is_alive()]
 
     def owners(self):
         return {owner for owner, _, _ in self._buffers}
@@ -54,18 +58,19 @@ class RecordedBuffers:
 
 @pytest.fixture
 def buffers(monkeypatch):
-    buffers, on_device, on_host = RecordedBuffers(), CpuDevice.allocate, HostAllocator.allocate
+    buffers, on_device, on_host = RecordedBuffers(), CpuDevice.allocate, HostPool.allocate
 
     def allocate(device, nbytes):
-        on_device(device, nbytes)  # the device's own count and limit
-        return buffers.allocate(device.name, nbytes)
+        buffer = on_device(device, nbytes)
+        buffers.add(device.name, nbytes, lambda: buffer.untyped_storage().nbytes() > 0)
+        return buffer
 
-    def allocate_on_host(memory, nbytes, *arguments, **options):
-        found = on_host(memory, nbytes, *arguments, **options)
-        return buffers.allocate(POOL, nbytes) if memory.what == POOL else found
+    def allocate_on_host(pool, nbytes, *arguments, **options):
+        on_host(pool, nbytes, *arguments, **options)  # the pool's own count
+        return buffers.allocate(POOL, nbytes)
 
     monkeypatch.setattr(CpuDevice, "allocate", allocate)
-    monkeypatch.setattr(HostAllocator, "allocate", allocate_on_host)
+    monkeypatch.setattr(HostPool, "allocate", allocate_on_host)
     gc.collect()
     gc.disable()
     yield buffers

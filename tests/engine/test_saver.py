@@ -10,8 +10,8 @@ from tests.support.faults import Bomb, armed, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
 from torchround.engine.errors import PipelineError, Stopped
-from torchround.engine.passes import STAGE_JOB
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.engine.worker.device_worker import STAGE_JOB
 
 PARTITION = PARTITIONS["backward coarser"]
 KINDS = {

@@ -7,7 +7,7 @@ from tests.support.any_layers import any_batches, any_model, first, outputs
 from tests.support.reference import Reference
 from tests.support.toy import toy_engine, toy_store
 from torchround.engine.errors import PipelineError
-from torchround.engine.worker.structure import flatten
+from torchround.engine.worker.slots import flatten
 from torchround.layer import aligned
 from torchround.planning.partition import Partition
 

@@ -34,10 +34,10 @@ from tests.support.toy import KEPT, PARTITIONS, assert_same_state, toy_batches, 
 from torchround.engine import update
 from torchround.engine.device import Stream
 from torchround.engine.errors import EngineUsageError, FaultLocation, HangError, PipelineError
-from torchround.engine.store import prediction
+from torchround.engine.passes import KEPT as KEPT_ACTIVATIONS
+from torchround.engine.passes import LOSS
+from torchround.engine.store import host_store
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.worker.activation_transfers import LOSS
-from torchround.engine.worker.kept_transfers import KEPT as KEPT_ACTIVATIONS
 from torchround.layer import LayeredModel
 
 __all__ = ["over", "planted"]
@@ -55,7 +55,7 @@ WHERE = {
 }
 
 IN_LAYERS = ("forward", "recompute", "backward", "validation")
-OF_KEPT = ("uploaded kept activations", "kept activations that are read", ("posts", KEPT_ACTIVATIONS))
+OF_KEPT = ("an uploaded input", "inputs that are read", ("posts", KEPT_ACTIVATIONS))
 # Layers have them in forwards and recomputations, recorded and replayed if they keep activations.
 IN_DEVICES = (
     *(*Stream, "a part", "an allocation", "packed tensors", "sent tensors", "inputs that are read", "uploaded weights"),
@@ -413,7 +413,7 @@ def test_predictions_that_cannot_be_written_again_are_derived_at_a_resume(monkey
     with engine_of(fault, store, Bomb(None)) as engine:
         train(engine, BATCHES[:2])
         with monkeypatch.context() as patch:
-            before(patch, prediction, "predict_", bomb)
+            before(patch, host_store, "predict_", bomb)
             with pytest.raises(MemoryError), store.true_device_weights():
                 engine.evaluate(BATCHES[2]).loss()
     resumed = store_of(fault, seed=1)

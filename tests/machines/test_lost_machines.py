@@ -9,7 +9,7 @@ import torch
 
 from tests.support.machines import group_of_environment, start_machines
 from tests.support.namespaces import ADDRESSES, enter, joined_networks
-from torchround.machines.errors import MachineError
+from torchround.machines.group import MachineError
 from torchround.machines.links import Purpose
 
 # Long enough that a machine of a loaded computer is not silent by accident.
@@ -45,9 +45,9 @@ def send_for_ever():
     try:
         for step in itertools.count():
             if group.rank == 0:
-                group.links.receiver(1, Purpose.WEIGHTS).receive(values, f"the weights of step {step}")
+                group.link(1, Purpose.WEIGHTS).receive(values, f"the weights of step {step}")
             else:
-                group.links.sender(0, Purpose.WEIGHTS).send(values, f"the weights of step {step}")
+                group.link(0, Purpose.WEIGHTS).send(values, f"the weights of step {step}")
             if step == 3:
                 print("at work", flush=True)
     except MachineError as error:

@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.small_run import STEPS, small_runs, stop_after
-from torchround.engine.store.state_views import OLDER_WEIGHTS
+from torchround.engine.store.bundles import OLDER_WEIGHTS
 
 __all__ = ["small_runs"]
 

@@ -13,9 +13,8 @@ from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.config import parse_command_line
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.run.checkpoints import RunCheckpoints
 from torchround.run.run_folder import RunError, RunFolder
 

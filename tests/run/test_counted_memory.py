@@ -14,7 +14,7 @@ from tests.support.machines import run_machines
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
-from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.planning.machine_shares import step_share

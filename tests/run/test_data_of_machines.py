@@ -9,8 +9,7 @@ import pytest
 from tests.support.machines import run_machines
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, build_loader, build_tokenizer
-from torchround.machines.errors import LaunchError
-from torchround.machines.launch import require_same
+from torchround.machines.group import LaunchError
 from torchround.run.several_machines import RunMachines
 
 
@@ -51,7 +50,7 @@ def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_sourc
     def work(group):
         loader = loader_of(tmp_path / str(group.rank), letter="ab"[group.rank])
         with pytest.raises(LaunchError) as caught:
-            require_same(group, loader.fingerprints())
+            RunMachines(group).require_same(loader.fingerprints)
         return str(caught.value)
 
     text, same = run_machines(2, work)

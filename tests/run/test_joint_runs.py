@@ -16,11 +16,9 @@ from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
 from torchround.config import Config, RunTable
-from torchround.engine.exchange.start import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.exchange import share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
+from torchround.engine.store.host_store import HostStore, Prediction
 from torchround.optim.optimizer import make_optimizer
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition

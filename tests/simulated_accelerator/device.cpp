@@ -113,7 +113,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* found = storage.unsafeGetStorageImpl();
-    TORCH_CHECK(found->nbytes() == 0, "only an empty storage of a simulated device can be resized");
+    TORCH_CHECK(found->nbytes() == 0 || nbytes == 0, "a storage of a simulated device can only be filled or emptied");
     found->set_data_ptr_noswap(allocator().allocate(nbytes));
     found->set_nbytes(nbytes);
   }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.engine.worker.structure import flatten
+from torchround.engine.worker.slots import flatten
 from torchround.layer import LayeredModel
 
 WIDTH = 8

@@ -17,9 +17,8 @@ from tests.support.small_decoders import small_decoder
 from tests.support.toy import BLOCKS, MAX_NORM, PARTITIONS, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.exchange.start import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.store.ownership import Ownership
+from torchround.engine.exchange import share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
 from torchround.planning.machine_shares import step_share
@@ -291,10 +290,10 @@ class Row:
         options |= {
             "policy": POLICIES[self.update],
             "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
-            "spikes": SpikeBounds(*self.spikes),
         }
         options |= {"gradient_dtype": torch.float32} if self.gradient == "wide" else {}
         store = toy_store(model, DTYPES[self.dtype], seed, **options)
+        store.spikes = SpikeBounds(*self.spikes)
         store.loss_scaling = LossScaling(self.dtype == "fp16", self.loss_scale)
         return store
 

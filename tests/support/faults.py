@@ -1,7 +1,7 @@
 """One kit of faults for tests that break an engine on purpose. A fault has a place, which bears the engine's own name.
 
 Places: a `Stream`, where an operation begins; the words of a device's event or wait; `("posts", kind)` and `("has", kind)` of a
-hand-over; "a norm" and "an update" of the optimizer; "an allocation" of a device in its thread; and what a test itself calls.
+flag; "a norm" and "an update" of the optimizer; "an allocation" of a device in its thread; and what a test itself calls.
 """
 
 import threading
@@ -144,7 +144,7 @@ class Unordered(DeviceWatcher):
 
 
 def no_wait_for(patch, *kinds):
-    """Let no thread wait for hand-overs of these kinds, which carry nothing. Returns the keys that no thread waited for."""
+    """Let no thread wait for accesses of these kinds. Returns those that no thread waited for."""
     wait, missed = Tasks.wait_for, []
 
     def at_once(tasks, earlier):
@@ -186,35 +186,29 @@ def brief_joins(monkeypatch):
 
 
 def lose(patch, planted, chosen):
-    """Lose the first hand-over whose key is `chosen`, and set `planted` once a thread waits for it."""
-    lost, waited = [], []
+    """Lose the first flag that is `chosen`: it does not happen. Sets `planted` once a thread waits for it."""
+    happen, wait_for, lost, waited = Board.happen, Board.wait_for, [], []
 
-    def losing(post):
-        def function(board, key, *value):
-            if lost or not chosen(key):
-                post(board, key, *value)
-                return
-            lost.append(key)
-            if key in waited:
-                planted.set()
+    def losing(board, flag):
+        if lost or not chosen(flag):
+            happen(board, flag)
+            return
+        lost.append(flag)
+        if flag in waited:
+            planted.set()
 
-        return function
+    def waiting(board, flag, *arguments):
+        waited.append(flag)
+        if flag in lost:
+            planted.set()
+        wait_for(board, flag, *arguments)
 
-    def waiting(wait):
-        def function(board, key, *arguments):
-            waited.append(key)
-            if key in lost:
-                planted.set()
-            return wait(board, key, *arguments)
-
-        return function
-
-    for name, lossy in (("post", losing), ("happen", losing), ("wait", waiting), ("wait_for", waiting)):
-        patch.setattr(Board, name, lossy(getattr(Board, name)))
+    patch.setattr(Board, "happen", losing)
+    patch.setattr(Board, "wait_for", waiting)
 
 
 def kind_of(token):
-    """Return the kind of a hand-over, or the words of a token that is none."""
+    """Return the kind of a flag, or the words of another token."""
     return token[0] if isinstance(token, tuple) else getattr(token, "kind", None)
 
 

@@ -6,10 +6,10 @@ import threading
 
 from torch.distributed import TCPStore
 
-from torchround.machines.errors import MachineError
-from torchround.machines.group import MachineGroup
+from torchround.machines.group import Machine, MachineError, MachineGroup
 
 LOOPBACK = "127.0.0.1"
+SETTINGS = {"address": LOOPBACK, "timeout_s": 20.0}
 JOIN_S = 600.0  # compiling the layers of two machines took 150 s on a loaded one
 
 
@@ -29,8 +29,7 @@ def run_machines(num_machines, function, **group_settings):
         try:
             store = TCPStore(LOOPBACK, master.port, is_master=False)
             own = {key: value(rank) if callable(value) else value for key, value in group_settings.items()}
-            settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **own}
-            group = MachineGroup(store, rank, num_machines, **settings)
+            group = MachineGroup(store, rank, named(num_machines), **{**SETTINGS, **own})
             results[rank] = function(group)
             group.close()
         except BaseException as error:  # noqa: BLE001  (it is raised on the main thread)
@@ -91,5 +90,8 @@ def group_of_environment(store_host=LOOPBACK, **group_settings):
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])
     store = TCPStore(store_host, port, is_master=is_master, wait_for_workers=False)
-    settings = {"host": f"node{rank}", "address": LOOPBACK, "timeout_s": 20.0, **group_settings}
-    return MachineGroup(store, rank, size, **settings)
+    return MachineGroup(store, rank, named(size), **{**SETTINGS, **group_settings})
+
+
+def named(num_machines):
+    return [Machine(rank, f"node{rank}") for rank in range(num_machines)]

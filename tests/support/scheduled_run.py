@@ -15,9 +15,8 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.reference import Reference
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.device import AcceleratorDevice, Stream
-from torchround.engine.store.bundles import SYNC, UpdatePolicy
+from torchround.engine.store.bundles import OLDER_WEIGHTS, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.state_views import OLDER_WEIGHTS
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer

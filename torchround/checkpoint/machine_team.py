@@ -53,10 +53,10 @@ class MachineTeam:
             return cls(shares_folder=shares_folder)
 
         def send(peer: int, data: Tensor, what: str) -> None:
-            group.links.sender(peer, Purpose.FILES).send(data, what)
+            group.link(peer, Purpose.FILES).send(data, what)
 
         def receive(peer: int, into: Tensor, what: str) -> None:
-            group.links.receiver(peer, Purpose.FILES).receive(into, what)
+            group.link(peer, Purpose.FILES).receive(into, what)
 
         names = tuple(map(str, group.machines))
         return cls(group.rank, names, shares_folder, group.channel("saves").gather, send, receive)

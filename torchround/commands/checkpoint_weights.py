@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest
-from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
+from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf.tensor_folder import HFError, StoredTensor, TensorFiles, read_header
 from torchround.optim.split_weights import join
 

@@ -56,7 +56,7 @@ from torchround.data.opening import reads_conversations
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
-from torchround.machines.errors import LaunchError, MachineError
+from torchround.machines.group import LaunchError, MachineError
 from torchround.models import ModelConfigError
 from torchround.planning.cards import UnknownPeakError
 from torchround.planning.memory import size_text
@@ -67,19 +67,17 @@ from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
-from torchround.run.joining import (
-    is_first_process,
-    joined_machines,
-    quiet_unless_first,
-    start_identity,
-    with_agreed_rule,
-)
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import require_same_optimizer, resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.run_parts import RunParts
 from torchround.run.samples import RunSamples
-from torchround.run.several_machines import RunMachines
+from torchround.run.several_machines import (
+    RunMachines,
+    is_first_process,
+    joined_machines,
+    quiet_unless_first,
+)
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import Trainer
@@ -156,11 +154,9 @@ def train(options: Options, machines: RunMachines) -> int:
         return build(options, machines, planned)
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
-    machines.require_same(lambda: start_identity(parts))
+    machines.require_same(parts.identity)
     rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
-    parts = machines.same_mistakes(
-        lambda: with_agreed_rule(parts, *rule), MISTAKES, "plans of as many rounds"
-    )
+    parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
     with ExitStack() as stack:  # locked to the end, the export included
         stack.enter_context(parts.folder)
         say(description(parts))

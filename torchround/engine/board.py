@@ -1,19 +1,16 @@
-"""The board: where threads of an engine hand values to each other, each under a typed key.
+"""The board: where threads of an engine wait for each other, and the values and jobs that they hand over.
 
-A kind of hand-over is one constant beside the type that it carries, for example `LOSS =
-HandOver[HostTensors](...)` in `worker/activation_transfers.py`; `LOSS(pass_index, micro_batch)` is the key of
-one loss. Posting and waiting name the same constant, so an editor finds one end from the other, and mypy
-rejects a value of another type. `ordering.py` lists all kinds.
+A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`). The pass or the
+task that it belongs to holds it, so nothing has to be forgotten.
 
 The locks inside are held for a few instructions only; threads sleep on events of their own.
 """
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,33 +20,6 @@ from torchround.engine.errors import Stopped
 T = TypeVar("T")
 
 LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
-
-
-class HandOver(Generic[T]):
-    """A kind of hand-over, whose values have type `T`.
-
-    `words` describes one of them in reports: `{0}` is its number, `{1}` and `{2}` are the rest of its key.
-    """
-
-    def __init__(self, words: str) -> None:
-        self.words = words
-
-    def __call__(self, number: int, *key: int) -> "HandOverKey[T]":
-        return HandOverKey(self, number, key)
-
-
-@dataclass(frozen=True)
-class HandOverKey(Generic[T]):
-    """The name of one hand-over. `number` is the weight version, step, pass or stage slot that it
-    belongs to. It only grows, and old hand-overs are forgotten by it."""
-
-    kind: HandOver[T]
-    number: int
-    key: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Describe the hand-over for a report."""
-        return self.kind.words.format(self.number, *self.key)
 
 
 class Flag:
@@ -62,16 +32,50 @@ class Flag:
         self.wakers: list[threading.Event] = []
 
 
-class WaitForHandOver(Protocol):
-    """A function that waits for a hand-over and returns its value."""
+class Value(Flag, Generic[T]):
+    """A value that is made once. `Board.post` sets its `content`, `Board.wait` returns it.
 
-    def __call__(self, key: HandOverKey[T]) -> T: ...
+    `kind` describes the value in reports. `numbers` say which one of its kind it is, and replace `{0}` and so on there.
+    """
+
+    __slots__ = ("content", "kind", "numbers")
+    content: T
+
+    def __init__(self, kind: str, *numbers: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.numbers = numbers
+
+    def __str__(self) -> str:
+        """Describe the value for a report."""
+        return self.kind.format(*self.numbers)
+
+
+class Values(Generic[T]):
+    """Values of one kind, by the numbers that follow `first`. Each is created when a thread first asks for it."""
+
+    def __init__(self, kind: str, *first: int) -> None:
+        self._kind = kind
+        self._first = first
+        self._values: dict[tuple[int, ...], Value[T]] = {}
+
+    def at(self, *numbers: int) -> Value[T]:
+        """Return the value with these numbers."""
+        found = self._values.get(numbers)
+        # `setdefault` is atomic, so all threads get the same value.
+        return found or self._values.setdefault(numbers, Value(self._kind, *self._first, *numbers))
+
+
+class WaitForValue(Protocol):
+    """A function that waits for a value and returns its content."""
+
+    def __call__(self, value: Value[T]) -> T: ...
 
 
 class Observer:
-    """A witness of hand-overs and of host accesses to shared memory, in an order consistent with causality.
+    """A witness of what threads hand over and of host accesses to shared memory, in an order consistent with causality.
 
-    This one ignores what it sees; the race checker's log is a subclass.
+    This one ignores what it sees; the race checker's log is a subclass. A token is a `Flag` or a buffer of the pool.
     """
 
     def posted(self, token: object) -> None:
@@ -85,62 +89,29 @@ class Observer:
 
 
 class Board:
-    """Posted values by key. Posting wakes only the threads that wait for that key.
-
-    Each key is posted once; posting one without a value again changes nothing.
-    """
+    """The waits of an engine's threads, and the stop that ends them. A flag wakes only the threads that wait for it."""
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
         self.posts = 0
         self._lock = threading.Lock()
-        # By kind, so that forgetting old values of one kind does not look through all the others.
-        self._values: dict[HandOver[Any], dict[HandOverKey[Any], object]] = defaultdict(dict)
-        self._wakers: dict[HandOverKey[Any], list[threading.Event]] = defaultdict(list)
-        self._sleeping: set[threading.Event] = set()  # of threads that wait for a flag
+        self._sleeping: set[threading.Event] = set()
         self._waiting: dict[str, str] = {}
         self._stopped = False
 
-    def __len__(self) -> int:
-        """Count the hand-overs that are posted and not forgotten."""
-        with self._lock:
-            return sum(len(values) for values in self._values.values())
+    def post(self, value: Value[T], content: T) -> None:
+        """Give a value its content, and wake the threads that wait for it."""
+        value.content = content
+        self.happen(value)
 
-    def post(self, key: HandOverKey[T], value: T) -> None:
-        """Hand over `value`, and wake the threads that wait for it."""
-        # The observer first: a waiter must not be seen to wait before the post that ends its wait.
-        self.observer.posted(key)
-        with self._lock:
-            self._values[key.kind][key] = value
-            self.posts += 1
-            wakers = self._wakers.pop(key, ())
-        for waker in wakers:
-            waker.set()
-
-    def signal(self, key: HandOverKey[None]) -> None:
-        """Post a hand-over that carries no value."""
-        self.post(key, None)
-
-    def wait(self, key: HandOverKey[T], look: Callable[[], None] | None = None, every_s: float = 0.0) -> T:
-        """Wait until the hand-over is posted, and return its value. Raises `Stopped` if the engine stopped before.
-
-        Calls `look` each `every_s` seconds of waiting.
-        """
-        waker = self._waker_unless_posted(key)
-        if waker is not None:
-            with self.waits(f"waits for {key}"):
-                while not waker.wait(every_s if look else None):
-                    assert look is not None, "a wait without limit ended without its hand-over"
-                    look()
-        with self._lock:
-            if key not in self._values[key.kind]:
-                raise Stopped  # `stop` woke this thread, not `post`
-            value = cast(T, self._values[key.kind][key])
-        self.observer.waited(key)
-        return value
+    def wait(self, value: Value[T], words: object = None) -> T:
+        """Wait until a value is posted, and return its content. As `wait_for` otherwise."""
+        self.wait_for(value, words or value)
+        return value.content
 
     def happen(self, flag: Flag) -> None:
         """Note that something has happened, and wake the threads that wait for it."""
+        # The observer first: a waiter must not be seen to wait before the post that ends its wait.
         self.observer.posted(flag)
         with self._lock:
             flag.happened = True
@@ -174,17 +145,11 @@ class Board:
         with self._lock:
             if flag.happened:
                 return None
-            if self._stopped:
-                raise Stopped
+            self.raise_if_stopped()
             waker = threading.Event()
             flag.wakers.append(waker)
             self._sleeping.add(waker)
             return waker
-
-    def ready(self, key: HandOverKey[T]) -> bool:
-        """Tell whether `wait` would return at once."""
-        with self._lock:
-            return key in self._values[key.kind]
 
     def synchronize(self, event: Event, words: object) -> None:
         """Wait until the device has done what `words` name, which was announced as enqueued."""
@@ -196,24 +161,11 @@ class Board:
         """Describe, by thread name, what each waiting thread waits for."""
         return dict(self._waiting)  # a copy: threads begin and end their waits meanwhile
 
-    def retire(self, kind: HandOver[T], below: int) -> None:
-        """Forget hand-overs of a kind with a number under `below`. No thread may wait for one of them again."""
-        with self._lock:
-            values = self._values[kind]
-            for key in [key for key in values if key.number < below]:
-                del values[key]
-
-    def forget(self, key: HandOverKey[T]) -> None:
-        """Forget one hand-over. No thread may wait for it again."""
-        with self._lock:
-            self._values[key.kind].pop(key, None)
-
     def stop(self) -> None:
-        """Wake every waiting thread. From now on, a wait for something that is not posted raises `Stopped`."""
+        """Wake every waiting thread. From now on, a wait for something that has not happened raises `Stopped`."""
         with self._lock:
             self._stopped = True
-            wakers = [waker for group in self._wakers.values() for waker in group] + list(self._sleeping)
-            self._wakers.clear()
+            wakers = list(self._sleeping)
         for waker in wakers:
             waker.set()
 
@@ -227,17 +179,6 @@ class Board:
         if self._stopped:
             raise Stopped
 
-    def _waker_unless_posted(self, key: HandOverKey[T]) -> threading.Event | None:
-        # Looking and registering under one lock: a post between the two would wake no thread.
-        with self._lock:
-            if key in self._values[key.kind]:
-                return None
-            if self._stopped:
-                raise Stopped
-            waker = threading.Event()
-            self._wakers[key].append(waker)
-            return waker
-
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
         """Let reports say `what` the calling thread waits for, during the block."""
@@ -247,6 +188,40 @@ class Board:
             yield
         finally:
             self._waiting.pop(thread, None)
+
+
+class Queue(Generic[T]):
+    """The jobs that one thread puts for another one, in their order. `kind` is that of the posts, for observers."""
+
+    def __init__(self, board: Board, kind: str) -> None:
+        self._board = board
+        self._kind = kind
+        self._jobs: deque[T] = deque()
+        self._batches: deque[Value[Sequence[T]]] = deque([Value(kind)])  # the last one is still to be posted
+
+    def put(self, *jobs: T) -> None:
+        """Add jobs. The taker sees either none or all of them."""
+        if jobs:
+            batch = self._batches[-1]
+            self._batches.append(Value(self._kind))
+            self._board.post(batch, jobs)
+
+    def peek(self) -> T | None:
+        """Return the next job and leave it there. None if `take` would have to wait."""
+        if not self._jobs and self._batches[0].happened:
+            self._open_batch()
+        return self._jobs[0] if self._jobs else None
+
+    def take(self, words: object = None) -> T:
+        """Wait for the next job. Reports say `words`. Raises `Stopped` if the engine stopped before it came."""
+        if not self._jobs:
+            self._open_batch(words)
+        return self._jobs.popleft()
+
+    def _open_batch(self, words: object = None) -> None:
+        jobs = self._board.wait(self._batches[0], words)
+        self._jobs.extend(jobs)
+        self._batches.popleft()
 
 
 class LayerGate:

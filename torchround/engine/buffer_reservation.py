@@ -1,27 +1,221 @@
-"""The buffers that the passes of an engine need on the host, reserved before they are used.
+"""The bytes of the values that stages hand on, and the host buffers for them, reserved before they are used.
 
 A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever devices progress in an order
 that they had not taken before. `planning/host_buffers.py` counts for the worst order.
 """
 
+import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.boundary_sizes import BoundarySizes
 from torchround.engine.device import Device
-from torchround.engine.kept_layers import KeptLayers
-from torchround.engine.passes import PassShape
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.activation_transfers import StagingSizes
-from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, most_buffers, restarted_layers, whole_pages
+from torchround.engine.worker.slots import Packing
+from torchround.keeping import KeptActivationError
+from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
+from torchround.planning.host_buffers import (
+    LOSS_BYTES,
+    HeldPass,
+    kept_cuts,
+    most_buffers,
+    restarted_layers,
+    whole_pages,
+)
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.planning.partition import Partition, StageKind, evaluation_tasks, step_tasks
+from torchround.planning.partition import (
+    KeptNames,
+    Partition,
+    Stage,
+    StageKind,
+    StageTask,
+    evaluation_tasks,
+    step_tasks,
+)
+from torchround.planning.run_question import INTEGER_TENSORS
 
-NO_SIZES = StagingSizes(boundary_bytes=0, integer_bytes=0, micro_batches=0, training=False)
+logger = logging.getLogger(__name__)
+
+
+class ValueSizes:
+    """The bytes of the values that layers hand on, by the shape of the micro-batch: boundaries and kept activations.
+
+    A layer counts them by its `work`, or the model tells them; other boundaries are measured in the first pass of a shape.
+    `measured` grows with each one that turned out larger than it was known, so that buffers are reserved anew. Any thread
+    may call these methods. `names` are the parts that each layer keeps, `compiles` says that layers run compiled on
+    devices of this `kind`.
+    """
+
+    def __init__(
+        self, model: LayeredModel, names: KeptNames, element_bytes: int, kind: str, compiles: bool
+    ) -> None:
+        self.measured = 0
+        self.num_layers = len(model.layers)
+        self.keeping = frozenset(layer for layer, of_layer in enumerate(names) if of_layer)
+        self._model = model
+        self._names = names
+        self._element_bytes = element_bytes
+        self._kind = kind
+        self._compiles = compiles
+        self._has_warned = False
+        self._boundaries: dict[tuple[int, torch.Size], int] = {}
+        self._kept: dict[tuple[int, torch.Size], int | None] = {}
+        self._lock = threading.Lock()
+
+    # Boundaries: the input of layer `cut`. After the last layer comes its output.
+
+    def boundary(self, cut: int, shape: torch.Size) -> int:
+        """Return the bytes of the input of layer `cut`; 0 if they are not known yet."""
+        if self.knows(cut, shape):
+            return self._boundaries[cut, shape]
+        return 0
+
+    def knows(self, cut: int, shape: torch.Size) -> bool:
+        """Tell whether `boundary` has more than a guess."""
+        if (cut, shape) not in self._boundaries and (told := self._told(cut, shape)) is not None:
+            self._boundaries.setdefault((cut, shape), told)
+        return (cut, shape) in self._boundaries
+
+    def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
+        """Take note of a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
+        if nbytes <= self._boundaries.get((cut, shape), -1):
+            return self._boundaries[cut, shape]
+        with self._lock:
+            self._boundaries[cut, shape] = max(nbytes, self._boundaries.get((cut, shape), 0))
+            self.measured += 1
+        return nbytes
+
+    def _told(self, cut: int, shape: torch.Size) -> int | None:
+        if self._model.boundary_bytes is not None:
+            return self._model.boundary_bytes(cut - 1, shape)
+        work = getattr(self._model.layers[cut - 1], "work", None)
+        is_output = cut == self.num_layers  # the last layer's work is that of a loss
+        if work is None or is_output:
+            return None
+        return aligned(work(*shape, self._element_bytes).boundary_bytes)
+
+    # Kept activations.
+
+    def kept_names(self, layer: int) -> tuple[str, ...]:
+        """Return the names of the parts that a layer keeps."""
+        return self._names[layer] if self._names else ()
+
+    def kept(self, layer: int, shape: torch.Size) -> int | None:
+        """Count the bytes that a layer keeps of a micro-batch, packed. None if it does not declare its work."""
+        if (layer, shape) not in self._kept:
+            self._kept[layer, shape] = self._count_kept(layer, shape)
+        return self._kept[layer, shape]
+
+    def _count_kept(self, layer: int, shape: torch.Size) -> int | None:
+        module = self._model.layers[layer]
+        if not hasattr(module, "work"):
+            return None
+        work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
+        if self._compiles and not runs_fused(module, self._kind, shape.numel()):
+            work = kept_whole(work)
+        return sum(part.nbytes for part in work.keepable if part.name in self.kept_names(layer))
+
+    def buffer_for_kept(self, layer: int, shape: torch.Size, recorded: Packing) -> int | None:
+        """Return the bytes of the buffer for what a layer has recorded; None if it is to be recomputed.
+
+        Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
+        """
+        counted_bytes = self.kept(layer, shape)
+        if counted_bytes is not None:
+            if recorded.nbytes > counted_bytes or (counted_bytes and not recorded.ranges):
+                self._warn(layer, recorded.nbytes, counted_bytes)
+            elif recorded.ranges:
+                return counted_bytes
+            return None
+        # Compiled layers record by code that a compiler may refuse, so they are recomputed.
+        if recorded.ranges or self._compiles:
+            return recorded.nbytes if recorded.ranges else None
+        raise KeptActivationError(
+            f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names(layer))}, but it names no such part "
+            "by torchround.keeping.keep; leave the layer out of the settings' kept"
+        )
+
+    def _warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "layer %s recorded %s to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
+                "others like it: losses are the same, and steps are as long as if it kept nothing",
+                self._model.names[layer],
+                f"{nbytes} bytes" if nbytes else "nothing",
+                counted_bytes,
+            )
+
+
+def kept_whole(work: LayerWork) -> LayerWork:
+    """Return the work of a layer that keeps all that its compiled code returns, or nothing.
+
+    That is its output and what its backward reads. The layer's last part stands for what its other parts do not count.
+    """
+    if not work.keepable:
+        return work
+    *parts, last = work.keepable
+    rest = work.activation_bytes + work.boundary_bytes - sum(part.nbytes for part in parts)
+    return replace(work, keepable=(*parts, replace(last, nbytes=max(last.nbytes, rest))))
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Everything about a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
+
+    `step` counts only in relation to that of the previous pass.
+    """
+
+    training: bool
+    stages: tuple[Stage, ...]
+    rounds: tuple[range, ...]
+    shapes: tuple[torch.Size, ...]
+    integer_bytes: tuple[int, ...]
+    step: int = field(compare=False)
+    gives_outputs: bool = False
+
+    @staticmethod
+    def of(
+        tasks: Sequence[StageTask],
+        shapes: Sequence[torch.Size],
+        integer_bytes: Sequence[int],
+        training: bool,
+        step: int,
+        gives_outputs: bool = False,
+    ) -> "PassShape":
+        """Return the shape of a pass that consists of `tasks`."""
+        stages = tuple(task.stage for task in tasks if task.round == 0)
+        rounds = tuple(task.micro_batches for task in tasks if task.stage_index == 0)
+        return PassShape(training, stages, rounds, tuple(shapes), tuple(integer_bytes), step, gives_outputs)
+
+
+def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
+    """Return the layers at which a forward or fused stage takes over from the previous stage."""
+    starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
+    return frozenset(start for start in starts if start > 0)
+
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """The memory through which the activations of a pass enter and leave each device.
+
+    In bytes: the largest boundary, micro-batch of integers and output; the most that a layer keeps of a micro-batch, and
+    that the layers of a backward stage keep together. `restarts` is the most layers inside one backward stage that take an
+    input of their own from the host.
+    """
+
+    boundary_bytes: int
+    integer_bytes: int
+    micro_batches: int  # in a round
+    training: bool
+    kept_out_bytes: int
+    kept_in_bytes: int
+    restarts: int
+    output_bytes: int
 
 
 class BufferReservation:
@@ -29,20 +223,16 @@ class BufferReservation:
 
     def __init__(
         self,
-        sizes: BoundarySizes,
-        num_layers: int,
+        sizes: ValueSizes,
         store: HostStore,
         pool: HostPool,
         devices: Sequence[Device],
-        kept: KeptLayers,
         for_gradients: Counter[int],
         accumulates: bool = False,
     ) -> None:
-        self._boundaries = sizes
-        self._num_layers = num_layers
+        self._values = sizes
         self._store = store
         self._pool = pool
-        self._kept = kept
         self._num_devices = len(devices)
         self._accumulates = accumulates
         self._always = for_gradients.copy()
@@ -50,8 +240,7 @@ class BufferReservation:
         if any(bundle.mapped for bundle in store.bundles):
             self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
         self._reserved: dict[tuple[PassShape, PassShape, bool, int], StagingSizes] = {}
-        self._shapes: set[torch.Size] = set()
-        self._integer_bytes: dict[torch.Size, int] = {}
+        self._integer_bytes: dict[torch.Size, int] = {}  # by the shapes of the passes so far
         pool.reserve(self._always)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
@@ -61,25 +250,20 @@ class BufferReservation:
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
         with it.
         """
-        if not this.rounds:
-            return NO_SIZES  # a machine without a part in this step: no device hears of it
-        if before is not None and not before.rounds:
-            before = None
         # The second pass is made up here rather than met later, where it would page-lock
         # memory in the middle of a run.
-        if before is None:
+        if before is None or not before.rounds:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
-            next_step = this.step + (not self._accumulates)
-            before, this = (
-                this,
-                replace(this, step=next_step, version=self._store.oldest_version_read(next_step, True)),
-            )
+            before, this = this, replace(this, step=this.step + (not self._accumulates))
+        # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
+        oldest = self._store.oldest_version_read(this.step, this.training)
+        overlaps = not before.training or oldest <= before.step
         # Steps of a run have few shapes, so buffers for most passes are reserved
         # already and this costs a look-up.
-        key = this, before, this.runs_beside(before), self._boundaries.measured
+        key = this, before, overlaps, self._values.measured
         if key not in self._reserved:
             self._stand_in_for_shorter(this)
-            ahead = len(this.stages) if this.runs_beside(before) else self._frozen_stages(this)
+            ahead = len(this.stages) if overlaps else self._frozen_stages(this)
             self._pool.reserve(self._needed(this, before, ahead))
             self._reserved[key] = self._sizes(this)
         return self._reserved[key]
@@ -98,15 +282,14 @@ class BufferReservation:
         Returns the staging space that devices need. Raises `HostMemoryError`.
         """
         count = len(shapes)
+        batch = [torch.Size(shape) for shape in shapes], [_integer_bytes(*shape) for shape in shapes]
         tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
-        version = self._store.oldest_version_read(step, training=True)
-        training = PassShape.planned(tasks, shapes, True, step, version)
+        training = PassShape.of(tasks, *batch, True, step)
         sizes = self.reserve_for(training, None)
         if not validates:
             return (sizes,)
         tasks = evaluation_tasks(partition, count, self._num_devices)
-        version = self._store.oldest_version_read(step + 1, training=False)
-        evaluation = PassShape.planned(tasks, shapes, False, step + 1, version)
+        evaluation = PassShape.of(tasks, *batch, False, step + 1)
         between = self.reserve_for(evaluation, training)
         self.reserve_for(evaluation, evaluation)
         self.reserve_for(training, evaluation)
@@ -114,35 +297,29 @@ class BufferReservation:
 
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
-        last = {self._num_layers} if shape.gives_outputs else set()
-        restarts = [restarted_layers(stage, self._store.stale_layers) for stage in shape.stages]
-        cuts = {stage.start for stage in shape.stages}.union(*restarts) - {0} | last
-        return all(self._boundaries.knows(cut, one) for cut in cuts for one in set(shape.shapes))
+        cuts = self._cuts(shape) | ({self._values.num_layers} if shape.gives_outputs else set())
+        return all(self._values.knows(cut, one) for cut in cuts for one in set(shape.shapes))
+
+    def _cuts(self, shape: PassShape) -> frozenset[int]:
+        """Return the layers whose input is on the host at some time."""
+        return forward_inputs(shape.stages) | kept_cuts(shape.stages, self._store.stale_layers)
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
-        longest = max(self._shapes, default=None)
-        layers = range(1, self._num_layers)
-        for shape, integer_bytes in zip(this.shapes, this.integer_bytes, strict=True):
-            if (
-                longest is not None
-                and shape not in self._shapes
-                and shape[1:] == longest[1:]
-                and shape < longest
-            ):
-                self._pool.stand_in(integer_bytes, self._integer_bytes[longest])
-                for cut in layers:
-                    if shorter_bytes := self._boundaries.of(cut, shape):
-                        self._pool.stand_in(shorter_bytes, self._boundaries.of(cut, longest))
-                for layer in self._kept.layers:
+        seen = self._integer_bytes
+        longest = max(seen, default=torch.Size())
+        new = dict(zip(this.shapes, this.integer_bytes, strict=True))
+        for shape, integer_bytes in new.items():
+            if shape not in seen and shape[1:] == longest[1:] and shape < longest:
+                self._pool.stand_in(integer_bytes, seen[longest])
+                for cut in range(1, self._values.num_layers):
+                    if shorter_bytes := self._values.boundary(cut, shape):
+                        self._pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
+                for layer in self._values.keeping:
                     self._pool.stand_in(self._kept_bytes(layer, shape), self._kept_bytes(layer, longest))
-        self._shapes.update(this.shapes)
-        self._integer_bytes.update(zip(this.shapes, this.integer_bytes, strict=True))
+        seen |= new
 
     def _sizes(self, this: PassShape) -> StagingSizes:
-        # Layer 0 reads the micro-batch alone, so no boundary lies before it.
-        restarts = [restarted_layers(stage, self._store.stale_layers) for stage in this.stages]
-        cuts = {stage.start for stage in this.stages}.union(*restarts) - {0}
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
@@ -151,17 +328,16 @@ class BufferReservation:
             if stage.kind is StageKind.BACKWARD
             for shape in shapes
         ]
+        boundaries = (self._values.boundary(cut, shape) for cut in self._cuts(this) for shape in shapes)
         return StagingSizes(
-            boundary_bytes=max(
-                (self._boundaries.of(cut, shape) for cut in cuts for shape in shapes), default=0
-            ),
+            boundary_bytes=max(boundaries, default=0),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(len(part) for part in this.rounds),
             training=this.training,
             kept_out_bytes=max((max(of_stage) for of_stage in kept), default=0),
             kept_in_bytes=max((sum(of_stage) for of_stage in kept), default=0),
-            restarts=max(map(len, restarts)),
-            output_bytes=max(map(self._output_bytes(this), shapes)),
+            restarts=max(len(restarted_layers(stage, self._store.stale_layers)) for stage in this.stages),
+            output_bytes=max(self._output_bytes(this, shape) for shape in shapes),
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
@@ -171,26 +347,25 @@ class BufferReservation:
             [self._held(before, shapes, 0), self._held(this, shapes, ahead)],
             self._num_devices,
             # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
-            lambda cut, size: whole_pages(self._boundaries.of(cut, shapes[size])),
+            lambda cut, size: whole_pages(self._values.boundary(cut, shapes[size])),
             lambda layer, size: whole_pages(self._kept_bytes(layer, shapes[size])),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):
             needed.update(held.integer_bytes)
             needed[LOSS_BYTES] += len(held.shapes)
-            needed.update(map(self._output_bytes(held), held.shapes))
+            needed.update(self._output_bytes(held, shape) for shape in held.shapes)
         del needed[0]
         return needed + self._always
 
-    def _output_bytes(self, this: PassShape) -> Callable[[torch.Size], int]:
-        """Return the bytes of an output by the shape of its micro-batch: 0 if the pass gives losses."""
-        if not this.gives_outputs:
-            return lambda shape: 0
-        return lambda shape: whole_pages(self._boundaries.of(self._num_layers, shape))
+    def _output_bytes(self, this: PassShape, shape: torch.Size) -> int:
+        """Return the bytes of a micro-batch's output: 0 if the pass gives losses."""
+        outputs = self._values.num_layers
+        return whole_pages(self._values.boundary(outputs, shape)) if this.gives_outputs else 0
 
     def _kept_bytes(self, layer: int, shape: torch.Size) -> int:
         """Return the bytes that a layer keeps; 0 if it keeps nothing, or does not declare its work."""
-        return (self._kept.nbytes(layer, shape) or 0) if layer in self._kept.layers else 0
+        return (self._values.kept(layer, shape) or 0) if layer in self._values.keeping else 0
 
     def _held(self, shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
         rounds = tuple(tuple(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
@@ -205,3 +380,7 @@ class BufferReservation:
             if any(self._store.bundles[bundle].trainable for bundle in bundles):
                 return index
         return len(this.stages)
+
+
+def _integer_bytes(batch: int, tokens: int) -> int:
+    return INTEGER_TENSORS * aligned(8 * batch * tokens)

@@ -8,6 +8,14 @@ layer (`LayerGate`).
 
 Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
 round differently, and results would depend on the plan.
+
+A compiled layer keeps everything that its compiled forward returns: its output, and all tensors that its compiled backward
+reads. One piece of code makes them together, so a compiled layer keeps all or nothing. The same compiled backward reads
+them, whichever call made them, so results have the same bits by construction.
+
+Some returned tensors are inputs, such as weights, or views of inputs. These stay where they are, and `ReturnedTensor`
+notes which input it is. Others share memory with each other, for example query, key and value cut from one product. Such
+memory is kept once.
 """
 
 import copy
@@ -18,7 +26,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +35,10 @@ from torch import Tensor, nn
 from torchround import keeping
 from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
-from torchround.engine.compiled_shape import CompiledShape
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, as_tuple, flatten
-from torchround.layer import Batch, Hidden, LayeredModel, MicroBatch, runs_fused
-from torchround.optim.kernel import cxx_compiler
+from torchround.engine.worker.slots import FLAT, SINGLE, as_tuple, flatten
+from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
+from torchround.optim.kernel import cxx_compiler, keep_inductor_private
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +57,27 @@ class LayerCompiler:
     """
 
     def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
+        self.backend = backend
         self.is_required = is_required
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
-        self._backend = backend
         self._looking = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it
             # shares no code with the others.
-            code = (index == len(model.layers) - 1, _structure(layer))
+            code = index == len(model.layers) - 1, _structure(layer)
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(layer, code, code[0], backend, is_required)
+                kind = LayerKind(self, layer, code)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
+
+    @property
+    def setting(self) -> str:
+        """The setting that layers are compiled for, as the config says it."""
+        return "engine.compile = true" if self.is_required else 'engine.compile = "auto"'
 
     def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
         """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
@@ -96,32 +108,30 @@ class LayerCompiler:
         """Return whether there is a compiler for this type of device. Warns once if not."""
         with self._looking:
             if device not in self._compiles:
-                missing = _missing_compiler(device) if self._backend == "inductor" else None
+                missing = _missing_compiler(device) if self.backend == "inductor" else None
                 if missing is not None:
-                    setting = _setting(self.is_required)
-                    logger.warning("%s: no layer can be compiled (%s); they %s", setting, missing, COST)
+                    logger.warning("%s: no layer can be compiled (%s); they %s", self.setting, missing, COST)
                 self._compiles[device] = missing is None
         return self._compiles[device]
 
 
 class LayerKind:
-    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
+    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred.
 
-    def __init__(
-        self, layer: nn.Module, code: object, is_last: bool, backend: str, is_required: bool
-    ) -> None:
+    `code` is whether they are the model's last layer, and their structure.
+    """
+
+    def __init__(self, compiler: LayerCompiler, layer: nn.Module, code: tuple[bool, object]) -> None:
         self.code = code
         self.layer_names: list[str] = []
         named = list(layer.named_parameters(remove_duplicate=False))
         self.paths = [path for path, _ in named]
-        self._trained = [parameter.requires_grad for _, parameter in named]
         self.shapes: dict[object, CompiledShape] = {}
+        self._compiler = compiler
+        self._trained = [parameter.requires_grad for _, parameter in named]
         # A copy: `functional_call` replaces its parameters for a while, which the
         # caller's model must not show.
         self._prototype = copy.deepcopy(layer)
-        self._is_last = is_last
-        self._is_required = is_required
-        self._backend = backend
         self._given_up = False
 
     def run(
@@ -131,7 +141,7 @@ class LayerKind:
         inputs = () if hidden is None else as_tuple(hidden)
         # Only the last layer may compute something else without gradients: the others share one code for
         # both, so that a forward and its recomputation give the same bits.
-        differentiates = torch.is_grad_enabled() or not self._is_last
+        differentiates = torch.is_grad_enabled() or not self.code[0]
         documents = micro_batch.max_documents
         # A document alone may be as long as the sequence, which the code knows: its kernels take that as a number.
         longest = None if documents == 1 else micro_batch.longest_document
@@ -161,38 +171,40 @@ class LayerKind:
                 # Looked up again: another worker may have compiled it while this one waited.
                 if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
-                    wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
-                    self._compile(
-                        key, CompiledShape(function, wants, self._backend), board, micro_batch, tensors
-                    )
+                    floating = [tensor.is_floating_point() for tensor in inputs]
+                    wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
+                    new = CompiledShape(function, wants, self._compiler.backend)
+                    # A compilation takes longer than the watchdog waits.
+                    with _counted_as_progress(board):
+                        self._compile(key, new, micro_batch, tensors)
                 shape = self.shapes.get(key)
         return None if shape is None else shape(micro_batch, tensors)
 
     def _compile(
-        self,
-        key: object,
-        shape: CompiledShape,
-        board: Board,
-        micro_batch: MicroBatch,
-        tensors: list[Tensor],
+        self, key: object, shape: "CompiledShape", micro_batch: MicroBatch, tensors: list[Tensor]
     ) -> None:
         """Compile by running once. If that fails, the kind runs uncompiled from now on.
 
         An error of the layer itself is raised again there.
         """
         try:
-            # A compilation takes longer than the watchdog waits.
-            with _counted_as_progress(board):
-                shape.rehearse(micro_batch, tensors)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            if self._is_required:
-                raise
-            # The user did not ask for compiled layers, and uncompiled ones hold less memory at once.
-            self._give_up(error)
-        except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
-            self._give_up(error)
-        else:
+            shape.rehearse(micro_batch, tensors)
             self.shapes[key] = shape
+        except Exception as error:  # compilers raise whatever they like
+            # If the user did not ask for compiled layers: uncompiled ones hold less memory at once.
+            if self._compiler.is_required and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise
+            self._given_up = True
+            [first, *others] = self.layer_names
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            logger.warning(
+                "%s: %s cannot be compiled (%s: %s) and %s",
+                self._compiler.setting,
+                f"{first} .. {others[-1]}" if others else first,
+                type(error).__name__,
+                (lines or ["no reason given"])[0][:300],
+                COST,
+            )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
         """Return the layer as a function of tensors, with a code object of its own.
@@ -204,25 +216,240 @@ class LayerKind:
         def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], facts: dict[str, Any]) -> Hidden:
             values = dict(zip(paths, tensors[: len(paths)], strict=True))
             inputs = tensors[len(paths) :]
-            hidden = as_hidden(inputs, single) if inputs else None
+            hidden = (inputs[0] if single else tuple(inputs)) if inputs else None
             return torch.func.functional_call(layer, values, (hidden, MicroBatch(*integers, **facts)))
 
         code = run_layer.__code__.replace(co_name=f"run_{type(layer).__name__}_{len(self.shapes)}")
         return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
 
-    def _give_up(self, error: Exception) -> None:
-        self._given_up = True
-        [first, *others] = self.layer_names
-        names = f"{first} .. {others[-1]}" if others else first
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-        logger.warning(
-            "%s: %s cannot be compiled (%s: %s) and %s",
-            _setting(self._is_required),
-            names,
-            type(error).__name__,
-            reason[:300],
-            COST,
+
+class CompiledShape:
+    """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
+
+    def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
+        options: dict[str, Any] | None = None
+        if backend == "inductor":
+            keep_inductor_private()
+            # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
+            # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
+            # in the cached code.
+            wanted: dict[str, Any] = {"deterministic": True, "cpp.threads": 1}
+            known = torch._inductor.list_options()
+            options = {name: value for name, value in wanted.items() if name in known}
+        self._compiled = torch.compile(
+            function, fullgraph=True, dynamic=False, backend=backend, options=options
         )
+        self._wants = wants
+
+    def __call__(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> Hidden:
+        outputs = _Run.apply(self, micro_batch, *tensors)
+        return outputs[0] if self._single else outputs
+
+    def rehearse(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> None:
+        """Run forward and backward once, so that both are compiled, and drop the results."""
+        # A recording under way must not get the tensors of a rehearsal.
+        with keeping.suspended():
+            inner, outputs = self.forward(micro_batch, tensors)
+            if _put_in_front(outputs):
+                # Once more, so that the new part sees what the code returns: on this device the first call may be one
+                # that replays.
+                del inner, outputs
+                inner, outputs = self.forward(micro_batch, tensors)
+            self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
+
+    def forward(
+        self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Return leaves in the place of `tensors`, and the outputs computed from them."""
+        pairs = zip(tensors, self._wants, strict=True)
+        inner = [tensor.detach().requires_grad_(wanted) for tensor, wanted in pairs]
+        with torch.set_grad_enabled(any(self._wants)):
+            output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
+        outputs, structure = flatten(output)
+        if structure not in (SINGLE, FLAT):
+            raise TypeError("it returns a nested value; compiled code returns a tensor or a tuple of tensors")
+        # Device threads share this object; every one of them writes the same value here.
+        self._single = structure is SINGLE
+        return inner, outputs
+
+    def backward(
+        self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return a gradient for each leaf of `inner`, None for a leaf without one."""
+        pairs = [
+            (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
+        ]
+        wanted = [leaf for leaf in inner if leaf.requires_grad]
+        if not pairs or not wanted:
+            return [None] * len(inner)
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
+            )
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in inner]
+
+
+class _Run(torch.autograd.Function):
+    """The step from the caller's autograd graph into compiled code and back.
+
+    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: CompiledShape, micro_batch: MicroBatch, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inner, outputs = shape.forward(micro_batch, tensors)
+        ctx.shape, ctx.inner, ctx.outputs = shape, inner, outputs
+        ctx.totals = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
+        found = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inner, outputs, totals = ctx.inner, ctx.outputs, ctx.totals
+        ctx.inner = ctx.outputs = ctx.totals = None  # the activations that they keep are of no more use
+        found = ctx.shape.backward(inner, outputs, grads)
+        return None, None, *(_added(grad, total) for grad, total in zip(found, totals, strict=True))
+
+
+def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """Add a gradient to the sum of another number format that its leaf holds, and return what is left for autograd.
+
+    Autograd would cast the gradient in a pass of its own. The sum has the same bits: the cast is exact.
+    """
+    if grad is None or total is None or total.dtype == grad.dtype or total.dtype != torch.float32:
+        return grad
+    total.add_(grad)
+    return None
+
+
+@dataclass(frozen=True)
+class ReturnedTensor:
+    """One tensor that a compiled forward returns, as a part of an input or of a piece of kept memory.
+
+    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element, counted from the
+    beginning of the input or of the piece.
+    """
+
+    source: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view_of(self, source: Tensor) -> Tensor:
+        """Return the tensor as a view of its source, or the source itself if it is the whole of it."""
+        if source.dtype != self.dtype:
+            size = self.dtype.itemsize
+            source = source[: source.nbytes // size * size].view(self.dtype)
+        elif source.shape == self.shape and source.stride() == self.stride:
+            return source
+        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
+
+
+class KeptForward:
+    """A part in front of the code of a compiled forward, which can record what the code returns and return it again.
+
+    `_form` says how to rebuild that: a `ReturnedTensor` for each tensor, the value itself for everything else, and the
+    bytes of the pieces of kept memory. It is the same for each call, because the code is.
+    """
+
+    def __init__(self, code: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._code = code
+        self._form: tuple[list[Any], tuple[int, ...]] | None = (
+            None  # from the second call of the rehearsal on
+        )
+        self._boxed_call = True  # PyTorch then gives the inputs as one list, which the code may empty
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the code, or return what it returned before if this thread replays."""
+        record, memory = keeping.whole_record(KEEPABLE), keeping.whole_replay()
+        if memory:
+            return self._rebuilt(inputs, memory)
+        if record is None and self._form is not None:
+            return self._code(inputs)
+        given = list(inputs)
+        returned = self._code(inputs)
+        values, pieces = _split(given, returned)
+        form = values, tuple(piece.nbytes for piece in pieces)
+        if self._form is None:
+            self._form = form
+        # Other values than before are not kept; then the layer is recomputed, which is right in any case.
+        elif record is not None and form == self._form:
+            record.tensors.extend(pieces)
+        return returned
+
+    def _rebuilt(self, inputs: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
+        """Return the values for these inputs and this kept memory, flat uint8 tensors.
+
+        Raises `KeptActivationError` for memory of other sizes.
+        """
+        assert self._form is not None, "the rehearsal comes first, and does not replay"
+        values, sizes = self._form
+        found = tuple(piece.nbytes for piece in memory)
+        if found != sizes:
+            raise keeping.KeptActivationError(
+                f"a compiled layer got kept tensors of {found} bytes; its code returns {sizes}"
+            )
+        sources = [*inputs, *memory]
+        return [
+            value.view_of(sources[value.source]) if isinstance(value, ReturnedTensor) else value
+            for value in values
+        ]
+
+
+def _put_in_front(outputs: Sequence[Tensor]) -> bool:
+    """Put a `KeptForward` in front of the compiled code that made these outputs. Return whether it was not there before.
+
+    The code is an attribute of the autograd function that PyTorch made for it, also if the code comes from the compiler's
+    cache. A compiler without such a function keeps nothing.
+    """
+    for output in outputs:
+        function = getattr(type(output.grad_fn), "_forward_cls", None)
+        code = getattr(function, "compiled_fw", None)
+        if code is not None and not isinstance(code, KeptForward):
+            setattr(function, "compiled_fw", KeptForward(code))  # noqa: B010  (unknown to the type checker)
+            return True
+    return False
+
+
+def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return the returned values as `KeptForward` rebuilds them, and the memory to keep for that: flat uint8 tensors."""
+    places = [_place(value) if isinstance(value, Tensor) else (0, 0) for value in inputs]
+    pieces: dict[int, Tensor] = {}  # by the address where a storage begins
+    values: list[Any] = []
+    for value in returned:
+        if not isinstance(value, Tensor):
+            values.append(value)
+            continue
+        start, stop = _place(value)
+        # By addresses and not by storages: the storage of each weight is the slot that holds the whole stage.
+        holders = (
+            (index, begin)
+            for index, (begin, end) in enumerate(places)
+            if begin <= start < stop <= end and inputs[index].dtype == value.dtype
+        )
+        source, begin = next(holders, (None, 0))
+        if source is None:
+            begin = value.untyped_storage().data_ptr()
+            if begin not in pieces or pieces[begin].nbytes < stop - begin:
+                numel = (stop - begin) // value.itemsize
+                pieces[begin] = value.detach().as_strided((numel,), (1,), 0).view(torch.uint8)
+            source = len(inputs) + list(pieces).index(begin)
+        offset = (start - begin) // value.itemsize
+        values.append(ReturnedTensor(source, value.dtype, value.shape, value.stride(), offset))
+    return values, list(pieces.values())
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and the one behind its last byte."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _is_compilable(hidden: Hidden | None, batch: Batch) -> bool:
@@ -232,18 +459,9 @@ def _is_compilable(hidden: Hidden | None, batch: Batch) -> bool:
     return hidden is None or flatten(hidden)[1] in (SINGLE, FLAT)
 
 
-def _setting(is_required: bool) -> str:
-    """Return the setting that layers are compiled for, as the config says it."""
-    return "engine.compile = true" if is_required else 'engine.compile = "auto"'
-
-
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
     """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
-
-
-def _floating(tensors: Sequence[Tensor]) -> list[bool]:
-    return [tensor.is_floating_point() for tensor in tensors]
 
 
 def _structure(layer: nn.Module) -> object:

@@ -138,6 +138,7 @@ class Device(ABC):
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self.num_allocations = 0
+        self.buffers: list[Tensor] = []
         self.step_of = dict.fromkeys(Stream, 0)
         self.watchers: list[DeviceWatcher] = []
 
@@ -146,9 +147,17 @@ class Device(ABC):
         self.step_of.update(dict.fromkeys(streams, step))
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return a uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""
+        """Return a uint8 buffer that exists until `free`. Raises `DeviceMemoryError`."""
         self.num_allocations += 1
-        return self._allocate(nbytes)
+        # Held here: PyTorch could give memory that is dropped to one stream while another one still uses it.
+        self.buffers.append(self._allocate(nbytes))
+        return self.buffers[-1]
+
+    def free(self) -> None:
+        """Free all buffers, no matter what refers to them or to parts of them. The device must be idle."""
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+        self.buffers.clear()
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         """Enqueue `destination.copy_(source)` over the link; both have the same dtype."""
@@ -200,9 +209,8 @@ class Device(ABC):
         self.wait(stream, self.record(earlier, what), what)
 
     def release(self) -> None:
-        """Let another engine use the device: the caller gives up its buffers, and no watcher stays."""
+        """Let another engine use the device, whose buffers are free. No watcher stays."""
         self.watchers.clear()
-        self._release()
 
     @abstractmethod
     def mark(self, stream: Stream) -> Mark:
@@ -237,9 +245,6 @@ class Device(ABC):
     @abstractmethod
     def _wait(self, stream: Stream, event: Event) -> None: ...
 
-    @abstractmethod
-    def _release(self) -> None: ...
-
 
 class CpuDevice(Device):
     """A virtual device: a thread with its own count of memory and a limit. Copies do not overlap with compute."""
@@ -252,7 +257,6 @@ class CpuDevice(Device):
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self._limit_bytes = memory_limit_bytes
-        self._allocated_bytes = 0
         self._peak_bytes = 0
 
     def mark(self, stream: Stream) -> Mark:
@@ -270,10 +274,11 @@ class CpuDevice(Device):
         return self._peak_bytes
 
     def _allocate(self, nbytes: int) -> Tensor:
-        if self._limit_bytes is not None and self._allocated_bytes + nbytes > self._limit_bytes:
+        allocated = sum(buffer.nbytes for buffer in self.buffers)
+        if self._limit_bytes is not None and allocated + nbytes > self._limit_bytes:
             raise DeviceMemoryError(
                 f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: it has {self._limit_bytes / GIB:.3f} GiB, "
-                f"and {self._allocated_bytes / GIB:.3f} GiB of that is in use"
+                f"and {allocated / GIB:.3f} GiB of that is in use"
             )
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -283,8 +288,7 @@ class CpuDevice(Device):
                 "meanwhile, or a limit of the process is lower than what is free (ulimit -v). Lower "
                 "engine.host_memory_gib so that the plan keeps within it, or free memory"
             ) from error
-        self._allocated_bytes += nbytes
-        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+        self._peak_bytes = max(self._peak_bytes, allocated + nbytes)
         return buffer
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
@@ -299,9 +303,6 @@ class CpuDevice(Device):
     def _wait(self, stream: Stream, event: Event) -> None:
         # Nothing is enqueued here, so the thread itself waits before it runs the next operation.
         event.synchronize()
-
-    def _release(self) -> None:
-        self._allocated_bytes = 0
 
 
 # Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
@@ -327,7 +328,7 @@ class AcceleratorDevice(Device):
         }
 
     def mark(self, stream: Stream) -> Mark:
-        return Mark(self._recorded(stream, timed=True))
+        return Mark(self._record(stream, timed=True))
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self.torch_device)
@@ -363,10 +364,7 @@ class AcceleratorDevice(Device):
         with self._streams[stream]:
             return work()
 
-    def _record(self, stream: Stream) -> Event:
-        return self._recorded(stream, timed=False)
-
-    def _recorded(self, stream: Stream, timed: bool) -> torch.Event:
+    def _record(self, stream: Stream, timed: bool = False) -> torch.Event:
         event = self.kind.event(self.torch_device, timed)
         event.record(self._streams[stream])
         return event
@@ -380,9 +378,9 @@ class AcceleratorDevice(Device):
             # The host's own event, or one that this stream cannot wait for: its work is done once this returns.
             event.synchronize()
 
-    def _release(self) -> None:
-        # PyTorch's allocator takes each buffer back with its last tensor, and keeps it for one of its size. The next
-        # engine has buffers of other sizes.
+    def release(self) -> None:
+        super().release()
+        # PyTorch's allocator keeps free memory for a tensor of its size. The next engine has buffers of other sizes.
         torch.accelerator.empty_cache()
 
 

@@ -14,35 +14,30 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board, Flag, HandOverKey, Observer
-from torchround.engine.boundary_sizes import BoundarySizes
-from torchround.engine.buffer_reservation import BufferReservation
+from torchround.engine.board import Board, Flag, Observer, Queue, Value
+from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.group_exchange import make_exchange
-from torchround.engine.kept_layers import KeptLayers
+from torchround.engine.exchange import StepExchange
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.pass_maker import PassMaker
-from torchround.engine.passes import FIRST_SIZES, Pass, share_tasks
-from torchround.engine.passes_under_way import PassesUnderWay
+from torchround.engine.passes import UPDATED, HostTensors, Pass
 from torchround.engine.program import Program
-from torchround.engine.results import StepResult
+from torchround.engine.results import DeviceJob, Passes, StepResult
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.settings import EngineSettings, allocate_gradients
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Tasks, Worker
-from torchround.engine.update import UPDATED, Updater
+from torchround.engine.update import Updater
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import HostTensors
-from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
+from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.memory import forward_stages
-from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks
+from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
 
 T = TypeVar("T")
 
@@ -82,52 +77,42 @@ class Engine:
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
         allocate_gradients(store, model, optimizer, self.settings)
-        self._exchange = make_exchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
+        self._exchange = StepExchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
             store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange, fail
         )
         saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
-        self._program = Program(
-            store,
-            self._tasks,
-            self._updater,
-            saver,
-            self._exchange,
-            len(devices),
-            self.settings.accumulates,
-        )
-        self._passes = PassesUnderWay(board)
-        compiler = self.settings.compiler
-        kind = self.devices[0].torch_device.type
-        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        sizes = BoundarySizes(model, store.dtype.itemsize)
+        queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
+        accumulates, compiler = self.settings.accumulates, self.settings.compiler
+        self._program = Program(store, self._tasks, self._updater, saver, self._exchange, queues, accumulates)
+        kind, compiles = self.devices[0].torch_device.type, compiler is not None
+        sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
+        for_gradients = self._exchange.landings.needed()
         self._reservation = BufferReservation(
-            sizes,
-            len(model.layers),
+            sizes, store, self.pool, self.devices, for_gradients, accumulates
+        )
+        self._passes = Passes(
             store,
+            board.observer,
             self.pool,
-            self.devices,
-            kept,
-            self._exchange.landings.needed(),
-            self.settings.accumulates,
+            self._reservation,
+            queues,
+            self._synchronize,
+            is_compiled=compiler is not None and compiler.is_required,
         )
-        is_compiled = compiler is not None and compiler.is_required
-        self._maker = PassMaker(
-            store, partition, board, self.pool, self._reservation, self._synchronize, is_compiled
-        )
-        workers = self._make_workers(model, sizes, kept)
-        queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
+        workers = self._make_workers(model, sizes, queues)
+        watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
         others += [worker.reader.thread for worker in workers if worker.reader is not None]
-        self._watchdog = Watchdog(board, workers, queues, others, self.settings.hang_timeout_s, fail)
+        self._watchdog = Watchdog(board, workers, watches, others, self.settings.hang_timeout_s, fail)
         self._life.start([*(worker.thread for worker in workers), *others], self._updater, self._exchange)
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
         with self._life.call():
             run = (shapes, self.partition, self.settings.rounds, self._step, validates)
-            self._board.post(FIRST_SIZES(0), self._reservation.reserve_run(*run))
+            self._passes.prepare(*self._reservation.reserve_run(*run))
 
     def forward_backward(
         self,
@@ -150,15 +135,15 @@ class Engine:
             self._passes.make_room(self._step)
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
             first_slot = self._next_slot
-            tasks = share_tasks(share, self.partition, len(self.devices), first_slot)
+            counts = (len(share.micro_batches), len(share.rounds), len(self.devices))
+            # None if this machine has no part in the step.
+            tasks = step_tasks(self.partition, *counts, first_slot) if share.rounds else []
             tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
             slots, end = self._program.training_pass(pass_, tasks, first_slot)
-            self._hand_out(len(tasks), slots)
+            self._hand_out(len(tasks) + len(slots))
             self._calls, self._rounds = self._calls + 1, share.total_rounds
-            result = self._track(pass_, tasks, end)
-            self._passes.add_directions(slots)
-            return result
+            return self._track(pass_, tasks, end)
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
@@ -171,8 +156,7 @@ class Engine:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
             slots = self._program.step(lr, hyperparameters, self._next_slot)
-            self._hand_out(0, slots)
-            self._passes.add_directions(slots)
+            self._hand_out(len(slots))
             self._step += 1
             self._calls = self._rounds = 0
 
@@ -227,11 +211,7 @@ class Engine:
         with self._life.call():
             self._hand_out_late()
             self._passes.wait()
-            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
-            # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
-            if self.store.step < self._step or not (self.store.is_consistent or self._calls):
-                self._watchdog.wait(UPDATED(self._step - 1))
-            for worker in self._exchange.workers:
+            for worker in (self._updater, *self._exchange.workers):
                 self._wait_for_worker(worker)
 
     @contextmanager
@@ -302,21 +282,17 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._maker.make(batches, tasks, self._step, self._passes, **facts)
+        return self._passes.make(batches, tasks, self._step, **facts)
 
-    def _hand_out(self, num_stages: int, directions: Sequence[int] = ()) -> None:
+    def _hand_out(self, num_slots: int) -> None:
         """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
-        if directions and not self._board.ready(FIRST_SIZES(0)):
-            # A machine without a part in the step has a part in its update.
-            self._board.post(FIRST_SIZES(0), ())
         self._program.hand_out()
-        self._next_slot += num_stages + len(directions)
+        self._next_slot += num_slots
 
     def _hand_out_late(self) -> None:
         """Hand out the rest of the last step's program, if it was to come beside the next step."""
         slots = self._program.late_tasks(self._next_slot)
-        self._hand_out(0, slots)
-        self._passes.add_directions(slots)
+        self._hand_out(len(slots))
 
     def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
         def wait_for_end() -> None:
@@ -344,7 +320,7 @@ class Engine:
     # Faults and threads.
 
     def _make_workers(
-        self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers
+        self, model: LayeredModel, sizes: ValueSizes, queues: Sequence[Queue[DeviceJob]]
     ) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
@@ -355,12 +331,11 @@ class Engine:
             model=model,
             sizes=sizes,
             partition=self.partition,
-            num_devices=len(self.devices),
+            queues=queues,
             settings=self.settings,
-            kept=kept,
             on_failure=self._life.fail,
         )
-        workers = make_workers(self.devices, setup)
+        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
         self._life.allocate(workers)
         return workers
 
@@ -371,18 +346,18 @@ class Engine:
         if self._calls and self.store.step == self._step and self._life.failure is None:
             self.store.write_newest_device_weights()
 
-    def _wait_in_call(self, key: HandOverKey[T]) -> T:
-        """Wait for a hand-over as a call of the user. A boundary has arrived on the host when this returns.
+    def _wait_in_call(self, value: Value[T]) -> T:
+        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns.
 
         What is posted already can be had even after a fault.
         """
-        with self._life.call(is_there=self._board.ready(key)):
-            if key.kind is UPDATED and self._program.is_late(key.number):
+        with self._life.call(is_there=value.happened):
+            if value.kind == UPDATED and self._program.is_late(*value.numbers):
                 self._hand_out_late()
-            value = self._watchdog.wait(key)
-            if isinstance(value, HostTensors):
-                self._synchronize(value.landed)
-            return value
+            content = self._watchdog.wait(value)
+            if isinstance(content, HostTensors):
+                self._synchronize(content.landed)
+            return content
 
     def _synchronize(self, event: Event) -> None:
         """Wait for a device's event. A device that failed raises here first, so this reports its fault."""

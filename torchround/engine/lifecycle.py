@@ -18,7 +18,7 @@ import torch
 from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import StepExchange
+from torchround.engine.exchange import StepExchange
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Worker

@@ -1,57 +1,124 @@
-"""A pass: one batch's trip through the pipeline, as the controller hands it out."""
+"""A pass: one batch's trip through the pipeline, as the controller hands it out, and the values that it makes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from torchround.engine.board import HandOver
+from torchround.engine.board import Value, Values
+from torchround.engine.buffer_reservation import PassShape, forward_inputs
+from torchround.engine.device import Event, PastEvent
 from torchround.engine.errors import FaultLocation
+from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
-from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
-from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import Packing
-from torchround.engine.worker.structure import FLAT
-from torchround.layer import Batch, aligned
+from torchround.layer import Batch
+from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
-from torchround.planning.partition import (
-    Partition,
-    Stage,
-    StageKind,
-    StageTask,
-    step_tasks,
-)
-from torchround.planning.run_question import INTEGER_TENSORS
+from torchround.planning.partition import StageKind, StageTask
+
+# The kinds of values.
+BOUNDARY = "the input of layer {1} for micro-batch {2} of pass {0}"
+BOUNDARY_GRADIENT = "the gradient of layer {1}'s input for micro-batch {2} of pass {0}"
+KEPT = "the kept activations of layer {1} for micro-batch {2} of pass {0}"
+LOSS = "the loss of micro-batch {1} of pass {0}"
+OUTPUT = "the output of micro-batch {1} of pass {0}"
+STAGE_ENQUEUED = "all of stage slot {0} to be enqueued"
+SUMS = "the losses and norms of step {0} of all machines"
+UPDATED = "the update of step {0}"
 
 
-@dataclass(frozen=True)
+class HostTensors:
+    """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
+
+    They are valid after `landed`; the last reader gives them back.
+
+    `rebuild` makes a micro-batch from its uploaded tensors (`Batch.rebuild`).
+    """
+
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        packing: Packing,
+        landed: Event,
+        readers: int,
+        rebuild: Callable[[Sequence[Tensor]], Batch] | None = None,
+    ) -> None:
+        self.packing = packing
+        self.rebuild = rebuild
+        self.landed = landed
+        self._buffer = buffer
+        self._readers = readers
+        self._reads: list[Event] = []
+        self._lock = threading.Lock()
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes of the packing; empty after the end of the engine."""
+        return self._buffer.memory[: self.packing.nbytes]
+
+    def reader_ends(self, event: Event, pool: HostPool) -> None:
+        """Note that one reader's read ends at `event`."""
+        with self._lock:
+            self._reads.append(event)
+            last = len(self._reads) == self._readers
+        if last:
+            pool.give(self._buffer, self._reads)
+
+    def read(self, pool: HostPool) -> list[Tensor]:
+        """Return copies of the tensors, as one of the readers. Waits until they have landed."""
+        self.landed.synchronize()
+        copies = [view.clone() for view in self.packing.views(self.memory)]
+        self.reader_ends(PastEvent(), pool)
+        return copies
+
+
 class Pass:
-    """The facts that all stage jobs of a pass share.
+    """The facts that all stage jobs of a pass share, and the values that they make. These go with the pass.
 
     `step` counts the training steps before it. `version` is the weight version it reads, except what
     `version_read` says of `stale_layers`. `loss_factor` multiplies each token's loss before the backward pass:
-    it is the loss scale divided by `num_labels`.
-    `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
-    `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
-    devices need; `shape` decides that. `share` is this machine's share of a training step. A pass that
-    `gives_outputs` returns what the last layer returns, in place of losses.
+    it is the loss scale divided by `num_labels`. `forward_inputs` are the layers whose input a forward or fused stage takes
+    from the host, `backward_inputs` the layers whose input a backward stage takes. `share` is this machine's share of a
+    training step. The `results` are losses, or what the last layer returns in a pass that `gives_outputs`.
     """
 
-    index: int
-    training: bool
-    step: int
-    version: int
-    loss_factor: float
-    num_labels: int
-    micro_batches: tuple[HostTensors, ...]
-    forward_inputs: frozenset[int]
-    backward_inputs: frozenset[int]
-    shape: "PassShape"
-    sizes: StagingSizes
-    share: StepShare | None = None
-    stale_layers: int = 0
-    gives_outputs: bool = False
+    def __init__(
+        self,
+        index: int,
+        shape: PassShape,
+        store: HostStore,
+        num_labels: int,
+        micro_batches: Sequence[HostTensors],
+        share: StepShare | None,
+        updated: Value[UpdateReport],
+    ) -> None:
+        self.shape, self.step, self.training = shape, shape.step, shape.training
+        self.gives_outputs = shape.gives_outputs
+        self.num_labels = num_labels
+        self.micro_batches = micro_batches
+        self.share = share
+        self.version = store.policy.version_read(self.step) if self.training else self.step
+        self.stale_layers = store.stale_layers
+        loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
+        self.loss_factor = loss_scale / max(num_labels, 1)
+        self.forward_inputs = forward_inputs(shape.stages)
+        self.backward_inputs = kept_cuts(shape.stages, store.stale_layers)
+        # By layer and micro-batch. What a layer keeps is None if the layer is to be recomputed.
+        self.boundaries = Values[HostTensors](BOUNDARY, index)
+        self.boundary_gradients = Values[HostTensors](BOUNDARY_GRADIENT, index)
+        self.kept = Values[HostTensors | None](KEPT, index)
+        kind = OUTPUT if self.gives_outputs else LOSS
+        self.results = [Value[HostTensors](kind, index, m) for m in range(len(micro_batches))]
+        self.reports = Values[StageReport](STAGE_ENQUEUED)  # by slot
+        self.sums = Value[Sequence[float]](
+            SUMS, self.step
+        )  # the losses of all machines, if there are several
+        self.updated = updated
 
     def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
         """Return the version of a bundle that a stage uploads for `layer`.
@@ -90,79 +157,3 @@ class StageJob:
         """The number of the pass's stage slots after this one."""
         stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
-
-
-# Posted before the first stage job, so that every device has its buffers by then.
-FIRST_SIZES = HandOver[tuple[StagingSizes, ...]]("the first pass")
-STAGE_JOB = HandOver[StageJob | DirectionJob]("stage slot {0} to be handed out")
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """Everything about a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
-
-    `step` and `version` count only in relation to those of the previous pass.
-    """
-
-    training: bool
-    stages: tuple[Stage, ...]
-    rounds: tuple[range, ...]
-    shapes: tuple[torch.Size, ...]
-    integer_bytes: tuple[int, ...]
-    step: int = field(compare=False)
-    version: int = field(compare=False)
-    gives_outputs: bool = False
-
-    @staticmethod
-    def of(
-        tasks: Sequence[StageTask],
-        micro_batches: Sequence[Batch],
-        training: bool,
-        step: int,
-        version: int,
-        gives_outputs: bool = False,
-    ) -> "PassShape":
-        """Return the shape of a pass that consists of `tasks`."""
-        return PassShape(
-            training,
-            tuple(task.stage for task in tasks if task.round == 0),
-            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
-            tuple(micro_batch.shape for micro_batch in micro_batches),
-            tuple(Packing.laid_out(micro_batch.tensors(), FLAT).nbytes for micro_batch in micro_batches),
-            step,
-            version,
-            gives_outputs,
-        )
-
-    @staticmethod
-    def planned(
-        tasks: Sequence[StageTask], shapes: Sequence[tuple[int, int]], training: bool, step: int, version: int
-    ) -> "PassShape":
-        """Return the shape of a pass whose micro-batches have these `[B, T]`."""
-        return PassShape(
-            training,
-            tuple(task.stage for task in tasks if task.round == 0),
-            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
-            tuple(torch.Size(shape) for shape in shapes),
-            tuple(INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes),
-            step,
-            version,
-        )
-
-    def runs_beside(self, before: "PassShape") -> bool:
-        """Tell whether the weights that it reads are complete before the previous pass has ended."""
-        # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        return not before.training or self.version <= before.step
-
-
-def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
-    """Return the layers at which a forward or fused stage takes over from the previous stage."""
-    starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
-    return frozenset(start for start in starts if start > 0)
-
-
-def share_tasks(share: StepShare, partition: Partition, num_devices: int, first_slot: int) -> list[StageTask]:
-    """List the stage tasks of a machine's share of a step; none if it has no part in it."""
-    if not share.rounds:
-        return []
-    return step_tasks(partition, len(share.micro_batches), len(share.rounds), num_devices, first_slot)

@@ -1,6 +1,6 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
-This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange/` and `worker/`; how they
+This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange.py` and `worker/`; how they
 wait for each other follows from the order of the calls here alone (`tasks.py`).
 
 The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
-from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.passes import STAGE_JOB, Pass, StageJob
+from torchround.engine.exchange import StepExchange
+from torchround.engine.passes import Pass, StageJob
+from torchround.engine.results import DeviceJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import (
@@ -54,7 +56,7 @@ class Program:
         updater: Updater,
         saver: Worker,
         exchange: StepExchange,
-        num_devices: int,
+        queues: Sequence[Queue[DeviceJob]],
         accumulates: bool,
     ) -> None:
         self._store = store
@@ -62,7 +64,8 @@ class Program:
         self._updater = updater
         self._saver = saver
         self._exchange = exchange
-        self._num_devices = num_devices
+        self._queues = queues
+        self._num_devices = len(queues)
         self._accumulates = accumulates
         self._is_bounded = store.policy is BOUNDED
         self._directed = directed_bundles(store)
@@ -193,7 +196,7 @@ class Program:
         """Declare the update of a step. Returns the slots, from `slot` on, of direction jobs."""
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
-        decision = Decision(pass_.step, lr, hyperparameters)
+        decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
         for bundle in reversed(self._store.owned) if self._accumulates else ():
             reads, writes = [self._gradients[bundle.index]], list[Buffer]()
             self._measured(bundle, reads, writes)
@@ -323,26 +326,38 @@ class Program:
     def _exchange_weights(
         self, bundle: Bundle, step: int, decided: list[Buffer], old: list[Buffer], decision: Decision | None
     ) -> None:
-        """Declare what sends the device weights after `step` to all machines, or receives them from their owner."""
+        """Declare what sends the device weights after `step` to all machines, or receives them from their owner.
+
+        Without a `decision` they were written anew between steps.
+        """
         exchange, new = self._exchange, self._weights_of(bundle, step + 1)
-        if not bundle.is_owned:
-            copy = self._updater.copy_version
-            run = partial(exchange.receive_weights, bundle, step + 1, decision, copy)
-            source = exchange.weights_from[bundle.owner]
-            self._emit(source, "the receiving", step, run, bundle, [*decided, *old], [new])
-            return
-        for peer in exchange.peers:
-            run = partial(exchange.send_weights, peer, bundle, step + 1, decision)
+
+        def send(peer: int) -> None:
+            if decision is None or decision.applies:
+                exchange.send_weights(peer, bundle, step + 1)
+
+        def receive() -> None:
+            if decision is None or decision.applies:
+                exchange.receive_weights(bundle, step + 1)
+            else:
+                self._updater.copy_version(bundle, step)
+
+        for peer in exchange.peers if bundle.is_owned else ():
+            run = partial(send, peer)
             self._emit(exchange.weights_to[peer], "the sending", step, run, bundle, [*decided, new])
+        if not bundle.is_owned:
+            source = exchange.weights_from[bundle.owner]
+            self._emit(source, "the receiving", step, receive, bundle, [*decided, *old], [new])
 
     # Memory and workers.
 
     def hand_out(self) -> None:
         """Let the workers run what is declared."""
-        # Direction jobs first: a device that had to wait for its job would first send off gradients, and those of this
-        # step land only after the job.
-        for job in sorted(self._jobs, key=lambda job: isinstance(job, StageJob)):
-            self._tasks.board.post(STAGE_JOB(job.slot), job)
+        jobs = sorted(self._jobs, key=lambda job: job.slot)
+        for device, queue in enumerate(self._queues):
+            # Together: a device that had to wait for a direction job would first send off gradients, and those of this
+            # step land only after the job.
+            queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
         for worker, tasks in self._host_tasks.items():
             worker.put(tasks)
         self._jobs, self._host_tasks = [], defaultdict(list)

@@ -1,137 +1,34 @@
-"""The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
+"""The passes of an engine: what is checked, reserved and copied before one begins, and the result that its caller gets."""
 
-Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these
-reports when its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's
-costs.
-"""
-
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from statistics import median
 
-from torchround.engine.board import Board, HandOver, WaitForHandOver
-from torchround.engine.device import Mark, Stream
+from torchround.engine.board import Observer, Queue, Value, WaitForValue
+from torchround.engine.buffer_reservation import BufferReservation, PassShape, StagingSizes
+from torchround.engine.device import Event, PastEvent
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import SUMS
-from torchround.engine.pass_data import read_loss, read_output
-from torchround.engine.passes import STAGE_JOB, Pass
+from torchround.engine.passes import UPDATED, HostTensors, Pass, StageJob
+from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.timeline import TaskKind
-from torchround.engine.update import UPDATED, BundleUpdate, UpdateReport
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT
-from torchround.engine.worker.kept_transfers import KEPT
-from torchround.engine.worker.orthogonalise import DIRECTIONS_ENQUEUED
-from torchround.layer import Hidden
-from torchround.planning.costs import Costs
-from torchround.planning.partition import Partition, StageKind, StageTask
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.orthogonalise import DirectionJob
+from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
+from torchround.layer import Batch, Hidden, MicroBatch
+from torchround.planning.machine_shares import StepShare
+from torchround.planning.partition import StageKind, StageTask
 
+# The next step is dispatched while one runs; more would only hold more boundary activations.
+MOST_PASSES_UNDER_WAY = 2
 
-@dataclass(frozen=True)
-class DeviceSpan:
-    """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
-
-    A stage that sends something in the middle of a micro-batch makes a span before and one after. `part_marks` are points
-    before and after each part that the layer can keep, with its name, in steps that measure.
-    """
-
-    kind: TaskKind
-    start: Mark
-    end: Mark
-    stream: Stream = Stream.COMPUTE
-    micro_batch: int = 0
-    layers: range = range(0)
-    copied_bytes: int = 0
-    part_marks: tuple[tuple[str, Mark], ...] = ()
-
-    def part_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part by name. Waits until the device has passed its end."""
-        seconds: dict[str, float] = defaultdict(float)
-        for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
-            seconds[name] += end.seconds_since(start)
-        return seconds
-
-    @property
-    def seconds(self) -> float:
-        """Its duration. Waits until the device has passed its end."""
-        return self.end.seconds_since(self.start)
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """The measurements of one stage slot on its device.
-
-    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
-    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
-    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
-    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
-
-    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
-    waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
-    slot's end.
-    """
-
-    task: StageTask
-    step: int
-    idle_since: Mark | None
-    weights_ready: Mark
-    update_wait_s: float
-    spans: tuple[DeviceSpan, ...]
-    uploaded_bytes: int
-    downloaded_bytes: int
-    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
-
-    @cached_property
-    def busy_s(self) -> float:
-        """Seconds in which layers ran."""
-        return sum(span.seconds for span in self.spans)
-
-    @cached_property
-    def input_wait_s(self) -> float:
-        """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
-        # All weights arrived before the first span, so a gap between two spans is a wait
-        # for an activation or gradient.
-        between_s = sum(
-            max(later.start.seconds_since(earlier.end), 0.0)
-            for earlier, later in zip(self.spans, self.spans[1:], strict=False)
-        )
-        return self._before_s - self._late_weights_s + between_s
-
-    @cached_property
-    def weights_wait_s(self) -> float:
-        """Idle seconds until the weights were uploaded, without the wait for their update."""
-        return self._late_weights_s - self.optimizer_wait_s
-
-    @cached_property
-    def optimizer_wait_s(self) -> float:
-        """Idle seconds until the optimizer had written the weights."""
-        # The thread may wait for an update while its device still computes: only the idle part counts.
-        return min(self.update_wait_s, self._late_weights_s)
-
-    @cached_property
-    def _before_s(self) -> float:
-        """Idle seconds between the slot before and this one."""
-        return (
-            0.0 if self.idle_since is None else max(self.spans[0].start.seconds_since(self.idle_since), 0.0)
-        )
-
-    @cached_property
-    def _late_weights_s(self) -> float:
-        """The part of `_before_s` before the weights had arrived."""
-        if self.idle_since is None:
-            return 0.0
-        return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
-
-
-STAGE_ENQUEUED = HandOver[StageReport]("all of stage slot {0} to be enqueued")
+DeviceJob = StagingSizes | StageJob | DirectionJob
 
 
 class StepResult:
     """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
-    Every method waits for what it needs. `pool` is the engine's host pool.
+    `step` is the number of training steps before the pass. `num_labels` is the number of labels that the loss counts, over
+    the whole pass: its divisor. Every method waits for what it needs.
     """
 
     def __init__(
@@ -139,33 +36,24 @@ class StepResult:
         pass_: Pass,
         tasks: list[StageTask],
         pool: HostPool,
-        wait: WaitForHandOver,
+        wait: WaitForValue,
         wait_for_end: Callable[[], None] = lambda: None,
     ) -> None:
-        # Without the micro-batches: the caller may keep results for long, and those are in the engine's pool.
-        self.pass_ = replace(pass_, micro_batches=())
-        self._num_micro_batches = len(pass_.micro_batches)
-        self._is_shared = pass_.share is not None and pass_.share.num_machines > 1
+        # Without the pass: the caller may keep results for long, and its other values are in the engine's pool.
+        self.step = pass_.step
+        self.num_labels = pass_.num_labels
+        self.shape = pass_.shape
         self.tasks = tasks
-        self.direction_slots: tuple[int, ...] = ()  # among the tasks, or after them
         self.pool = pool
         self._wait = wait
         self._wait_for_end = wait_for_end  # of a call: its gradients and losses are in the sums of the step
+        self._results = pass_.results
+        self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
+        self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
+        self._updated = pass_.updated
         self._loss_sums: list[float] | None = None
-        self._all_sums: Sequence[float] | None = None
         self._outputs: list[Hidden] | None = None
-        self._update: UpdateReport | None = None
         self._reports: list[StageReport] | None = None
-
-    @property
-    def step(self) -> int:
-        """The number of training steps before this pass."""
-        return self.pass_.step
-
-    @property
-    def num_labels(self) -> int:
-        """The number of labels that the loss counts, over the whole pass: its divisor."""
-        return self.pass_.num_labels
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
@@ -173,32 +61,39 @@ class StepResult:
         A training step's loss is that of all machines, which is there once their gradients are.
         """
         sums: Sequence[float] = self.loss_sums()
-        if self._is_shared:
-            if self._all_sums is None:
-                self._all_sums = self._wait(SUMS(self.pass_.step)).losses
-            sums = self._all_sums
+        if self._all_sums is not None:
+            sums = self._wait(self._all_sums)
         return mean_loss(sums, self.num_labels)
 
     def loss_sums(self) -> list[float]:
         """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss_sums is None:
-            if self.pass_.gives_outputs:
+            if self.shape.gives_outputs:
                 raise EngineUsageError("the result of forward() has outputs(), and no loss")
-            self._loss_sums = [self._loss_sum(index) for index in range(self._num_micro_batches)]
+            self._loss_sums = [float(self._wait(loss).read(self.pool)[0]) for loss in self._results]
         return self._loss_sums
+
+    def outputs(self) -> list[Hidden]:
+        """Return what the last layer returned for each micro-batch, in their order, in host memory of its own.
+
+        Only after `Engine.forward`. Waits for the pass.
+        """
+        if self._outputs is None:
+            if not self.shape.gives_outputs:
+                raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
+            landed = map(self._wait, self._results)
+            self._outputs = [unflatten(each.read(self.pool), each.packing.structure) for each in landed]
+        return self._outputs
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
-        if self._update is None:
-            self._update = self._wait(UPDATED(self.pass_.step))
-        return self._update
+        return self._wait(self._updated)
 
     def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
-        # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.
         if self._reports is None:
-            self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
+            self._reports = [self._wait(report) for report in self._enqueued]
         return self._reports
 
     def weight_drift(self) -> int:
@@ -220,60 +115,26 @@ class StepResult:
             sums[report.task.device] += figure(report)
         return sums
 
-    def outputs(self) -> list[Hidden]:
-        """Return what the last layer returned for each micro-batch, in their order, in host memory of its own.
-
-        Only after `Engine.forward`. Waits for the pass.
-        """
-        if self._outputs is None:
-            if not self.pass_.gives_outputs:
-                raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
-            keys = [OUTPUT(self.pass_.index, index) for index in range(self._num_micro_batches)]
-            self._outputs = [read_output(self._wait(key), self.pool) for key in keys]
-        return self._outputs
-
     def wait(self) -> None:
         """Wait until the losses or outputs are on the host and every stage task is enqueued; backward passes may still run."""
-        self._results()
+        self._read()
         self.reports()
 
     def collect(self, is_open: bool = False) -> None:
-        """Wait for everything, so that the engine may forget the hand-overs of this pass.
-
-        If the step `is_open`, its update is not waited for: the pass ends once its gradient is in the step's sum.
-        """
+        """Wait for everything. If the step `is_open`, a training pass ends once its gradient is in the step's sum."""
         self.wait()
-        # Otherwise a device that is late could look for its job when that is forgotten.
-        for slot in self.direction_slots:
-            self._wait(DIRECTIONS_ENQUEUED(slot))
-        if self.pass_.training:
-            self._wait_for_end() if is_open else self.update()
-
-    def forget_before(self, board: Board) -> None:
-        """Forget hand-overs of passes before this one, which no thread will ask for again."""
-        pass_ = self.pass_
-        board.retire(UPDATED, pass_.step)
-        board.retire(SUMS, pass_.step)
-        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT):
-            board.retire(kind, pass_.index)
-        board.retire(KEPT, pass_.index)
-        # Direction jobs come before a pass that begins with a backward. A machine may have no part in a step.
-        slots = [*(task.slot for task in self.tasks[:1]), *self.direction_slots]
-        if slots:
-            board.retire(STAGE_JOB, min(slots))
-            board.retire(STAGE_ENQUEUED, min(slots))
-            board.retire(DIRECTIONS_ENQUEUED, min(slots))
+        if is_open:
+            self._wait_for_end()
+        elif self.shape.training:
+            self.update()
 
     def keep(self) -> None:
         """Take the losses or outputs out of the engine's pool, which is about to close. They may be missing after a fault."""
         with suppress(EngineUsageError, PipelineError, Stopped):
-            self._results()
+            self._read()
 
-    def _results(self) -> object:
-        return self.outputs() if self.pass_.gives_outputs else self.loss()
-
-    def _loss_sum(self, index: int) -> float:
-        return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
+    def _read(self) -> object:
+        return self.outputs() if self.shape.gives_outputs else self.loss()
 
 
 def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
@@ -281,77 +142,133 @@ def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
     return sum(loss_sums) / max(num_labels, 1)
 
 
-def one_layer_a_stage(num_layers: int) -> Partition:
-    """Return the partition to measure costs with. It is also the one that needs the least device memory."""
-    return Partition((1,) * (num_layers - 1), 1, (1,) * (num_layers - 1))
+class Passes:
+    """The maker of an engine's passes, and the results of the newest ones.
 
-
-def costs_from_reports(
-    counted: Costs,
-    reports: Iterable[StageReport],
-    updates: Iterable[Sequence[BundleUpdate]] = (),
-    recompute: str = "stage",
-) -> Costs:
-    """Return `counted` with measured seconds in place of counted ones.
-
-    The reports come from an engine that `times_layers`, or from steps under `one_layer_a_stage`: each of their
-    spans is one layer's forward, recomputation or backward, or the head's forward and backward. Forwards that mark their
-    parts give the seconds of these; parts of other layers keep their counted share. `updates`
-    gives, for each step, the bundles that its update changed; empty for a skipped update. With
-    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
-    says what the layers kept in those steps: their recomputations were shorter than their forwards.
+    `queues` are those of the devices. `synchronize` waits for an event of a device. `is_compiled` says that the layers have
+    to be compiled.
     """
-    samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
-    parts: list[dict[str, list[float]]] = [defaultdict(list) for _ in counted.layers]
-    run_again: set[int] = set()
-    for report in reports:
-        stage = report.task.stage
-        if recompute == "layer" and stage.kind is not StageKind.FORWARD:
-            run_again |= set(range(stage.start, stage.stop - 1))
-        for span in report.spans:
-            assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
-            layer = span.layers.start if span.layers else stage.start
-            for name, part_s in span.part_seconds().items():
-                parts[layer][name].append(part_s)
-            if span.kind is TaskKind.RECOMPUTE and counted.layers[layer].kept:
-                continue
-            # A recomputation of all is the same work as a forward.
-            kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
-            samples[kind, layer].append(span.seconds)
-    # Medians, because the first step (caches, compilation) and other processes make
-    # single samples far too long.
-    seconds = {key: median(values) for key, values in samples.items()}
-    for layer in run_again:
-        again_s = seconds[TaskKind.FORWARD, layer]
-        if counted.layers[layer].kept:
-            again_s *= counted.layers[layer].recompute_s / counted.layers[layer].forward_s
-        seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
-    last = counted.num_layers - 1
-    layers = [
-        layer.timed(
-            seconds[TaskKind.FORWARD, index],
-            seconds[TaskKind.BACKWARD, index],
-            {name: median(values) for name, values in parts[index].items()},
+
+    def __init__(
+        self,
+        store: HostStore,
+        observer: Observer,
+        pool: HostPool,
+        reservation: BufferReservation,
+        queues: Sequence[Queue[DeviceJob]],
+        synchronize: Callable[[Event], None],
+        is_compiled: bool = False,
+    ) -> None:
+        self._store = store
+        self._observer = observer
+        self._pool = pool
+        self._reservation = reservation
+        self._queues = queues
+        self._synchronize = synchronize
+        self._is_compiled = is_compiled
+        self._under_way: deque[StepResult] = deque()
+        self._prepared: set[StagingSizes] = set()
+        self._num_made = 0
+        self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
+
+    def make(
+        self,
+        batches: Sequence[Batch],
+        tasks: list[StageTask],
+        step: int,
+        *,
+        share: StepShare | None = None,
+        num_labels: int | None = None,
+        gives_outputs: bool = False,
+    ) -> Pass:
+        """Return a pass over `batches` after `step` training steps, with all that it needs reserved and in the pool.
+
+        A training step has a `share`. Raises `EngineUsageError`.
+        """
+        problem = problem_of(batches, self._is_compiled) if tasks else None
+        if problem is not None:
+            raise EngineUsageError(problem)
+        if num_labels is None:
+            num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
+        packings = [Packing.laid_out(batch.tensors(), FLAT) for batch in batches]
+        shapes, integer_bytes = [batch.shape for batch in batches], [each.nbytes for each in packings]
+        shape = PassShape.of(tasks, shapes, integer_bytes, share is not None, step, gives_outputs)
+        before = self._under_way[-1].shape if self._under_way else None
+        if before is not None and not self._reservation.knows_all(before):
+            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
+            self.wait()
+        if tasks:  # otherwise this machine has no part in the step
+            self.prepare(self._reservation.reserve_for(shape, before))
+        if self._updated.numbers != (step,):
+            self._updated = Value(UPDATED, step)
+        # Each device uploads the micro-batches that it works on; the last one gives their host buffers back.
+        devices: list[set[int]] = [set() for _ in batches]
+        for task in tasks:
+            for m in task.micro_batches:
+                devices[m].add(task.device)
+        of_host = [self._copied(*each) for each in zip(batches, packings, map(len, devices), strict=True)]
+        self._num_made += 1
+        return Pass(self._num_made - 1, shape, self._store, num_labels, of_host, share, self._updated)
+
+    def prepare(self, *sizes: StagingSizes) -> None:
+        """Let every device allocate now what passes of these sizes need, so that later steps allocate nothing."""
+        new = [each for each in dict.fromkeys(sizes) if each not in self._prepared]
+        self._prepared.update(new)
+        for queue in self._queues:
+            queue.put(*new)
+
+    def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
+        """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""
+        buffer = self._pool.take(packing.nbytes)
+        for event in buffer.busy:
+            self._synchronize(event)
+        self._observer.touched(reads=(), writes=[buffer.memory])
+        fill(packing.views(buffer.memory), micro_batch.tensors())
+        return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
+
+    # Those under way.
+
+    def add(self, result: StepResult) -> None:
+        """Take the result of the pass that was made last and is dispatched."""
+        self._under_way.append(result)
+
+    def make_room(self, step: int) -> None:
+        """Wait for the pass before the last. The next pass belongs to `step`, so its update cannot be waited for yet."""
+        while len(self._under_way) >= MOST_PASSES_UNDER_WAY:
+            result = self._under_way.popleft()
+            # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
+            is_last = result.step < min(step, self._under_way[0].step)
+            result.collect(is_open=not is_last)
+            if is_last:
+                result.update()  # even if that pass is an evaluation
+
+    def wait(self) -> None:
+        """Wait for the losses of all passes, and until each stage task is enqueued."""
+        for result in self._under_way:
+            result.wait()
+
+    def keep(self) -> None:
+        """Take the losses out of the engine's pool, which is about to close."""
+        for result in self._under_way:
+            result.keep()
+
+
+def problem_of(micro_batches: Sequence[Batch], is_compiled: bool) -> str | None:
+    """Return what is wrong with the micro-batches of a pass, or None. `is_compiled` says that layers have to be compiled."""
+    if not micro_batches:
+        return "a pass needs at least one micro-batch"
+    if is_compiled and (others := {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}):
+        return (
+            f"compiled layers take a MicroBatch, not {', '.join(sorted(others))}; give the engine no compiler"
         )
-        for index, layer in enumerate(counted.layers[:last])
-    ]
-    # The head's slot runs forward and backward in one go: split it in the counted proportion.
-    head = counted.layers[last]
-    whole_s = seconds[TaskKind.FUSED, last]
-    share = head.forward_s / (head.forward_s + head.backward_s)
-    head = head.timed(whole_s * share, whole_s * (1 - share))
-    return _with_updates(
-        replace(counted, layers=(*layers, head), launch_s=0.0), [step for step in updates if step]
-    )
-
-
-def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
-    """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
-    if not updates:
-        return costs  # the counted seconds stay
-    seconds = [[0.0] * len(updates) for _ in costs.layers]
-    for step, bundles in enumerate(updates):
-        for bundle in bundles:
-            seconds[bundle.layer][step] += bundle.end_s - bundle.start_s
-    layers = (replace(c, optimizer_s=median(s)) for c, s in zip(costs.layers, seconds, strict=True))
-    return replace(costs, layers=tuple(layers))
+    for index, micro_batch in enumerate(micro_batches):
+        problem = micro_batch.problem()
+        if problem is not None:
+            return f"micro-batch {index}: {problem}"
+    bounds = {part.max_documents for part in micro_batches if isinstance(part, MicroBatch)}
+    if len(bounds) > 1:
+        return (
+            "all micro-batches of a pass must have the same max_documents, "
+            f"but these have {sorted(map(str, bounds))}"
+        )
+    return None

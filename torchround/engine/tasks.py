@@ -13,11 +13,10 @@ is enqueued, so that an update need not wait for the whole stage. Its end then c
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torchround.engine.board import Board, Flag
+from torchround.engine.board import Board, Flag, Queue
 from torchround.engine.device import Event
 from torchround.engine.errors import FaultLocation, Stopped
 
@@ -212,9 +211,7 @@ class Worker:
         self.last: Task | None = None
         self._tasks = tasks
         self._on_fault = on_fault
-        self._queue: deque[Task] = deque()
-        self._more = Flag()
-        self._lock = threading.Lock()
+        self._queue = Queue[Task](tasks.board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.has_ended = False
 
@@ -230,10 +227,7 @@ class Worker:
     def put(self, tasks: Sequence[Task]) -> None:
         """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
         self.last = tasks[-1]
-        with self._lock:
-            self._queue.extend(tasks)
-            more, self._more = self._more, Flag()
-        self._tasks.board.happen(more)
+        self._queue.put(*tasks)
 
     @property
     def is_idle(self) -> bool:
@@ -245,8 +239,11 @@ class Worker:
             self.enter()
             while True:
                 self.task = None
-                self.task = self._next()
-                self._run(self.task)
+                task = self._queue.take("its next task")
+                self.task = task
+                if not task.must_run:
+                    self._tasks.board.raise_if_stopped()
+                self._run(task)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
@@ -254,17 +251,6 @@ class Worker:
         finally:
             self.has_ended = True
             self.leave()
-
-    def _next(self) -> Task:
-        """Wait for the next task. Raises `Stopped` after a stop, unless the task is essential."""
-        while True:
-            with self._lock:
-                more, task = self._more, self._queue.popleft() if self._queue else None
-            if task is not None:
-                if not task.must_run:
-                    self._tasks.board.raise_if_stopped()
-                return task
-            self._tasks.board.wait_for(more, "its next task")
 
     def _run(self, task: Task) -> None:
         self.moves += 1

@@ -9,7 +9,8 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -17,16 +18,14 @@ from torch import Tensor
 from torchround.accelerators import AcceleratorKind, kind_of
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
-from torchround.engine.results import DeviceSpan, StepResult
+from torchround.engine.reports import DeviceSpan
+from torchround.engine.results import StepResult
 from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
 from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)
 
-# A task and the time at which it started, by the host's clock.
-Started = tuple[Task, float]
-
-_COPIES = {
+COPIES = {
     Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
     Stream.ACTIVATION_UPLOAD: TaskKind.RELOAD,
     Stream.ACTIVATION_DOWNLOAD: TaskKind.OFFLOAD,
@@ -52,7 +51,7 @@ class StepTraces(DeviceWatcher):
         self._memory = _kind_with_memory_history(devices) if table.memory else None
         self._notes_copies = False
         self._begun: dict[tuple[str, Stream], Mark] = {}
-        self._copies: dict[int, list[tuple[Device, DeviceSpan]]] = defaultdict(list)
+        self._copies: dict[int, list[tuple[int, DeviceSpan]]] = defaultdict(list)  # each with its device
         self._finished: dict[int, StepResult] = {}
         self._unwritten: list[int] = []
         # For each device a moment by its own clock, and the same moment by the host's.
@@ -94,7 +93,12 @@ class StepTraces(DeviceWatcher):
         self._move_anchors(result)
         if newest in self._steps:
             self._unwritten.append(newest)
-            self._dump_memory(newest)
+            if self._memory is not None:
+                self._write(newest, "-memory.pickle", self._memory.dump_memory_history)
+            # The next step runs already. If it is traced too, its own snapshot needs
+            # what is recorded from here on.
+            if newest + 1 not in self._steps:
+                self._record_memory(False)
         self._write_up_to(newest - 1)
         # The newest step may be traced too and then needs the one before it, but none before that.
         for kept in (self._finished, self._copies):
@@ -112,16 +116,12 @@ class StepTraces(DeviceWatcher):
 
         Its time runs from its first task to its last, its update included.
         """
-        tasks = [
-            *(started for result in self._finished.values() for started in self._computations(result)),
-            *(started for result in self._finished.values() for started in self._updates(result)),
-            *self._noted_copies(),
-        ]
-        own = [(start_s, start_s + task.duration_s) for task, start_s in tasks if task.step == step]
-        first_s, last_s = min(start_s for start_s, _ in own), max(end_s for _, end_s in own)
+        ran = [found for result in self._finished.values() for found in self._ran(result)]
+        first_s = min(start_s for task, start_s in ran if task.step == step)
+        last_s = max(start_s + task.duration_s for task, start_s in ran if task.step == step)
         shown = [
             (task, start_s)
-            for task, start_s in tasks
+            for task, start_s in ran
             if task.step == step or (start_s < last_s and start_s + task.duration_s > first_s)
         ]
         zero_s = min(start_s for _, start_s in shown)
@@ -131,6 +131,34 @@ class StepTraces(DeviceWatcher):
             end_s=tuple(start_s - zero_s + task.duration_s for task, start_s in shown),
             num_devices=len(self._devices),
         )
+
+    def _ran(self, result: StepResult) -> Iterator[tuple[Task, float]]:
+        """Yield what ran for a finished step: tasks, and when they started by the host's clock."""
+        step = result.step
+        spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
+        for landed in result.update().directions:
+            layers = range(landed.layer, landed.layer + 1)
+            span = DeviceSpan(TaskKind.ORTHOGONALISE, landed.start, landed.end, layers=layers)
+            spans.append((landed.device, span))
+        for device, span in spans + self._copies.get(step, []):
+            task = Task(
+                device=device,
+                kind=span.kind,
+                duration_s=span.seconds,
+                layers=span.layers,
+                micro_batch=span.micro_batch,
+                stream=span.stream.value,
+                step=step,
+                moves_bytes=span.copied_bytes,
+            )
+            yield task, self._host_time_s(device, span.start)
+        for update in result.update().bundles:
+            layers = range(update.layer, update.layer + 1)
+            duration_s = update.end_s - update.start_s
+            yield (
+                Task(HOST, TaskKind.UPDATE, duration_s, layers, 0, stream="update", step=step),
+                update.start_s,
+            )
 
     # The copies, seen by the threads that enqueue them.
 
@@ -148,53 +176,9 @@ class StepTraces(DeviceWatcher):
     def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
         start = self._begun.pop((device.name, stream), None)
         if start is not None:
-            span = DeviceSpan(
-                _COPIES[stream], start, device.mark(stream), stream=stream, copied_bytes=copied_bytes
-            )
-            self._copies[device.step_of[stream]].append((device, span))
-
-    # A trace's tasks.
-
-    def _computations(self, result: StepResult) -> Iterator[Started]:
-        for report in result.reports():
-            for span in report.spans:
-                yield self._started(report.task.device, span, result.step)
-        for landed in result.update().directions:
-            layers = range(landed.layer, landed.layer + 1)
-            span = DeviceSpan(TaskKind.ORTHOGONALISE, landed.start, landed.end, layers=layers)
-            yield self._started(landed.device, span, result.step)
-
-    def _noted_copies(self) -> Iterator[Started]:
-        places = {device.name: index for index, device in enumerate(self._devices)}
-        for step in self._finished:
-            for device, span in self._copies.get(step, ()):
-                yield self._started(places[device.name], span, step)
-
-    def _started(self, device: int, span: DeviceSpan, step: int) -> Started:
-        task = Task(
-            device=device,
-            kind=span.kind,
-            duration_s=span.seconds,
-            layers=span.layers,
-            micro_batch=span.micro_batch,
-            stream=span.stream.value,
-            step=step,
-            moves_bytes=span.copied_bytes,
-        )
-        return task, self._host_time_s(device, span.start)
-
-    def _updates(self, result: StepResult) -> Iterator[Started]:
-        for update in result.update().bundles:
-            task = Task(
-                device=HOST,
-                kind=TaskKind.UPDATE,
-                duration_s=update.end_s - update.start_s,
-                layers=range(update.layer, update.layer + 1),
-                micro_batch=0,
-                stream="update",
-                step=result.step,
-            )
-            yield task, update.start_s
+            end = device.mark(stream)
+            span = DeviceSpan(COPIES[stream], start, end, stream=stream, copied_bytes=copied_bytes)
+            self._copies[device.step_of[stream]].append((self._devices.index(device), span))
 
     # Device clocks and the host's.
 
@@ -219,28 +203,19 @@ class StepTraces(DeviceWatcher):
         return any(near in self._steps for near in (step - 1, step, step + 1))
 
     def _write_up_to(self, last: int) -> None:
-        """Write the traces of finished steps up to `last`. A disk that fails costs the trace, not the run."""
+        """Write the traces of finished steps up to `last`."""
         for step in [step for step in self._unwritten if step <= last]:
             self._unwritten.remove(step)
-            events = trace_events([(f"step {step + 1}", self.timeline(step))])
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                write_whole(self._folder / f"step-{step + 1}.json", json.dumps(events))
-            except OSError as error:
-                _warn(step, error)
+            text = json.dumps(trace_events([(f"step {step + 1}", self.timeline(step))]))
+            self._write(step, ".json", partial(write_whole, content=text))
 
-    def _dump_memory(self, step: int) -> None:
-        if self._memory is None:
-            return
+    def _write(self, step: int, ending: str, write: Callable[[Path], object]) -> None:
+        """Write a file of a step. A disk that fails costs the trace, not the run."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._memory.dump_memory_history(self._folder / f"step-{step + 1}-memory.pickle")
+            write(self._folder / f"step-{step + 1}{ending}")
         except OSError as error:
-            _warn(step, error)
-        # The next step runs already. If it is traced too, its own snapshot needs
-        # what is recorded from here on.
-        if step + 1 not in self._steps:
-            self._record_memory(False)
+            logger.warning("the trace of step %d could not be written: %s", step + 1, error)
 
     def _record_memory(self, wanted: bool) -> None:
         if self._memory is not None:
@@ -250,7 +225,3 @@ class StepTraces(DeviceWatcher):
 def _kind_with_memory_history(devices: Sequence[Device]) -> AcceleratorKind | None:
     kinds = (kind_of(device.torch_device.type) for device in devices)
     return next((kind for kind in kinds if kind.has_memory_history()), None)
-
-
-def _warn(step: int, error: OSError) -> None:
-    logger.warning("the trace of step %d could not be written: %s", step + 1, error)

@@ -23,19 +23,18 @@ import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import LAYER_GATE, HandOver
+from torchround.engine.board import LAYER_GATE, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import StepExchange, StepSums
-from torchround.engine.pass_data import read_losses
+from torchround.engine.exchange import StepExchange, StepSums
 from torchround.engine.passes import Pass
+from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.store.host_store import HostStore, Prediction
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
-from torchround.engine.worker.orthogonalise import LandedDirection, directed_parameters
+from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.optim import (
     HostOptimizer,
     HostOptimizerError,
@@ -51,52 +50,12 @@ from torchround.optim.range_threads import RangeThreads
 from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
 
 
-@dataclass(frozen=True)
-class BundleUpdate:
-    """The time at which one bundle was updated, by `time.perf_counter`. `layer` is the first layer that uses it."""
-
-    layer: int
-    start_s: float
-    end_s: float
-
-
-@dataclass
-class UpdateReport:
-    """The outcome of an update, which its tasks fill in. `seconds` is the time the optimizer was busy on this step.
-
-    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
-    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
-    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
-    `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
-    of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
-    them since the step before. `directions` are those that this machine's devices have computed for it.
-    """
-
-    grad_norm: float = math.nan
-    skipped: bool = True
-    seconds: float = 0.0
-    bundles: tuple[BundleUpdate, ...] = ()
-    loss_scale: float = 1.0
-    fault: str = "not decided"
-    not_finite: tuple[int, ...] = ()
-    waited_for_save_s: float = 0.0
-    left_out: tuple[str, ...] = ()
-    loss: float = math.nan
-    peers_wait_s: float = 0.0
-    sent_bytes: int = 0
-    directions: tuple[LandedDirection, ...] = ()
-
-
-UPDATED = HandOver[UpdateReport]("the update of step {0}")
-
-
 @dataclass
 class Decision:
     """A step's learning rate or hyperparameters, and once its figures are known, whether its update applies."""
 
     step: int
+    updated: Value[UpdateReport]
     lr: float
     hyperparameters: Hyperparameters | None = None
     clipped_norm: float = math.nan
@@ -269,7 +228,7 @@ class Updater(Worker):
     def end_pass(self, pass_: Pass) -> None:
         """Read a pass's losses, and agree with other machines on the figures of the step."""
         start_s = time.perf_counter()
-        losses = read_losses(pass_, self._board.wait, self._pool)
+        losses = [float(self._board.wait(loss).read(self._pool)[0]) for loss in pass_.results]
         self.busy_s -= time.perf_counter() - start_s  # a wait for the devices
         sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
         self._squares = dict(sums.squares)
@@ -455,7 +414,7 @@ class Updater(Worker):
             store.spikes.record(self._loss, report.grad_norm)
         overflows = not math.isfinite(report.grad_norm) and store.policy is not BOUNDED
         store.loss_scaling.record(step, overflows)
-        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
+        # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._on_failure(self._overcome)
         # The step first: a thread that finds the store consistent after a stop saves it under this step.
@@ -472,7 +431,7 @@ class Updater(Worker):
         report.seconds = busy_s - report.peers_wait_s  # they were inside its tasks
         self._seconds_before = now
         self._squares, self._losses, self._loss = {}, [], 0.0
-        self._board.post(UPDATED(step), report)
+        self._board.post(decision.updated, report)
 
 
 def clipped_norm(squares: Mapping[int, float]) -> float:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.engine.store.bundles import WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import WEIGHTS
 from torchround.library.module_layer import MEMBER, WrappedNet
 from torchround.library.refusals import PipelineUsageError
 

@@ -10,42 +10,57 @@ which `explain` turns into the fault that caused it.
 
 import ctypes
 import json
-import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from torchround.machines.channels import CHANNELS, Channel
-from torchround.machines.errors import LaunchError, MachineError, MessageError
-from torchround.machines.links import PeerLinks
+from torchround.machines.links import CHUNK_BYTES, Link, MessageError, Purpose
 from torchround.machines.liveness import Liveness, MachineFault
+
+CHANNELS = ("start", "batches", "steps", "validation", "saves", "metrics")
+"""Names of the channels, one for each thread that agrees with its like on the other machines."""
 
 START_TIMEOUT_S = 300.0
 """Seconds that a machine waits for all others to come, once its own program has started."""
 
 DAY = timedelta(days=1)
+# A wait of a channel looks so often whether the group has ended. Gloo wakes no thread for a message of which a part has
+# arrived, whatever happens to the connection.
+LOOK_EVERY = timedelta(seconds=1)
 # No message has this tag. A receive with it can only time out.
 ABORT_TAG = 2**31 - 1
 # Another thread may be about to say what it waited for. A fault waits for that so long.
 TELL_S = 0.5
 
+TRIAL_BYTES = 4 << 20  # to all peers together; takes 0.3 s on a network of 0.1 Gb/s, which is too slow anyway
+MEASURED_S = 0.25
+MOST_BYTES = 4 << 30
+MESSAGE_BYTES = 8 * CHUNK_BYTES  # long enough that the gaps between messages do not count
 
-@dataclass(frozen=True)
-class Machine:
-    """One process of the run, with all its devices. `host` is the name by which its owner knows it."""
 
-    rank: int
-    host: str
+class MachineError(RuntimeError):
+    """A fault of a run on several machines: which machine, what happened to it, and what this one waited for.
 
-    def __str__(self) -> str:
-        return f"machine {self.rank} ({self.host})"
+    `machine` is the rank of the machine at fault, None if it is not known. A run prints the text and ends with exit code 1.
+    """
+
+    def __init__(self, text: str, machine: int | None = None) -> None:
+        super().__init__(text)
+        self.machine = machine
+
+
+class LaunchError(Exception):
+    """A launch that cannot become a run: the same message on every machine, and exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -56,56 +71,126 @@ class HostShare:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class Machine:
+    """One process of the run, with all its devices. `host` is the name by which its owner knows it."""
+
+    rank: int
+    host: str
+    share: HostShare = HostShare()
+
+    def __str__(self) -> str:
+        return f"machine {self.rank} ({self.host})"
+
+
+class Channel:
+    """A thread's way to learn a value of each machine. All machines must gather the same number of times.
+
+    A channel has a gloo group of its own. Threads that gather at the same time therefore never mix their values, and no
+    order between them has to be agreed. `explain` names errors; `is_ended` tells whether a fault has ended the group.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        explain: Callable[[Exception, int | None, str], MachineError],
+        is_ended: Callable[[], bool],
+    ) -> None:
+        self._group = group
+        self._explain = explain
+        self._is_ended = is_ended
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return each machine's value, in the order of ranks. Block until every machine has given its own.
+
+        `value` is anything that JSON can write. Floats arrive exactly, infinities included. `what` names the value in
+        messages: "the losses of step 12". Raises MachineError if a machine is lost meanwhile.
+        """
+        text = json.dumps(value).encode()
+        try:
+            lengths = [int(length) for length in self._exchange(torch.tensor([len(text)]))]
+            padded = bytearray(text.ljust(max(lengths), b"\0"))
+            texts = self._exchange(torch.frombuffer(padded, dtype=torch.uint8))
+        except RuntimeError as error:
+            raise self._explain(error, None, what) from error
+        return [
+            json.loads(found.numpy().tobytes()[:length]) for found, length in zip(texts, lengths, strict=True)
+        ]
+
+    def _exchange(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self._group.size())]
+        work = self._group.allgather([found], [own])
+        while True:
+            try:
+                work.wait(LOOK_EVERY)
+                return found
+            except RuntimeError:  # gloo's error, or only the end of this wait
+                if self._is_ended():
+                    raise
+                if work.is_completed():  # perhaps since that wait ended, and then without an error
+                    work.wait()
+                    return found
+
+
 class MachineGroup:
-    """All machines of a run, seen from one of them. `host_share` is the part of its host that this one may use."""
+    """All machines of a run, seen from one of them. `peers` are the ranks of the others."""
 
     def __init__(
         self,
         store: Store,
         rank: int,
-        size: int,
+        machines: Sequence[Machine],
         *,
-        host: str,
+        address: str,
         timeout_s: float = 60.0,
         connections: int = 4,
-        address: str | None = None,
-        bytes_per_s: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
-        host_share: HostShare | None = None,
     ) -> None:
-        """Meet the other machines and connect to each. Every machine calls this, at any time within `start_timeout_s`.
+        """Connect to each of the others. Every machine calls this, at any time within `start_timeout_s`.
 
-        `store` is a `TCPStore` or a `PrefixStore` over one, of which this machine is client number `rank` of `size`.
-        `host` names the machine in messages. `timeout_s` is the silence after which a machine is lost. `connections`
-        is the number of gloo groups that carry tensors, and `bytes_per_s` limits what this machine sends through all of
-        them. `address` is this machine's address or name in the network that the run uses; None takes the one from
-        which the others can be reached. Raises `LaunchError` if not all machines come.
+        `store` is a `TCPStore` or a `PrefixStore` over one, which no other group has used. `address` is this machine's
+        address or name in the network that the run uses. `timeout_s` is the silence after which a machine is lost.
+        `connections` is the number of gloo groups that carry tensors. Raises `LaunchError` if not all machines come.
         """
-        self.rank, self.size = rank, size
-        self.host_share = host_share or HostShare()
+        self.rank, self.size = rank, len(machines)
+        self.machines = tuple(machines)
+        self.peers = [machine.rank for machine in machines if machine.rank != rank]
         self.fault: MachineError | None = None
-        store = PrefixStore("machines", store)
-        self.machines, address = _meet(store, rank, size, host, address, start_timeout_s)
         self._lock = threading.Lock()
         self._has_failed = self._is_aborted = False
         self._call: Callable[[MachineError], None] | None = None
         self._waited_for = ""
         self._has_told = threading.Event()
-        self._liveness = Liveness(store, rank, size, timeout_s, self._lose)
-        names = [*CHANNELS, *(f"data/{index}" for index in range(connections))]
-        self._groups = _connect(store, rank, size, address, names, start_timeout_s, self.machines)
-        part_timeout = timedelta(seconds=timeout_s)
+        self._liveness = Liveness(store, rank, self.size, timeout_s, self._lose)
+        carriers = [f"data/{index}" for index in range(connections)]
+        self._groups = self._connect(store, address, [*CHANNELS, *carriers], start_timeout_s)
         self._channels = {
-            name: Channel(self._groups[name], self.explain, part_timeout, lambda: self._is_aborted)
-            for name in CHANNELS
+            name: Channel(self._groups[name], self.explain, lambda: self._is_aborted) for name in CHANNELS
         }
-        data_groups = [group for name, group in self._groups.items() if name not in CHANNELS]
-        self.links = PeerLinks(rank, size, data_groups, self.explain, bytes_per_s, part_timeout)
+        data_groups, timeout = [self._groups[name] for name in carriers], timedelta(seconds=timeout_s)
+        self._links = {
+            (peer, purpose): Link(peer, purpose, data_groups, self.explain, timeout)
+            for peer in self.peers
+            for purpose in Purpose
+        }
         self._liveness.start()
 
     def channel(self, name: str) -> Channel:
         """Return one of `CHANNELS`. One thread at a time may use it."""
         return self._channels[name]
+
+    def link(self, peer: int, purpose: Purpose) -> Link:
+        """Return the link to a peer for a purpose."""
+        return self._links[peer, purpose]
+
+    def with_each_peer(self, *calls: Callable[[int], object]) -> None:
+        """Call each of these with the rank of each peer, all at the same time. Raises the first error."""
+        pool = ThreadPoolExecutor(len(calls) * self.size)
+        try:
+            for call in [pool.submit(call, peer) for peer in self.peers for call in calls]:
+                call.result()
+        finally:
+            pool.shutdown(wait=False)  # after an error the others may wait until the caller ends the group
 
     def on_fault(self, call: Callable[[MachineError], None]) -> None:
         """Call `call` once another machine failed or is lost; at once if that has happened. It replaces the one before.
@@ -125,12 +210,13 @@ class MachineGroup:
         `peer` is the machine that this one waited for, None if that was all of them. `waited_for` says what it was to
         send. Looks for the cause for a few beats (`Liveness.cause`).
         """
-        if isinstance(error, MachineError):
-            return error
-        if isinstance(error, MessageError):  # the connection stands: nothing of the peer is lost
-            source = "" if peer is None else f", from {self.machines[peer]}"
-            found = MachineFault(self.rank, f"has failed: {error}{source}")
-            return self._set_fault(self._liveness.report(found), waited_for)
+        if isinstance(error, MessageError):  # the connection works: nothing of the peer is lost
+            assert peer is not None, "only a link reads messages"
+            found = self._liveness.report(
+                MachineFault(self.rank, f"has failed: {error}, from {self.machines[peer]}")
+            )
+            self.abort()  # the next bytes would be the rest of that message
+            return self._set_fault(found, waited_for)
         with self._lock:
             self._waited_for = self._waited_for or waited_for
         self._has_told.set()
@@ -153,10 +239,9 @@ class MachineGroup:
             # A thread of gloo that holds a part of a message is never woken, and the end of its group would wait for it.
             for group in self._groups.values():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        others = [rank for rank in range(self.size) if rank != self.rank]
         for group in self._groups.values():
-            # The first peer whose connection still stands makes the receive time out, which closes all of them.
-            for peer in others:
+            # The first peer whose connection still works makes the receive time out, which closes all of them.
+            for peer in self.peers:
                 with suppress(RuntimeError):
                     group.recv([torch.zeros(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
@@ -189,90 +274,77 @@ class MachineGroup:
         text = f"{who} {found.problem}"
         if waited_for:
             text += f"; {self.machines[self.rank]} waited for {waited_for}"
-        error = MachineError(text, found.machine, waited_for)
+        error = MachineError(text, found.machine)
         with self._lock:
             if self.fault is None:
                 self.fault = error
         return error
 
+    def _connect(
+        self, store: Store, address: str, names: list[str], timeout_s: float
+    ) -> dict[str, ProcessGroup]:
+        """Connect this machine to all others, once for each name.
 
-def _meet(
-    store: Store, rank: int, size: int, host: str, address: str | None, timeout_s: float
-) -> tuple[tuple[Machine, ...], str]:
-    """Return all machines, and the address under which the others reach this one."""
-    address = address or _own_address(store)
-    keys = [f"host/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps([host, address]))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        came = {other: json.loads(store.get(key))[0] for other, key in enumerate(keys) if store.check([key])}
-        present = ", ".join(str(Machine(other, name)) for other, name in came.items())
-        missing = ", ".join(str(other) for other in range(size) if other not in came)
-        raise LaunchError(
-            f"{len(came)} of {size} machines came within {timeout_s:g} s: {present}; missing: {missing}. Start all "
-            "machines, and see whether each reaches the others"
-        ) from error
-    found = [json.loads(value) for value in store.multi_get(keys)]
-    machines = tuple(Machine(other, name) for other, (name, _) in enumerate(found))
-    far = [there for _, there in found if not there.startswith("127.")]
-    if far and address.startswith("127."):
-        # This machine's name is that of its loopback, as in Debian's /etc/hosts: ask for the way to another one.
-        address = _address_towards(far[0]) or address
-    return machines, address
+        Gloo takes the time-out for its operations, a day, as the one for connecting too. A thread of its own connects, so
+        that a machine that ends meanwhile does not hold the others for a day.
+        """
+        gloo: Any = ProcessGroupGloo  # its types do not know its options
+        groups: dict[str, ProcessGroup] = {}
+        errors: list[Exception] = []
 
+        def connect() -> None:
+            try:
+                for name in names:
+                    options = gloo._Options()
+                    options._timeout, options._threads = DAY, 1
+                    options._devices = [gloo.create_device(hostname=address)]
+                    groups[name] = gloo(PrefixStore(f"group/{name}", store), self.rank, self.size, options)
+            except RuntimeError as error:
+                errors.append(error)
 
-def _own_address(store: Store) -> str:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return _address_towards(getattr(store, "host", "localhost")) or "127.0.0.1"
-
-
-def _address_towards(host: str) -> str | None:
-    """Return this machine's address on the way to `host`; nothing is sent."""
-    for family, kind, protocol, _, there in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(there)
-            return str(probe.getsockname()[0])
-    return None
+        thread = threading.Thread(target=connect, name="machines-connect", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if errors or thread.is_alive():
+            reason = str(errors[0]).splitlines()[0] if errors else f"no answer within {timeout_s:g} s"
+            others = ", ".join(str(self.machines[peer]) for peer in self.peers)
+            raise LaunchError(
+                f"{self.machines[self.rank]} at address {address} cannot connect to {others}: {reason}. Every machine "
+                "must reach every other one on all ports"
+            ) from (errors[0] if errors else None)
+        return groups
 
 
-def _connect(
-    store: Store,
-    rank: int,
-    size: int,
-    address: str,
-    names: list[str],
-    timeout_s: float,
-    machines: tuple[Machine, ...],
-) -> dict[str, ProcessGroup]:
-    """Connect this machine to all others, once for each name.
+def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: float = MEASURED_S) -> float:
+    """Return the bytes/s that each machine sends and receives at once, the least of all machines.
 
-    Gloo takes the time-out for its operations, a day, as the one for connecting too. A thread of its own connects, so
-    that a machine that ends meanwhile does not hold the others for a day.
+    Every machine calls this at the same time, and all get the same number. It takes about half a second. All pairs send
+    at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second one may have
+    to take about `seconds`. Raises `MachineError`.
     """
-    gloo: Any = ProcessGroupGloo  # its types do not know its options
-    groups: dict[str, ProcessGroup] = {}
-    errors: list[Exception] = []
+    trial_rate = _rate_of(group, trial_bytes)
+    return _rate_of(group, int(min(max(trial_rate * seconds, trial_bytes), MOST_BYTES)))
 
-    def connect() -> None:
-        try:
-            for name in names:
-                options = gloo._Options()
-                options._timeout, options._threads = DAY, 1
-                options._devices = [gloo.create_device(hostname=address)]
-                groups[name] = gloo(PrefixStore(f"group/{name}", store), rank, size, options)
-        except RuntimeError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=connect, name="machines-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if errors or thread.is_alive():
-        reason = str(errors[0]).splitlines()[0] if errors else f"no answer within {timeout_s:g} s"
-        others = ", ".join(str(machine) for machine in machines if machine.rank != rank)
-        raise LaunchError(
-            f"{machines[rank]} at address {address} cannot connect to {others}: {reason}. Every machine must reach "
-            "every other one on all ports"
-        ) from (errors[0] if errors else None)
-    return groups
+def _rate_of(group: MachineGroup, num_bytes: int) -> float:
+    """Send this many bytes from each machine, evenly to all others, and return the least rate of all machines."""
+    bytes_per_peer = max(num_bytes // len(group.peers), 1)
+    length = min(bytes_per_peer, MESSAGE_BYTES)
+    messages = -(-bytes_per_peer // length)
+    what = "bytes that measure the network"
+
+    def send(peer: int) -> None:
+        data = torch.zeros(length, dtype=torch.uint8)
+        for _ in range(messages):
+            group.link(peer, Purpose.FILES).send(data, what)
+
+    def receive(peer: int) -> None:
+        for _ in range(messages):
+            for _ in group.link(peer, Purpose.FILES).chunks(length, torch.uint8, what):
+                pass
+
+    group.channel("start").gather(None, "the start of a measurement of the network")
+    start_s = time.perf_counter()
+    group.with_each_peer(send, receive)
+    rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
+    return float(min(group.channel("start").gather(rate, "its measured rate of the network")))

@@ -1,8 +1,8 @@
 """The start of a run on several machines: they meet, compare what must agree, and connect.
 
 `torchrun` names a store in the environment, which may still hold what an earlier attempt of the same job wrote there.
-The processes of this attempt therefore find each other by random names first (`_Meeting`). Machine 0 leads: it compares
-the launches of all and writes the outcome, so every machine ends with the same message if they differ.
+The processes of this attempt therefore meet under a random name first. Machine 0 leads: it compares the launches of all
+and writes the outcome, so every machine ends with the same message if they differ.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import version
@@ -23,8 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchround.config import Config
 from torchround.config.toml_writer import toml_value
-from torchround.machines.errors import LaunchError
-from torchround.machines.group import START_TIMEOUT_S, HostShare, Machine, MachineGroup
+from torchround.machines.group import START_TIMEOUT_S, HostShare, LaunchError, Machine, MachineGroup
 
 POLL_S = 0.05
 # The leader waits so long until all have read why the run is refused, the others for a leader that is late itself.
@@ -46,6 +45,7 @@ OWN_KEYS = {
     *("metrics.wandb", "metrics.wandb_project", "machines.planned", "machines.gbit_per_s"),
     *("machines.card", "machines.num_cards", "machines.host_memory_gib"),
 }
+Facts = dict[str, Any]  # what a machine tells the others of itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -69,133 +69,113 @@ def join(
     rank = int(environment["RANK"])
     store = _reach_store(environment, rank, start_timeout_s)
     host = host or socket.gethostname()
-    facts = {
+    facts: Facts = {
+        "name": uuid.uuid4().hex,
         "host": host,
+        "address": _address_towards(environment["MASTER_ADDR"]),
         "host_id": host_id or _host_id(host),
         "share_host": config.machines.share_host,
         "compared": {**_versions(), **_compared_keys(config)},
     }
-    all_facts, meeting = _Meeting(store, rank, size, start_timeout_s).hold(facts, _difference)
-    ids = [there["host_id"] for there in all_facts]
-    share = HostShare(ids[:rank].count(ids[rank]), ids.count(ids[rank]))
+    try:
+        meet = _lead if rank == 0 else _follow
+        text, all_facts, meeting = meet(store, rank, size, start_timeout_s, facts)
+    except RuntimeError as error:
+        raise LaunchError(f"the store of the launch is lost: {_first_line(error)}") from error
+    if text:
+        raise LaunchError(text)
     return MachineGroup(
         PrefixStore(meeting, store),
         rank,
-        size,
-        host=host,
+        _machines(all_facts),
+        address=_address(facts["address"], all_facts),
         timeout_s=config.machines.timeout_s,
         connections=config.machines.connections,
         start_timeout_s=start_timeout_s,
-        host_share=share,
     )
 
 
-def require_same(group: MachineGroup | None, identity: Mapping[str, Any], mistake: str | None = None) -> None:
-    """Raise `LaunchError` on all machines, with one text, unless their identities agree and none found a mistake.
-
-    Every machine calls this once it has built what it can without allocating. `identity` maps a name that a user
-    understands ("data", "pretrained weights", "checkpoint to resume from") to a JSON value, such as a fingerprint.
-    `mistake` is the message of what this machine has found wrong. Does nothing on one machine.
-    """
-    if group is None:
-        return
-    found = group.channel("start").gather([mistake, dict(identity)], "what it has opened")
-    mistakes = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
-    if len(mistakes) == group.size and len(set(mistakes.values())) == 1:
-        raise LaunchError(mistakes[0])
-    if mistakes:
-        raise LaunchError("\n".join(f"{group.machines[rank]}: {text}" for rank, text in mistakes.items()))
-    if text := _differences(group.machines, [values for _, values in found]):
-        raise LaunchError(text)
+# The meeting. Machine 0 writes a new name, and the others answer under that name with their facts. The outcome has the
+# facts that were read, so each machine sees that it is among those, and does not take the outcome of an earlier attempt.
 
 
-class _Meeting:
-    """How the processes of one attempt find each other in a store that may hold the keys of earlier attempts.
+def _lead(store: Store, rank: int, size: int, timeout_s: float, facts: Facts) -> tuple[str, list[Facts], str]:
+    """Return why the machines are no run, or "", the facts of those that came, and a prefix of the store for them."""
+    meeting = f"meeting/{facts['name']}"
+    keys = [f"{meeting}/facts/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(facts))
+    store.set("meeting", meeting)
+    with suppress(RuntimeError):  # not all came in time
+        store.wait(keys, timedelta(seconds=timeout_s))
+    came = [other for other in range(size) if store.check([keys[other]])]
+    all_facts = [json.loads(store.get(keys[other])) for other in came]
+    text = _difference(all_facts) if len(came) == size else _missing(came, all_facts, size, timeout_s)
+    store.set(f"{meeting}/outcome", json.dumps([text, all_facts]))
+    if text:
+        # This process may be the one that holds the store: the others read their message first.
+        with suppress(RuntimeError):
+            store.wait([f"{meeting}/read/{other}" for other in came[1:]], timedelta(seconds=GRACE_S))
+    return text, all_facts, meeting
 
-    Each writes a random name and its facts under its rank. The leader, machine 0, writes the names that it sees under
-    its own one; each machine that finds its name there answers under both names. Names are new in every attempt, so
-    an answer proves that both sides live. Once all have answered, the leader writes the outcome.
-    """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
-        self._name = uuid.uuid4().hex
+def _follow(
+    store: Store, rank: int, size: int, timeout_s: float, facts: Facts
+) -> tuple[str, list[Facts], str]:
+    """Return what `_lead` returns on machine 0."""
+    end_s = time.monotonic() + timeout_s + GRACE_S
+    meeting = ""
+    while time.monotonic() < end_s:
+        newest = _read(store, "meeting")
+        if newest != meeting:
+            meeting = newest
+            store.set(f"{meeting}/facts/{rank}", json.dumps(facts))
+        text, all_facts = json.loads(_read(store, f"{meeting}/outcome") or '["", []]')
+        if any(there["name"] == facts["name"] for there in all_facts):
+            store.set(f"{meeting}/read/{rank}", "yes")
+            return text, all_facts, meeting
+        time.sleep(POLL_S)
+    return f"machine 0 of {size} did not come within {timeout_s:g} s", [], ""
 
-    def hold(
-        self, facts: Mapping[str, Any], refuse: Callable[[Sequence[Mapping[str, Any]]], str]
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Return the facts of all machines, and a prefix of the store that no earlier attempt has used.
 
-        `refuse` returns why machines of such facts are no run, or an empty text. Raises `LaunchError`.
-        """
-        self._store.set(f"hello/{self._rank}", json.dumps([self._name, dict(facts)]))
-        try:
-            text, all_facts, leader = self._lead(refuse) if self._rank == 0 else self._follow()
-        except RuntimeError as error:
-            raise LaunchError(f"the store of the launch is lost: {_first_line(error)}") from error
-        if text:
-            raise LaunchError(text)
-        return all_facts, f"meeting/{leader}"
+def _read(store: Store, key: str) -> str:
+    return str(store.get(key), "utf-8") if store.check([key]) else ""
 
-    def _lead(self, refuse: Callable[[Sequence[Mapping[str, Any]]], str]) -> tuple[str, list[Any], str]:
-        end_s = time.monotonic() + self._timeout_s
-        welcomed: list[Any] = []
-        while True:
-            hellos = [self._read(f"hello/{other}") for other in range(self._size)]
-            if hellos != welcomed:
-                self._store.set("welcome", json.dumps([hello and hello[0] for hello in hellos]))
-                welcomed = hellos
-            came = [
-                0,
-                *(
-                    rank
-                    for rank, hello in enumerate(hellos)
-                    if rank and hello and self._has_answered(hello[0])
-                ),
-            ]
-            if len(came) == self._size or time.monotonic() > end_s:
-                break
-            time.sleep(POLL_S)
-        all_facts = [hellos[rank][1] for rank in came]
-        text = self._missing(came, all_facts) if len(came) < self._size else refuse(all_facts)
-        self._store.set(f"outcome/{self._name}", json.dumps([text, all_facts]))
-        if text:
-            # This process may be the one that holds the store: the others read their message first.
-            keys = [f"read/{self._name}/{rank}" for rank in came[1:]]
-            with suppress(RuntimeError):
-                self._store.wait(keys, timedelta(seconds=GRACE_S))
-        return text, all_facts, self._name
 
-    def _follow(self) -> tuple[str, list[Any], str]:
-        end_s = time.monotonic() + self._timeout_s + GRACE_S
-        while time.monotonic() < end_s:
-            welcome = self._read("welcome")
-            if welcome is not None and len(welcome) == self._size and welcome[self._rank] == self._name:
-                leader = welcome[0]
-                self._store.set(f"answer/{leader}/{self._name}", "here")
-                outcome = self._read(f"outcome/{leader}")
-                if outcome is not None:
-                    text, all_facts = outcome
-                    self._store.set(f"read/{leader}/{self._rank}", "yes")
-                    return text, all_facts, leader
-            time.sleep(POLL_S)
-        return f"machine 0 of {self._size} did not come within {self._timeout_s:g} s", [], ""
+def _missing(came: Sequence[int], all_facts: Sequence[Facts], size: int, timeout_s: float) -> str:
+    present = ", ".join(
+        str(Machine(rank, facts["host"])) for rank, facts in zip(came, all_facts, strict=True)
+    )
+    missing = ", ".join(str(rank) for rank in range(size) if rank not in came)
+    return (
+        f"{len(came)} of {size} machines came within {timeout_s:g} s: {present}; missing: {missing}. "
+        "See their logs for why"
+    )
 
-    def _has_answered(self, name: str) -> bool:
-        return bool(self._store.check([f"answer/{self._name}/{name}"]))
 
-    def _read(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+def _machines(all_facts: Sequence[Facts]) -> list[Machine]:
+    ids = [there["host_id"] for there in all_facts]
+    return [
+        Machine(rank, there["host"], HostShare(ids[:rank].count(ids[rank]), ids.count(ids[rank])))
+        for rank, there in enumerate(all_facts)
+    ]
 
-    def _missing(self, came: Sequence[int], their_facts: Sequence[Mapping[str, Any]]) -> str:
-        present = ", ".join(
-            str(Machine(rank, facts["host"])) for rank, facts in zip(came, their_facts, strict=True)
-        )
-        missing = ", ".join(str(rank) for rank in range(self._size) if rank not in came)
-        return (
-            f"{len(came)} of {self._size} machines came within {self._timeout_s:g} s: {present}; missing: {missing}. "
-            "See their logs for why"
-        )
+
+def _address(own: str, all_facts: Sequence[Facts]) -> str:
+    """Return the address under which the others reach this machine."""
+    far = [there["address"] for there in all_facts if not there["address"].startswith("127.")]
+    if far and own.startswith("127."):
+        # This machine's name is that of its loopback, as in Debian's /etc/hosts: ask for the way to another one.
+        return _address_towards(far[0])
+    return own
+
+
+def _address_towards(host: str) -> str:
+    """Return this machine's address on the way to `host`; nothing is sent."""
+    for family, kind, protocol, _, there in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _reach_store(environment: Mapping[str, str], rank: int, timeout_s: float) -> Store:
@@ -282,10 +262,10 @@ def _difference(all_facts: Sequence[Mapping[str, Any]]) -> str:
             "once on each host, with --nproc-per-node 1. (For tests, machines.share_host = true lets processes divide "
             "a host.)"
         )
-    return _differences(machines, [facts["compared"] for facts in all_facts])
+    return differences(machines, [facts["compared"] for facts in all_facts])
 
 
-def _differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, Any]]) -> str:
+def differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, Any]]) -> str:
     """Return what differs between machines, one line for each name; empty if nothing does."""
     names = list(dict.fromkeys(name for values in all_values for name in values))
     lines = []

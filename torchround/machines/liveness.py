@@ -18,6 +18,8 @@ BEAT_S = 1.0
 BEATS_PER_TIMEOUT = 5
 # A machine that is alive has counted up at least once between the first and the last of so many readings.
 READINGS_TO_TELL = 3
+# The machine that is named if the store cannot be reached.
+STORE_RANK = 0
 
 
 @dataclass(frozen=True)
@@ -36,52 +38,25 @@ class SilenceClock:
     """
 
     def __init__(self, num_machines: int, beat_s: float, now_s: float) -> None:
-        self.beat_s = beat_s
         self.silent_s = [0.0] * num_machines
+        self._beat_s = beat_s
         self._beats = [-1] * num_machines
         self._last_s = now_s
 
     def observe(self, beats: Sequence[int], now_s: float) -> None:
         """Take the numbers read last, the same ones again if nothing was read since."""
-        passed_s = min(now_s - self._last_s, 2 * self.beat_s)
+        passed_s = min(now_s - self._last_s, 2 * self._beat_s)
         self._last_s = now_s
         for rank, beat in enumerate(beats):
             self.silent_s[rank] = 0.0 if beat != self._beats[rank] else self.silent_s[rank] + passed_s
         self._beats = list(beats)
 
 
-class BeatStore:
-    """The store's keys for liveness: each machine's number, and the first fault."""
-
-    def __init__(self, store: Store, rank: int, num_machines: int) -> None:
-        self._store, self._rank = store, rank
-        self._keys = [f"beat/{other}" for other in range(num_machines)]
-        self._count = 0
-        store.set(self._keys[rank], "0")
-        store.compare_set("fault", "", "")
-
-    def exchange(self) -> tuple[list[int], MachineFault | None]:
-        """Count up; return the numbers of all machines and the fault, if there is one."""
-        self._count += 1
-        self._store.set(self._keys[self._rank], str(self._count))
-        *beats, fault = self._store.multi_get([*self._keys, "fault"])
-        return [int(beat) for beat in beats], _read_fault(fault)
-
-    def report(self, fault: MachineFault) -> MachineFault:
-        """Write a fault unless there is one already; return the fault that all machines will read."""
-        text = json.dumps([fault.machine, fault.problem])
-        return _read_fault(self._store.compare_set("fault", "", text)) or fault
-
-
-def _read_fault(text: bytes) -> MachineFault | None:
-    return MachineFault(*json.loads(text)) if text else None
-
-
 class Liveness:
     """Two threads: one talks to the store, the other calls `on_fault` once a machine failed or is silent.
 
-    They are two because a call of the store can block for as long as its network is down. `store_rank` is the machine
-    that is named if the store cannot be reached. `on_fault` is called once at most, on the watching thread.
+    They are two because a call of the store can block for as long as its network is down. `on_fault` is called once at
+    most, on the watching thread.
     """
 
     def __init__(
@@ -91,14 +66,15 @@ class Liveness:
         num_machines: int,
         timeout_s: float,
         on_fault: Callable[[MachineFault], None],
-        store_rank: int = 0,
     ) -> None:
-        self.beat_s = min(BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
         self.fault: MachineFault | None = None
-        self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._on_fault = on_fault
-        self._beat_store = BeatStore(store, rank, num_machines)
-        self._clock = SilenceClock(num_machines, self.beat_s, time.monotonic())
+        self._beat_s = min(BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
+        self._keys = [f"beat/{other}" for other in range(num_machines)]
+        self._clock = SilenceClock(num_machines, self._beat_s, time.monotonic())
         self._changed = threading.Condition()  # guards everything below
         self._beats = [0] * num_machines
         self._num_readings = 0
@@ -110,6 +86,8 @@ class Liveness:
             threading.Thread(target=target, name=f"machines-{name}", daemon=True)
             for name, target in (("beats", self._beat), ("watch", self._watch))
         ]
+        store.set(self._keys[rank], "0")
+        store.compare_set("fault", "", "")
 
     def start(self) -> None:
         """Start to beat and to watch. Every machine must have made its `Liveness`."""
@@ -124,7 +102,7 @@ class Liveness:
         self._wake.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * self.beat_s)
+                thread.join(2 * self._beat_s)
 
     def report(self, fault: MachineFault) -> MachineFault:
         """Tell all machines of a fault. Return the fault that was first, which may be another one.
@@ -135,7 +113,7 @@ class Liveness:
             if self.fault is None and self._report is None:
                 self._report = fault
                 self._wake.set()
-                self._changed.wait_for(lambda: self.fault is not None or self._is_ended, 2 * self.beat_s)
+                self._changed.wait_for(lambda: self.fault is not None or self._is_ended, 2 * self._beat_s)
             if self.fault is None:
                 self.fault = fault
             return self.fault
@@ -167,38 +145,39 @@ class Liveness:
         last = self._num_readings + count
         self._changed.wait_for(
             lambda: self.fault is not None or self._is_ended or self._num_readings >= last,
-            (count + 1) * self.beat_s,
+            (count + 1) * self._beat_s,
         )
 
     def _beat(self) -> None:
+        count = 0
         while not self._is_ended and self.fault is None:
+            count += 1
             try:
-                beats, fault = self._beat_store.exchange()
-                report = self._report
-                if fault is None and report is not None:
-                    fault = self._beat_store.report(report)
+                self._store.set(self._keys[self._rank], str(count))
+                *beats, fault = self._store.multi_get([*self._keys, "fault"])
+                if not fault and self._report is not None:
+                    text = json.dumps([self._report.machine, self._report.problem])
+                    fault = self._store.compare_set("fault", "", text)  # the first one wins
             except RuntimeError as error:
-                self._lose_store(str(error))
+                with self._changed:
+                    self._store_problem = str(error).partition("\n")[0] or "no answer"
+                    self._changed.notify_all()
                 return
             with self._changed:
-                self._beats = beats
+                self._beats = [int(beat) for beat in beats]
                 self._num_readings += 1
-                self.fault = self.fault or fault
+                if fault:
+                    self.fault = self.fault or MachineFault(*json.loads(fault))
                 self._changed.notify_all()
-            self._wake.wait(self.beat_s)
+            self._wake.wait(self._beat_s)
             self._wake.clear()
 
-    def _lose_store(self, problem: str) -> None:
-        with self._changed:
-            self._store_problem = problem.splitlines()[0] if problem else "no answer"
-            self._changed.notify_all()
-
     def _watch(self) -> None:
-        store_clock = SilenceClock(1, self.beat_s, time.monotonic())
+        store_clock = SilenceClock(1, self._beat_s, time.monotonic())
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_ended or self.fault or self._store_problem, self.beat_s
+                    lambda: self._is_ended or self.fault or self._store_problem, self._beat_s
                 )
                 if self._is_ended:
                     return
@@ -206,18 +185,17 @@ class Liveness:
                 store_clock.observe([self._num_readings], now_s)
                 if store_clock.silent_s[0] == 0:
                     self._clock.observe(self._beats, now_s)
-                found = self.fault or self._lost_store(store_clock) or self._silent_machine()
+                found = self.fault or self._lost_store(store_clock.silent_s[0]) or self._silent_machine()
             if found is not None:
                 self._on_fault(self.report(found))
                 return
 
-    def _lost_store(self, store_clock: SilenceClock) -> MachineFault | None:
-        silent_s = store_clock.silent_s[0]
+    def _lost_store(self, silent_s: float) -> MachineFault | None:
         if not self._store_problem and silent_s < self._timeout_s:
             return None
         how = self._store_problem or f"no answer for {self._timeout_s:g} s"
         problem = f"cannot be reached, and keeps the store through which the machines find each other ({how})"
-        return MachineFault(self._store_rank, problem)
+        return MachineFault(STORE_RANK, problem)
 
     def _silent_machine(self) -> MachineFault | None:
         silent_s, rank = max((silent, rank) for rank, silent in enumerate(self._clock.silent_s))

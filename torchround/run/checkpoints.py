@@ -21,10 +21,9 @@ from torchround.config import Config
 from torchround.data import DataError, Loader, joined_positions
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
-from torchround.engine.store.bundles import BOUNDED
+from torchround.engine.store.bundles import BOUNDED, OLDER_WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import OLDER_WEIGHTS
-from torchround.machines.errors import MachineError
+from torchround.machines.group import MachineError
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import save_with_patience

@@ -1,6 +1,6 @@
 """What ends a run before its last step: too many bad steps in a row, or a signal.
 
-The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/optimizer_worker.py`). A step without an
+The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/update.py`). A step without an
 update leaves the weights of the last good step. In `bounded` a step may leave out some layers and update the others.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from torchround.config import TrainingTable
+from torchround.engine.reports import UpdateReport
 from torchround.engine.results import StepResult
-from torchround.engine.update import UpdateReport
 
 logger = logging.getLogger(__name__)
 

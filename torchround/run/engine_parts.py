@@ -8,9 +8,8 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
@@ -34,18 +33,19 @@ def build_store(
     ownership: Ownership | None = None,
 ) -> HostStore:
     """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
-    return HostStore(
+    store = HostStore(
         model,
         numbers.dtype,
         policy=update_policy(numbers.engine, numbers.optimizer.can_predict),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
-        spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
         ownership=ownership,
         optimizer=make_optimizer(numbers.optimizer),
     )
+    store.spikes = SpikeBounds(numbers.spike_factor, numbers.training.spike_window)
+    return store
 
 
 def update_policy(table: EngineTable, can_predict: bool = True) -> UpdatePolicy:

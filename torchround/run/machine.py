@@ -126,6 +126,7 @@ def link_text(device: Device) -> str:
         return f"not measured: {error}"
     finally:
         device.finish()
+        device.free()
         allocator.close()
     memory = "page-locked" if locked else "NOT page-locked"
     return f"{_rate(LINK_BYTES, up_s)} up, {_rate(LINK_BYTES, down_s)} down, from and to {memory} host memory"

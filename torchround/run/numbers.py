@@ -14,10 +14,9 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
+from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.kept_layers import kept_whole
-from torchround.engine.store.bundles import Bundle, collect_bundles, stored_numel
-from torchround.engine.store.segments import parameter_facts
+from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
 from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
 from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
 from torchround.optim.formats import StateFormat

@@ -22,8 +22,8 @@ from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, LRScheduleTable
 from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
+from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import RESIDUAL, WEIGHTS
 from torchround.optim import LRSchedule
 from torchround.run.run_folder import RunError
 from torchround.run.saved_forms import SavedForms

@@ -1,15 +1,17 @@
 """The parts of a run, built by its command and taken by its training loop."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchround.config import Config
 from torchround.data.loader import Loader
+from torchround.data.validation_batches import ValidationLoader
 from torchround.engine.device import Device
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
 from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
@@ -43,6 +45,25 @@ class RunParts:
     epoch_steps: EpochSteps | None = None
     samples: RunSamples = field(default_factory=RunSamples)
     machines: RunMachines = field(default_factory=RunMachines)
+
+    def identity(self) -> dict[str, str]:
+        """Return what must be the same on all machines besides the configuration, by names for messages."""
+        found = self.loader.fingerprints()
+        if isinstance(self.validation, ValidationLoader):
+            found |= self.validation.fingerprints()
+        if self.pretrained is not None:
+            found["pretrained weights"] = self.pretrained.fingerprint()
+        return found
+
+    def with_rule(self, rounds: int, stale_layers: int) -> "RunParts":
+        """Return the parts with a plan of the first machine's numbers. Raises `InfeasiblePlanError`.
+
+        The first machine's folder alone has the plan of an earlier start.
+        """
+        if (self.plan.rounds, self.plan.stale_layers) == (rounds, stale_layers):
+            return self
+        question = replace(self.question, rounds=rounds, stale_layers=stale_layers)
+        return replace(self, question=question, plan=plan_for(question))
 
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
         """Make the meter of the run's steps, of which `skipped_steps` were skipped before. All machines make theirs."""

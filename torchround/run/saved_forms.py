@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint import Conversion, Layout, Receiver
+from torchround.engine.store.bundles import OLDER_WEIGHTS, RESIDUAL, WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.state_views import OLDER_WEIGHTS, RESIDUAL, WEIGHTS
 from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
 from torchround.optim.split_weights import join, split
 

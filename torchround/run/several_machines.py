@@ -10,20 +10,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from torchround.config import Config
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
-from torchround.engine.exchange.start import received_bytes, share_weights
+from torchround.engine.exchange import received_bytes, share_weights
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
-from torchround.machines.errors import LaunchError, MachineError
-from torchround.machines.group import HostShare, MachineGroup
-from torchround.machines.launch import require_same
-from torchround.machines.link_rate import measure_rate
+from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup, measure_rate
+from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.memory import size_text
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
@@ -36,6 +35,50 @@ T = TypeVar("T")
 # minute, unless one is inside a computation.
 END_S = 90.0
 POLL_S = 1.0
+
+
+def is_first_process(environment: Mapping[str, str]) -> bool:
+    """Whether a process of this environment is the first of its launch, or the only one."""
+    return environment.get("RANK", "0") == "0"
+
+
+@contextmanager
+def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
+    """Let only the first process of a launch print to standard output in the block. All may print errors."""
+    if is_first_process(environment):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+@contextmanager
+def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator["RunMachines"]:
+    """Meet the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
+
+    The end of the block is that of the run: in order, or by telling the others of a fault.
+    """
+    machines = RunMachines(join(environment, config))
+    group = machines.group
+    if group is None:
+        yield machines
+        return
+    guard = EndGuard(group)
+    try:
+        yield machines
+        machines.agree("start", None, "the end of the run on all machines")
+    except LaunchError:
+        group.close()  # all raise it: the last one must have read it before a connection ends
+        raise
+    except BaseException as error:
+        if not isinstance(error, MachineError):  # the others know of that
+            group.fail(_cause_text(error))
+        group.abort()
+        raise
+    else:
+        group.close()
+    finally:
+        guard.leave_soon()
 
 
 class RunMachines:
@@ -102,19 +145,22 @@ class RunMachines:
         return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
 
     def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`.
+        """Raise the same `LaunchError` on all machines if what they have opened differs.
 
-        One machine does not ask for its `identity`.
+        `identity` maps a name that a user understands, such as "data", to a fingerprint. One machine does not ask for it.
         """
-        if self.group is not None:
-            require_same(self.group, identity())
+        if self.group is None:
+            return
+        found = self.agree("start", dict(identity()), "what it has opened")
+        if text := differences(self.group.machines, found):
+            raise LaunchError(text)
 
     # What a run is made of.
 
     @property
     def host_share(self) -> HostShare | None:
         """This process's share of its host, which processes of one host divide; None on one machine."""
-        return None if self.group is None else self.group.host_share
+        return None if self.group is None else self.group.machines[self.rank].share
 
     def planned(self) -> PlannedMachines:
         """Return what the planner has to know of the machines. All measure the network, for about half a second."""
@@ -165,31 +211,6 @@ class RunMachines:
         own = record.machine_times(self.names[self.rank]).as_dict()
         times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
         return replace(record, machines=tuple(map(MachineTimes.from_dict, times)))
-
-    # The end.
-
-    @contextmanager
-    def until_the_end(self) -> Iterator[None]:
-        """Keep the group for the block, and end it with the block: in order, or by telling the others of a fault."""
-        if self.group is None:
-            yield
-            return
-        guard = EndGuard(self.group)
-        try:
-            yield
-            self.agree("start", None, "the end of the run on all machines")
-        except LaunchError:
-            self.group.close()  # all raise it: the last one must have read it before a connection ends
-            raise
-        except BaseException as error:
-            if not isinstance(error, MachineError):  # the others know of that
-                self.group.fail(_cause_text(error))
-            self.group.abort()
-            raise
-        else:
-            self.group.close()
-        finally:
-            guard.leave_soon()
 
 
 class AgreedStop:

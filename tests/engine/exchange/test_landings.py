@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.support.toy import toy_model
 from torchround.engine.board import Observer
-from torchround.engine.exchange.landings import RingLandings, ring_places, shared_pieces
+from torchround.engine.landings import Landings, ring_places, shared_pieces
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel
 from torchround.planning.machine_shares import landing_window_bytes
 
@@ -44,7 +44,7 @@ def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines)
         store = HostStore(model, torch.bfloat16, ownership=Ownership(machine, num_machines))
         store.allocate_gradients(rounds=2)
         pool = HostPool(False, Observer())
-        landings = RingLandings(store, pool)
+        landings = Landings(store, pool)
         assert not landings.needed(), "no bundle of this model is shared"
         held = store.nbytes() + pool.allocated_bytes
         assert held <= (4.3 + 12 / num_machines) * store.num_parameters()
@@ -53,7 +53,8 @@ def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines)
 
 def test_parts_of_shared_bundles_land_outside_the_window():
     store = HostStore(toy_model(tied=True), ownership=Ownership(0, 2))
-    landings = RingLandings(store, HostPool(False, Observer()))
+    store.allocate_gradients(rounds=1)
+    landings = Landings(store, HostPool(False, Observer()))
     [tied] = [bundle for bundle in store.bundles if len(bundle.layers) > 1]
     assert landings.needed() == {tied.numel * 4: 2}
     assert landings.take(tied) is not landings.take(tied)

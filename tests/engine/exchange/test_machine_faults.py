@@ -11,8 +11,7 @@ from tests.support.faults import engine_threads
 from tests.support.machines import run_machines
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, HangError, PipelineError
-from torchround.engine.store.bundles import BOUNDED
-from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.bundles import BOUNDED, Ownership
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.planning.machine_shares import step_share
 

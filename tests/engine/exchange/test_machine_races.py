@@ -9,7 +9,7 @@ import torch
 from tests.support.engine_rows import Row, validate_true_weights
 from tests.support.machines import run_machines
 from tests.support.toy import linked, toy_batches, watched
-from torchround.engine.exchange.landings import RingLandings
+from torchround.engine.landings import Landings
 from torchround.engine.watch.race_checker import AccessLog, find_races
 
 UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 4, 5), strict=True)]
@@ -64,7 +64,7 @@ def test_there_is_no_race_with_any_optimizer(name):
 
 
 def test_rule_8_parts_that_had_the_memory_before_are_consumed(monkeypatch):
-    buffers = RingLandings.buffers
+    buffers = Landings.buffers
     # Each bundle's parts as if they had memory of their own.
-    monkeypatch.setattr(RingLandings, "buffers", lambda *arguments: buffers(*arguments)[:1])
+    monkeypatch.setattr(Landings, "buffers", lambda *arguments: buffers(*arguments)[:1])
     assert any(find_races(log) for log in logs_of(plain(3, "sync")))

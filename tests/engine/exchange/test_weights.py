@@ -13,10 +13,9 @@ from tests.support.frozen_base import frozen_model, mapped_store, write_base
 from tests.support.machines import run_machines
 from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
-from torchround.engine.exchange.start import received_bytes, share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
-from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction
+from torchround.engine.exchange import received_bytes, share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, Ownership
+from torchround.engine.store.host_store import Prediction
 from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
@@ -150,7 +149,7 @@ def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine():
 @pytest.mark.parametrize("update", ["sync", "async"])
 def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(update):
     def run(group):
-        link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
+        link, sent = group.link(1 - group.rank, Purpose.WEIGHTS), []
 
         def validate(engine):
             engine.drain()

@@ -29,13 +29,13 @@ class RecordingLocker:
     `unmapped` are the locked addresses that had no memory any more when they were unlocked.
     """
 
-    def __init__(self, capacity=1000, largest=2**40):
-        self.capacity, self.largest = capacity, largest
+    def __init__(self):
+        self.capacity, self.largest = 1000, 2**40
         self.locked = {}
         self.refused = 0
         self.unmapped = []
 
-    def lock(self, address, nbytes):
+    def lock_pages(self, address, nbytes):
         pages = range(address // PAGE, -(-(address + nbytes) // PAGE))
         taken = any(pages.start < held.stop and held.start < pages.stop for held in self.locked.values())
         if taken or len(self.locked) == self.capacity or nbytes > self.largest:
@@ -44,7 +44,7 @@ class RecordingLocker:
         self.locked[address] = pages
         return 0
 
-    def unlock(self, address):
+    def unlock_pages(self, address):
         pages = self.locked.pop(address)  # a KeyError would be an unregistration of what never was
         if not is_mapped(address, len(pages) * PAGE):
             self.unmapped.append(address)
@@ -63,9 +63,9 @@ def is_mapped(address, nbytes):
 
 @pytest.fixture
 def locker(monkeypatch):
-    """Make the page locker of all host memory that is made without one."""
+    """Make the page locker of all host memory."""
     locker = RecordingLocker()
-    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
+    monkeypatch.setattr(host_memory, "present_kind", lambda: locker)
     return locker
 
 
@@ -79,9 +79,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(host_memory, "FILL_BYTES", 8 * PAGE)
 
 
-def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks):
-    locker = RecordingLocker()
-    memory = HostAllocator(True, locker)
+def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks, locker):
+    memory = HostAllocator(True)
     sizes = [4, 256, PAGE, 3 * PAGE + 1, 2 * CHUNK + 100]
     buffers = [memory.allocate(size, for_devices=True) for size in sizes]
     assert [buffer.numel() for buffer in buffers] == sizes
@@ -109,10 +108,10 @@ def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, locker, lar
     assert locker.locked == {}
 
 
-def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(small_chunks):
+def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(small_chunks, locker):
     """A copy that begins in locked memory and ends in other memory is an error of CUDA's."""
-    locker = RecordingLocker(capacity=3)
-    memory = HostAllocator(True, locker)
+    locker.capacity = 3
+    memory = HostAllocator(True)
     locked = memory.allocate(CHUNK, for_devices=True)
     with pytest.warns(PinningWarning, match="error 2 of") as caught:
         buffers = [
@@ -129,9 +128,8 @@ def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(sma
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_memory_is_unlocked_and_then_given_back_once_no_view_refers_to_it(small_chunks, closes):
-    locker = RecordingLocker()
-    memory = HostAllocator(True, locker)
+def test_memory_is_unlocked_and_then_given_back_once_no_view_refers_to_it(small_chunks, locker, closes):
+    memory = HostAllocator(True)
     buffer = memory.allocate(2 * CHUNK, for_devices=True, buffers=(CHUNK, CHUNK))
     address, view = buffer.data_ptr(), buffer[PAGE : 2 * PAGE]
     if closes:
@@ -144,9 +142,9 @@ def test_memory_is_unlocked_and_then_given_back_once_no_view_refers_to_it(small_
     assert locker.locked == {} and locker.unmapped == [] and not is_mapped(address, 2 * CHUNK)
 
 
-def test_memory_that_is_still_locked_when_python_ends_is_not_unmapped(monkeypatch):
+def test_memory_that_is_still_locked_when_python_ends_is_not_unmapped(monkeypatch, locker):
     """At its end Python drops everything and runs no finalizer any more."""
-    memory = HostAllocator(True, RecordingLocker())
+    memory = HostAllocator(True)
     buffer = memory.allocate(3 * PAGE, for_devices=True)
     address = buffer.data_ptr()
     with monkeypatch.context() as ending:
@@ -156,10 +154,9 @@ def test_memory_that_is_still_locked_when_python_ends_is_not_unmapped(monkeypatc
     assert is_mapped(address, 3 * PAGE)
 
 
-def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_place():
+def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_place(locker):
     """The child may collect the object after a library was loaded at the buffer's address."""
-    locker = RecordingLocker()
-    memory = HostAllocator(True, locker)
+    memory = HostAllocator(True)
     buffer = memory.allocate(PAGE, for_devices=True)
     libc, address = ctypes.CDLL(None, use_errno=True), buffer.data_ptr()
     libc.mmap.restype = ctypes.c_void_p

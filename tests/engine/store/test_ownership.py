@@ -5,7 +5,7 @@ import torch
 
 from tests.support.small_decoders import decoder
 from tests.support.toy import assert_same_state, toy_model, toy_store
-from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.bundles import Ownership
 
 BFLOAT16 = torch.bfloat16
 

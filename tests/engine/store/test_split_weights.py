@@ -9,9 +9,7 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.rounding import ties_up
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.store.segments import parameter_facts
-from torchround.engine.store.state_views import RESIDUAL
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, RESIDUAL, SYNC, parameter_facts
 from torchround.optim.optimizer import NO_STATE, make_optimizer
 
 BF16 = torch.bfloat16

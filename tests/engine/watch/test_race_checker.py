@@ -14,8 +14,8 @@ from tests.support.optimizers import OPTIMIZERS, POLICIES
 from tests.support.torch_loop import MAKERS
 from tests.support.toy import KEPT, PARTITIONS, ToyHead, linked, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
+from torchround.engine.passes import UPDATED
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-from torchround.engine.update import UPDATED
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.layer import LayeredModel
 from torchround.optim import NO_STATE, HostOptimizer, make_optimizer
@@ -177,7 +177,7 @@ def updates_apart(entries):
     step = 0
     for entry in entries:
         yield replace(entry, actor=f"update {step}") if entry.actor == OPTIMIZER else entry
-        step += getattr(entry.token, "kind", None) is UPDATED and entry.action == "signal"
+        step += getattr(entry.token, "kind", None) == UPDATED and entry.action == "signal"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -190,11 +190,9 @@ def test_rule_5_updates_of_a_layer_follow_each_other(tmp_path, optimizer):
 # Places of a device that order nothing, with what shows it.
 KEEPS = {"kept": KEPT["all"], "steps": 2}
 PLACES = {
-    ("uploaded kept activations", "no wait"): KEEPS,
-    ("uploaded kept activations", "empty event"): KEEPS,
-    ("a free slot for kept activations", "no wait"): KEEPS,
-    ("kept activations in host memory", "no wait"): KEEPS,
-    ("kept activations that are read", "empty event"): KEEPS,
+    ("an uploaded input", "no wait"): KEEPS,
+    ("an uploaded input", "empty event"): KEEPS,
+    ("inputs that are read", "empty event"): KEEPS,
     ("a free slot to pack into", "no wait"): KEEPS,
     ("packed tensors", "no wait"): KEEPS,
     ("a free slot for an input", "no wait"): {"steps": 2},

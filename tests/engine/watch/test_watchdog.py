@@ -15,16 +15,13 @@ import pytest
 from tests.support import toy
 from tests.support.faults import LANDED, UPLOADED, WRITTEN, brief_joins, engine_threads, lose, over, planted
 from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
-from torchround.engine.board import Board
+from torchround.engine.board import Board, Value
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.passes import STAGE_JOB
-from torchround.engine.results import STAGE_ENQUEUED
+from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED
 from torchround.engine.tasks import Access
-from torchround.engine.update import UPDATED
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
-from torchround.engine.worker.kept_transfers import KEPT
+from torchround.engine.worker.device_worker import STAGE_JOB
 
 __all__ = ["brief_joins", "over", "planted"]
 
@@ -114,7 +111,7 @@ LOST = [
     ),
     (STAGE_ENQUEUED, r"MainThread .*: waits for all of stage slot 12 to be enqueued"),
     (UPDATED, r"MainThread .*: waits for the update of step 2"),
-    (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
+    (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 8 to be handed out"),
 ]
 
 
@@ -122,28 +119,25 @@ LOST = [
 TELLING = (KEPT, LOSS, LANDED, WRITTEN, UPDATED)
 
 
-def concerns(key, number):
-    """Tell whether an access or a hand-over is of this number, and of bundle 1 or micro-batch 1."""
-    if isinstance(key, Access):
-        return key.task.step == number and "block.1" in key.buffer.name
-    return key.number == number and (not key.key or 1 in (key.key[0], key.key[-1]))
+def concerns(flag, number):
+    """Tell whether an access, a value or jobs are of this number, and of bundle 1 or micro-batch 1."""
+    if isinstance(flag, Access):
+        return flag.task.step == number and "block.1" in flag.buffer.name
+    if flag.kind == STAGE_JOB:
+        return number in [getattr(job, "slot", None) for job in flag.content]
+    return flag.numbers[0] == number and (not flag.numbers[1:] or 1 in flag.numbers[1:])
 
 
 @pytest.mark.parametrize(
     ("kind", "waiting"),
-    [
-        pytest.param(
-            *lost, marks=[pytest.mark.nightly] * (lost[0] not in TELLING), id=str(getattr(lost[0], "words", lost[0]))
-        )
-        for lost in LOST
-    ],
+    [pytest.param(*lost, marks=[pytest.mark.nightly] * (lost[0] not in TELLING), id=lost[0]) for lost in LOST],
 )
 def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
     """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
-    number = {STAGE_JOB: 12, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
+    number = {STAGE_JOB: 8, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
     store = toy_store(toy_model())
     with monkeypatch.context() as patch:
-        lose(*(patch, planted), lambda key: getattr(key, "kind", None) == kind and concerns(key, number))
+        lose(*(patch, planted), lambda flag: getattr(flag, "kind", None) == kind and concerns(flag, number))
         error = hang(hanging_engine(store, kept=toy.KEPT["all"] if kind is KEPT else ()))
     assert any(re.match(waiting, line) for line in error.report), error.report
     assert engine_threads() == []
@@ -233,7 +227,7 @@ def test_one_thing_that_moves_between_two_looks_is_enough():
     watchdog = Watchdog(board, [], [QueueWatch(device, lambda: None)], [], 1e9, hangs.append)
     memory = device.allocate(1)
     for move in (
-        lambda: board.post(UPDATED(0), None),
+        lambda: board.post(Value(UPDATED, 0), None),
         board.note_progress,
         lambda: device.run(Stream.COMPUTE, memory.zero_),
         lambda: device.copy(Stream.WEIGHT_UPLOAD, memory, memory),

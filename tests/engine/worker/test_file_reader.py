@@ -36,16 +36,16 @@ class LockingDevice(CpuDevice, DeviceWatcher):
 class AcceptingLocker:
     """A page locker that locks nothing."""
 
-    def lock(self, address, nbytes):
+    def lock_pages(self, address, nbytes):
         return 0
 
-    def unlock(self, address):
+    def unlock_pages(self, address):
         return 0
 
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    monkeypatch.setattr(host_memory, "PageLocker", AcceptingLocker)
+    monkeypatch.setattr(host_memory, "present_kind", AcceptingLocker)
     shrink_ring(monkeypatch)
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchround.engine.worker.slots import Packing, fill
-from torchround.engine.worker.structure import flatten, has_gradient, unflatten
+from torchround.engine.worker.slots import Packing, fill, flatten, has_gradient, unflatten
 
 Pair = namedtuple("Pair", ["one", "two"])
 

@@ -1,19 +1,23 @@
 """Bundles: the parameters that travel together, and the place of each in its bundle's flat buffers.
 
-Shared parameters (tied weights) are a bundle of their own, which belongs to every layer that uses it.
+Shared parameters (tied weights) are a bundle of their own, which belongs to every layer that uses it. A bundle's
+parameters are placed update rule by update rule, so that an update is one pass over flat memory for each rule.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.store.segments import FlatParameter, Segment, parameter_facts
-from torchround.layer import FileTensor, LayeredModel
+from torchround.layer import FileTensor, LayeredModel, decayed_names, matrix_names
+from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 from torchround.optim.split_weights import join, split
 from torchround.optim.update_pass import UpdateBuffers
+from torchround.planning.machine_shares import assign_owners
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
 # writes need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -21,6 +25,14 @@ ALIGNMENT_ELEMENTS = 256
 
 # Elements of which fp32 weights are joined or split at once, so that the temporaries stay small.
 SPLIT_ELEMENTS = 2**20
+
+# The kinds of weights in checkpoints, whose tensors have the names `<kind>/<parameter>`.
+WEIGHTS = "weights"
+RESIDUAL = "residual"
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
+# The word is from an early release: these are not the float32 weights. It stays, so that
+# checkpoints already written load.
+OLDER_WEIGHTS = "master_"
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class UpdatePolicy:
     the gradient is computed with. The step's number alone decides that version, never timing.
 
     If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
-    that the gradient will be applied to (`store/prediction.py`).
+    that the gradient will be applied to (`Prediction`).
     """
 
     name: str
@@ -56,6 +68,102 @@ ASYNC_PREDICT = UpdatePolicy("async", 2, predicts=True)
 # `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.
 BOUNDED = UpdatePolicy("bounded", 1)
 POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, BOUNDED)}
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """One parameter's place in its bundle's flat buffers, in elements. `name` is `layer.path`."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        """The element after its last one."""
+        return self.start + self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter as a view of one of its bundle's flat buffers."""
+        return flat[self.start : self.stop].view(self.shape)
+
+
+@dataclass
+class Segment:
+    """Elements `[start, stop)` of a bundle, which `rule` updates, and the `parameters` in them.
+
+    `parts` are the flat buffers of the rule's values in `format`, by the part's name. They hold one element for each
+    `StatePart.block` elements of the segment, which begins at an aligned place. So no block belongs to two segments.
+    A rule with a direction reads it from `direction`, which devices write. A bundle of another machine has neither.
+    """
+
+    start: int
+    stop: int
+    rule: UpdateRule
+    format: StateFormat
+    parameters: tuple[FlatParameter, ...]
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    direction: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements, gaps between parameters included."""
+        return self.stop - self.start
+
+    @property
+    def kinds(self) -> list[StatePart]:
+        """The parts that the rule's values have in this format."""
+        return [part for value in self.rule.values for part in self.format.parts(value)]
+
+    def allocate(self, flat: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Make the buffers of all parts, zeroed, by `flat(numel, dtype)`."""
+        self.parts = {part.name: flat(part.numel(self.numel), part.dtype) for part in self.kinds}
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's share of each part, named as in checkpoints.
+
+        A share has the parameter's shape, or is flat if the part has one element for a block.
+        """
+        for part in self.kinds:
+            for parameter in self.parameters:
+                first, numel = (parameter.start - self.start) // part.block, parameter.shape.numel()
+                share = self.parts[part.name][first : first + part.numel(numel)]
+                yield (
+                    f"{part.name}/{parameter.name}",
+                    share.view(parameter.shape) if part.block == 1 else share,
+                )
+
+    def cut(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> Iterator["Segment"]:
+        """Yield segments of other rules, by parameter, on the same memory.
+
+        Raises `ValueError` if a rule keeps other values than the segment has, or in another format.
+        """
+        runs = [
+            (rule, tuple(run)) for rule, run in itertools.groupby(self.parameters, lambda p: rules[p.name])
+        ]
+        stops = [run[0].start for _, run in runs[1:]] + [self.stop]
+        blocks = {part.name: part.block for part in self.kinds}
+        for (rule, run), stop in zip(runs, stops, strict=True):
+            if (rule.values, state_format.name) != (self.rule.values, self.format.name):
+                kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
+                raise ValueError(f"{run[0].name} keeps {kept}, and the optimizer asks for {asked}")
+            first, last = run[0].start - self.start, stop - self.start
+            yield Segment(
+                run[0].start,
+                stop,
+                rule,
+                self.format,
+                run,
+                {
+                    name: flat[first // blocks[name] : last // blocks[name]]
+                    for name, flat in self.parts.items()
+                },
+                None if self.direction is None else self.direction[first:last],
+            )
+
+
+def _state_of(rule: UpdateRule, state_format: StateFormat) -> str:
+    return f"{', '.join(value.name for value in rule.values) or 'no state'} ({state_format.name})"
 
 
 @dataclass(frozen=True)
@@ -119,37 +227,69 @@ class Bundle:
         assert self.weight is not None, f"{self.parameters[0].name} has no fp32 weights here"
         return self.weight
 
-    def copy_weights(self, version: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return elements `[start, stop)` of the weights as `[stop - start]` values, for reading.
+    def version(self, version: int) -> Tensor:
+        """Return the buffer that holds, or will hold, the device weights of `version`.
 
-        They are a fresh fp32 copy if the weights are split, otherwise the buffer itself: fp32, or a frozen bundle's
-        device weights. `version` is the newest one.
+        Ask only for versions that are kept or being written: an older number gives the buffer of a newer
+        version.
         """
-        assert not self.is_remote, f"{self.parameters[0].name} belongs to machine {self.owner}"
-        stop = self.numel if stop is None else stop
+        return self.device_weights[version % len(self.device_weights)]
+
+    def newest(self, version: int) -> Tensor:
+        """Return the buffer that decides the weights; `version` is the newest one. Split weights need the residual too."""
+        return self.version(version) if self.weight is None else self.weight
+
+    def values(self, parameter: FlatParameter, version: int) -> Tensor:
+        """Return a parameter's values; `version` is the newest one. Only split weights are a copy, in fp32."""
+        assert not self.is_remote, f"{parameter.name} belongs to machine {self.owner}"
+        upper = parameter.view(self.newest(version))
         if self.residual is None:
-            return (self.device_weights[0] if self.weight is None else self.weight)[start:stop]
-        values = torch.empty(stop - start)
-        for first in range(start, stop, SPLIT_ELEMENTS):
-            chunk = slice(first, min(first + SPLIT_ELEMENTS, stop))
-            joined = join(self.version(version)[chunk], self.residual[chunk])
-            values[chunk.start - start : chunk.stop - start] = joined
+            return upper
+        values = torch.empty(parameter.shape)
+        for chunk, *halves in _chunks(values, upper, parameter.view(self.residual)):
+            chunk.copy_(join(*halves))
         return values
 
-    def set_weights(self, values: Tensor, version: int, start: int = 0) -> None:
-        """Write flat values from element `start` on. Split weights write the newest device weights with them.
+    @contextmanager
+    def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor]:
+        """Yield a parameter's values, to be changed. Those of split weights are split at the end, if no exception ends it.
 
         The other device weights are for `HostStore.refresh_device_weights`.
         """
-        assert not self.is_remote, f"{self.parameters[0].name} belongs to machine {self.owner}"
-        if self.residual is None:
-            self.copy_weights(version, start, start + values.numel()).copy_(values)
-            return
-        for first in range(0, values.numel(), SPLIT_ELEMENTS):
-            upper, residual = split(values[first : first + SPLIT_ELEMENTS].float())
-            chunk = slice(start + first, start + first + upper.numel())
-            self.version(version)[chunk].copy_(upper)
-            self.residual[chunk].copy_(residual)
+        values = self.values(parameter, version)
+        yield values
+        if self.residual is not None:
+            for chunk, *halves in _chunks(
+                values, parameter.view(self.version(version)), parameter.view(self.residual)
+            ):
+                for half, new in zip(halves, split(chunk), strict=True):
+                    half.copy_(new)
+
+    def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
+        """Return the bundle's part of a checkpoint, as views by name; `version` is the newest one.
+
+        Device weights are among them if nothing else gives them: the upper halves of split weights, older versions, and
+        device weights that lag. The newest ones of fp32 weights follow from those.
+        """
+        kinds = {WEIGHTS: self.newest(version)}
+        if self.residual is not None:
+            kinds[RESIDUAL] = self.residual
+        views = self._named(kinds)
+        for segment in self.segments:
+            views.update(segment.views())
+        return views | self.older_views(version, lags)
+
+    def older_views(self, version: int, lags: bool) -> dict[str, Tensor]:
+        """Return the views of device weights that are older than the newest ones."""
+        ages = range(1, 2 if lags else len(self.device_weights))
+        return self._named({f"{OLDER_WEIGHTS}{age}_old": self.version(version - age) for age in ages})
+
+    def _named(self, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            f"{kind}/{parameter.name}": parameter.view(flat)
+            for kind, flat in kinds.items()
+            for parameter in self.parameters
+        }
 
     def update_buffers(self, segment: Segment, written: Tensor, step: int) -> UpdateBuffers:
         """Return what an update of a segment reads and writes, after `step` steps.
@@ -172,22 +312,14 @@ class Bundle:
 
     def inputs(self, step: int) -> list[Tensor]:
         """Return the buffers that an update after `step` steps reads and leaves as they are."""
-        split = self.version(step) if self.residual is not None else None
+        upper = None if self.residual is None else self.version(step)
         directions = [segment.direction for segment in self.segments]
-        return [flat for flat in (self.gradient, *directions, split) if flat is not None]
+        return [flat for flat in (self.gradient, *directions, upper) if flat is not None]
 
     def state(self) -> list[Tensor]:
         """Return the buffers that an update changes beside the device weights."""
         found = [flat for flat in (self.weight, self.residual) if flat is not None]
         return found + [flat for segment in self.segments for flat in segment.parts.values()]
-
-    def version(self, version: int) -> Tensor:
-        """Return the buffer that holds, or will hold, the device weights of `version`.
-
-        Ask only for versions that are kept or being written: an older number gives the buffer of a newer
-        version.
-        """
-        return self.device_weights[version % len(self.device_weights)]
 
     def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:
         """Yield the host memory that elements `[start, stop)` of a version are uploaded from.
@@ -200,6 +332,34 @@ class Bundle:
             first, last = max(start, mapped.start), min(stop, mapped.start + mapped.memory.numel())
             if first < last:
                 yield mapped.part(first - mapped.start, last - mapped.start)
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same elements of each tensor, so few at once that temporaries stay small."""
+    return zip(*(tensor.view(-1).split(SPLIT_ELEMENTS) for tensor in tensors), strict=True)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """This machine's number among the machines of a run.
+
+    Every machine assigns the owners of bundles by itself, from the bundles alone, and finds the same ones.
+    """
+
+    machine: int
+    num_machines: int
+
+    def assign(self, bundles: Sequence[Bundle]) -> None:
+        """Give each bundle an owner, balanced by bytes.
+
+        Trained bundles are balanced by themselves, because they decide the memory and the work of an update. The owner
+        of a frozen bundle only saves it; a mapped one is in no checkpoint and weighs nothing.
+        """
+        for trainable in (True, False):
+            group = [bundle for bundle in bundles if bundle.trainable is trainable]
+            sizes = [0 if bundle.mapped else bundle.numel for bundle in group]
+            for bundle, owner in zip(group, assign_owners(sizes, self.num_machines), strict=True):
+                bundle.owner, bundle.is_owned = owner, owner == self.machine
 
 
 @dataclass(frozen=True)
@@ -220,34 +380,76 @@ def collect_bundles(
     same layers use them, and if they are alike in being trained and in being `mapped`. `optimizer` says which rule
     updates each.
     """
-    # By the parameter's identity: all layers that use it, and the name and parameter of its first use.
-    users: dict[int, list[int]] = {}
-    first: dict[int, tuple[str, nn.Parameter]] = {}
-    for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-        for path, parameter in layer.named_parameters(remove_duplicate=False):
-            users.setdefault(id(parameter), [])
-            if index not in users[id(parameter)]:
-                users[id(parameter)].append(index)
-            first.setdefault(id(parameter), (f"{name}.{path}", parameter))
-    # By users, trained or frozen, mapped or not. Dictionaries keep the order of first use.
-    groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
-    for key, (name, parameter) in first.items():
-        groups.setdefault((tuple(users[key]), parameter.requires_grad, name in mapped), []).append(key)
-    bundles, place = [], {}
-    facts = parameter_facts(model)
-    for index, ((layers, trainable, _), keys) in enumerate(groups.items()):
-        bundle = _lay_out(index, layers, trainable, [facts[first[key][0]] for key in keys], optimizer)
-        bundles.append(bundle)
-        by_name = {parameter.name: parameter for parameter in bundle.parameters}
-        place.update({key: (index, by_name[first[key][0]]) for key in keys})
+    uses, facts = _parameter_uses(model), parameter_facts(model)
+    groups: dict[tuple[tuple[int, ...], bool, bool], list[ParameterFacts]] = {}
+    for name, parameter, layers in uses.values():
+        group = (tuple(layers), parameter.requires_grad, name in mapped)
+        groups.setdefault(group, []).append(facts[name])
+    bundles = [
+        _lay_out(index, layers, trainable, parameters, optimizer)
+        for index, ((layers, trainable, _), parameters) in enumerate(groups.items())
+    ]
+    places = {p.name: (bundle.index, p) for bundle in bundles for p in bundle.parameters}
     locations = [
         [
-            ParameterLocation(path, *place[id(parameter)])
+            ParameterLocation(path, *places[uses[id(parameter)][0]])
             for path, parameter in layer.named_parameters(remove_duplicate=False)
         ]
         for layer in model.layers
     ]
     return bundles, locations
+
+
+def parameter_facts(model: LayeredModel) -> dict[str, ParameterFacts]:
+    """Return what an optimizer may know of each stored parameter, by name."""
+    decayed, matrices, last = decayed_names(model), matrix_names(model), len(model.layers) - 1
+    facts = {}
+    for name, parameter, layers in _parameter_uses(model).values():
+        is_matrix = name in matrices and parameter.ndim in (2, 3) and parameter.numel() > 0
+        is_block_matrix = is_matrix and len(layers) == 1 and 0 < layers[0] < last
+        facts[name] = ParameterFacts(name, parameter.shape, name in decayed, is_block_matrix)
+    return facts
+
+
+def _parameter_uses(model: LayeredModel) -> dict[int, tuple[str, nn.Parameter, list[int]]]:
+    """Return, by its identity, each parameter with the name of its first use and all layers that use it."""
+    uses: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
+    for index, (layer_name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
+        for path, parameter in layer.named_parameters():
+            uses.setdefault(id(parameter), (f"{layer_name}.{path}", parameter, []))[2].append(index)
+    return uses
+
+
+def _lay_out(
+    index: int,
+    layers: tuple[int, ...],
+    trainable: bool,
+    parameters: Sequence[ParameterFacts],
+    optimizer: Optimizer,
+) -> Bundle:
+    """Give each parameter an aligned place, rule by rule.
+
+    Those with weight decay come first: the places then do not depend on how large the decay is.
+    """
+    by_rule: dict[UpdateRule, list[ParameterFacts]] = {}
+    for facts in sorted(parameters, key=lambda facts: not facts.is_decayed):
+        by_rule.setdefault(optimizer.rule_of(facts), []).append(facts)
+    segments: list[Segment] = []
+    stop = 0
+    for rule, alike in by_rule.items():
+        first, placed = stop, []
+        for facts in alike:
+            placed.append(FlatParameter(facts.name, stop, facts.shape))
+            stop += stored_numel(facts.shape.numel())
+        segments.append(Segment(first, stop, rule, optimizer.format, tuple(placed)))
+    all_placed = tuple(parameter for segment in segments for parameter in segment.parameters)
+    return Bundle(index, layers, trainable, all_placed, stop, tuple(segments) if trainable else ())
+
+
+def stored_numel(numel: int) -> int:
+    """Return the elements that a parameter of `numel` takes in a bundle, padding included."""
+    # One without elements takes a place too, so that it begins inside its own segment.
+    return -(-max(numel, 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
 def mapped_ranges(
@@ -267,39 +469,7 @@ def mapped_ranges(
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 
 
-def stored_numel(numel: int) -> int:
-    """Return the elements that a parameter of `numel` takes in a bundle, padding included."""
-    # One without elements takes a place too, so that it begins inside its own segment.
-    return -(-max(numel, 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-
-
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
     """Return the submodule that holds parameter `path`, and the parameter's name in it."""
     prefix, _, name = path.rpartition(".")
     return layer.get_submodule(prefix), name
-
-
-def _lay_out(
-    index: int,
-    layers: tuple[int, ...],
-    trainable: bool,
-    parameters: Sequence[ParameterFacts],
-    optimizer: Optimizer,
-) -> Bundle:
-    """Give each parameter an aligned place, rule by rule, so that an update has one range for each rule.
-
-    Those with weight decay come first: the places then do not depend on how large the decay is.
-    """
-    by_rule: dict[UpdateRule, list[ParameterFacts]] = {}
-    for facts in sorted(parameters, key=lambda facts: not facts.is_decayed):
-        by_rule.setdefault(optimizer.rule_of(facts), []).append(facts)
-    placed: list[FlatParameter] = []
-    segments: list[Segment] = []
-    start = 0
-    for rule, alike in by_rule.items():
-        first = start
-        for facts in alike:
-            placed.append(FlatParameter(facts.name, start, facts.shape))
-            start += stored_numel(facts.shape.numel())
-        segments.append(Segment(first, start, rule, optimizer.format))
-    return Bundle(index, layers, trainable, tuple(placed), start, tuple(segments) if trainable else ())

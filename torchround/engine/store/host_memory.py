@@ -17,14 +17,14 @@ import threading
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from torchround.accelerators import AcceleratorKind, kind_of, present_kind
+from torchround.accelerators import kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
@@ -41,22 +41,6 @@ class PinningWarning(UserWarning):
     """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
 
 
-class PageLocker:
-    """Page-locking by this machine's accelerator. Results are its driver's error codes, 0 for success."""
-
-    def lock(self, address: int, nbytes: int) -> int:
-        """Page-lock `nbytes` from `address` on, for all devices."""
-        return _accelerator().lock_pages(address, nbytes)
-
-    def unlock(self, address: int) -> int:
-        """Undo the `lock` that began at `address`."""
-        return _accelerator().unlock_pages(address)
-
-
-def _accelerator() -> AcceleratorKind:
-    return present_kind() or kind_of("cpu")  # which refuses
-
-
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
@@ -64,12 +48,11 @@ class HostAllocator:
     from that buffer on stays pageable.
     """
 
-    def __init__(self, pinned: bool, locker: PageLocker | None = None, what: str = "the host store") -> None:
-        self.what = what
+    def __init__(self, pinned: bool, what: str = "the host store") -> None:
         self.allocated_bytes = 0
         self.num_allocations = 0
+        self._what = what
         self._pinned = pinned
-        self._locker = locker or PageLocker()
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
@@ -88,7 +71,11 @@ class HostAllocator:
             return torch.frombuffer(mapping, dtype=torch.uint8)
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
-        _keep_mapped(mapping, view)
+        _advise(mapping, "MADV_DONTFORK")
+        # The memory is unmapped by this call and in no other way: Python's end, which runs no finalizers, or a forked
+        # process would drop the mapping too.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+        _when_dropped(view, mapping, ctypes.pythonapi.Py_DecRef, ctypes.py_object(mapping))
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer)
@@ -101,7 +88,7 @@ class HostAllocator:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise HostMemoryError(
-                f"the system refused {size_text(nbytes)} of host memory ({error.strerror}); {self.what} had "
+                f"the system refused {size_text(nbytes)} of host memory ({error.strerror}); {self._what} had "
                 f"{size_text(self.allocated_bytes)} by then. Other processes took it meanwhile, or a limit of the "
                 "process is lower than what is free (ulimit -v; vm.overcommit_memory). Lower "
                 "engine.host_memory_gib so that the plan keeps within it, or free memory"
@@ -110,6 +97,40 @@ class HostAllocator:
             self.allocated_bytes += nbytes
             self.num_allocations += 1
         return mapping
+
+    def _page_lock(
+        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, buffers: Sequence[int]
+    ) -> None:
+        """Page-lock consecutive buffers, given in bytes, in pieces of whole buffers.
+
+        The driver refuses a copy that begins in one registration and ends in another one or in other memory.
+        """
+        locker = present_kind() or kind_of("cpu")  # which refuses
+        edges = [0, *accumulate(buffers)]
+        waiting = [(0, len(buffers))]
+        while waiting:
+            first, stop = waiting.pop()
+            start, size = address + edges[first], edges[stop] - edges[first]
+            if stop - first == 1 or size <= REGISTRATION_BYTES:
+                status = locker.lock_pages(start, size)
+                if status == 0:
+                    unlock = _when_dropped(view, mapping, locker.unlock_pages, start)
+                    with self._lock:
+                        self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
+                    continue
+                if stop - first == 1:
+                    self._pinned = False
+                    warnings.warn(
+                        f"could not page-lock a buffer of {size / GIB:.2f} GiB of host memory (error {status} of the "
+                        "driver). This buffer and all later ones stay pageable, so copies are slower and do not overlap "
+                        "with compute. Raise the memlock limit (ulimit -l) or use a smaller model.",
+                        PinningWarning,
+                        stacklevel=3,
+                    )
+                    return
+            # The driver may refuse a large piece and take its halves.
+            middle = (first + stop) // 2
+            waiting += [(middle, stop), (first, middle)]
 
     def locked_buffers(self) -> int:
         """Return the number of registrations that are in force."""
@@ -122,51 +143,23 @@ class HostAllocator:
         for unlock in unlocks:
             unlock()
 
-    def _page_lock(
-        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, buffers: Sequence[int]
-    ) -> None:
-        """Page-lock consecutive buffers, given in bytes, in pieces of whole buffers.
 
-        The driver refuses a copy that begins in one registration and ends in another one or in other memory.
-        """
-        edges = [0, *accumulate(buffers)]
-        waiting = [(0, len(buffers))]
-        while waiting:
-            first, stop = waiting.pop()
-            start, size = address + edges[first], edges[stop] - edges[first]
-            if stop - first == 1 or size <= REGISTRATION_BYTES:
-                status = self._locker.lock(start, size)
-                if status == 0:
-                    self._note_locked(mapping, view, start)
-                    continue
-                if stop - first == 1:
-                    return self._refuse(size, status)
-            # The driver may refuse a large piece and take its halves.
-            middle = (first + stop) // 2
-            waiting += [(middle, stop), (first, middle)]
+def _when_dropped(
+    view: ctypes.Array[ctypes.c_char], mapping: mmap.mmap, call: Callable[..., object], *arguments: object
+) -> "weakref.finalize[..., ctypes.Array[ctypes.c_char]]":
+    """Return a finalizer that makes a call once `view` is dropped in this process, not at the end of Python.
 
-    def _note_locked(self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int) -> None:
-        # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
-        unlock = weakref.finalize(view, _unlock, self._locker, address, os.getpid(), mapping)
-        unlock.atexit = False
-        with self._lock:
-            self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
+    Until the call has ended, `mapping` stays mapped. A forked process has copies of the objects, but not the memory.
+    """
+    process = os.getpid()
 
-    def _refuse(self, nbytes: int, status: int) -> None:
-        self._pinned = False
-        warnings.warn(
-            f"could not page-lock a buffer of {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). "
-            "This buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
-            "the memlock limit (ulimit -l) or use a smaller model.",
-            PinningWarning,
-            stacklevel=4,
-        )
+    def call_here(_: mmap.mmap) -> None:
+        if os.getpid() == process:
+            call(*arguments)
 
-
-def _unlock(locker: PageLocker, address: int, process: int, mapping: mmap.mmap) -> None:
-    """Unlock memory of `mapping`, which this call keeps mapped until then."""
-    if os.getpid() == process:  # a forked process holds copies of the objects, but not the memory
-        locker.unlock(address)
+    finalizer = weakref.finalize(view, call_here, mapping)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:
@@ -174,22 +167,6 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
     if advice is not None:
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(advice)
-
-
-def _keep_mapped(mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char]) -> None:
-    """Unmap the memory once `view` is dropped in this process, and at no other time.
-
-    Forked processes do not get the memory, so something else may have taken its place there. At the end of Python,
-    which runs no finalizers, the driver may still have it locked.
-    """
-    _advise(mapping, "MADV_DONTFORK")
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-    weakref.finalize(view, _let_go, mapping, os.getpid()).atexit = False
-
-
-def _let_go(mapping: mmap.mmap, process: int) -> None:
-    if os.getpid() == process:
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(mapping))
 
 
 def _fill(buffer: Tensor) -> None:
@@ -219,13 +196,8 @@ class HostBuffer:
         self.memory = space
         self.busy: list[Event] = []
 
-    def clear(self) -> None:
-        """Drop the memory, whatever refers to this object."""
-        self.space = self.memory = torch.empty(0, dtype=torch.uint8)
-        self.busy = []
 
-
-class HostPool:
+class HostPool(HostAllocator):
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
     The buffer that was given back first is taken first. A copy into it waits for its last read, and that read
@@ -237,24 +209,13 @@ class HostPool:
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
-        self._memory = HostAllocator(pinned, what="the pool of host buffers")
+        super().__init__(pinned, "the pool of host buffers")
+        self.reserved_bytes = 0  # of `allocated_bytes`; `take` had to add the rest
         self._observer = observer
-        self._lock = threading.Lock()
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
         self._stand_ins: dict[int, int] = {}
         self._buffers: list[HostBuffer] = []
-        self.reserved_bytes = 0
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The bytes ever taken from the system: `reserved_bytes` and what `take` had to add."""
-        return self._memory.allocated_bytes
-
-    @property
-    def num_allocations(self) -> int:
-        """The number of times that the pool took memory from the system."""
-        return self._memory.num_allocations
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Make sure that the pool owns at least `counts` buffers of each size in bytes.
@@ -263,10 +224,9 @@ class HostPool:
         """
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
-            size = whole_pages(nbytes)
-            wanted[self._stand_ins.get(size, size)] += number
+            wanted[self._size(nbytes)] += number
         sizes = list((wanted - self._owned).elements())
-        space = self._memory.allocate(sum(sizes), for_devices=True, buffers=sizes)
+        space = self.allocate(sum(sizes), for_devices=True, buffers=sizes)
         self.reserved_bytes += space.numel()
         for part in space.split(sizes) if sizes else ():
             self.give(self._add(part), busy=[])
@@ -277,16 +237,22 @@ class HostPool:
         if size < larger and not self._owned[size]:
             self._stand_ins.setdefault(size, larger)
 
+    def _size(self, nbytes: int) -> int:
+        size = whole_pages(nbytes)
+        return self._stand_ins.get(size, size)
+
     def take(self, nbytes: int) -> HostBuffer:
         """Return a buffer of `nbytes`: a free one, otherwise a new one.
 
         A new one page-locks memory in the middle of a step, which `reserve` is there to avoid.
         """
-        size = whole_pages(nbytes)
-        size = self._stand_ins.get(size, size)
-        buffer = self._take_free(size)
+        size, buffer = self._size(nbytes), None
+        with self._lock:
+            if self._free[size]:
+                buffer = self._free[size].popleft()
+                self._observer.waited(buffer)
         if buffer is None:
-            buffer = self._add(self._memory.allocate(size, for_devices=True))
+            buffer = self._add(self.allocate(size, for_devices=True))
         buffer.memory = buffer.space[:nbytes]
         return buffer
 
@@ -305,26 +271,6 @@ class HostPool:
             self._buffers.append(part)
         return part
 
-    def close(self) -> None:
-        """Undo page-locking and drop the memory of all buffers, also of those that are taken.
-
-        What refers to a buffer, such as the result of a pass that failed, then keeps no memory alive.
-        """
-        with self._lock:
-            self._memory.close()
-            self._free.clear()
-            for buffer in self._buffers:
-                buffer.clear()
-            self._buffers.clear()
-
-    def _take_free(self, size: int) -> HostBuffer | None:
-        with self._lock:
-            if not self._free[size]:
-                return None
-            buffer = self._free[size].popleft()
-            self._observer.waited(buffer)
-            return buffer
-
     def _add(self, space: Tensor) -> HostBuffer:
         """Return memory of whole pages as a new buffer of this pool."""
         buffer = HostBuffer(space)
@@ -332,3 +278,16 @@ class HostPool:
             self._owned[space.numel()] += 1
             self._buffers.append(buffer)
         return buffer
+
+    def close(self) -> None:
+        """Undo page-locking and drop the memory of all buffers, also of those that are taken.
+
+        What refers to a buffer, such as the result of a pass that failed, then keeps no memory alive.
+        """
+        super().close()
+        with self._lock:
+            self._free.clear()
+            for buffer in self._buffers:
+                buffer.space = buffer.memory = torch.empty(0, dtype=torch.uint8)
+                buffer.busy = []
+            self._buffers.clear()

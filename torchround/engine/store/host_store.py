@@ -5,34 +5,34 @@ trained parameters, its frozen ones, and each parameter that several layers shar
 contiguous copy, an update one pass over flat memory, and a checkpoint a set of named views.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchround.config import AdamWTable
+from torchround.config import AdamWTable, OptimizerTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
     BOUNDED,
     SYNC,
     Bundle,
+    FlatParameter,
+    Ownership,
     UpdatePolicy,
     collect_bundles,
     mapped_ranges,
+    owner_of,
+    parameter_facts,
 )
 from torchround.engine.store.host_memory import HostAllocator
-from torchround.engine.store.initial_weights import fill_layer
-from torchround.engine.store.newest_weights import NewestWeights
-from torchround.engine.store.ownership import Ownership
-from torchround.engine.store.prediction import Prediction
-from torchround.engine.store.segments import parameter_facts, reassigned
-from torchround.engine.store.state_views import older_views, state_views
-from torchround.engine.store.weight_values import WeightValues
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 from torchround.optim.optimizer import Optimizer, make_optimizer
+from torchround.optim.update_pass import predict_
 from torchround.planning.partition import Stage
 
 
@@ -69,7 +69,6 @@ class HostStore:
         policy: UpdatePolicy = SYNC,
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
-        spikes: SpikeBounds | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
         optimizer: Optimizer | None = None,
@@ -88,15 +87,16 @@ class HostStore:
         self.is_consistent = True
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
-        self.spikes = spikes or SpikeBounds()
+        self.spikes = SpikeBounds()
         # Set by each update if the policy predicts.
         self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
-        self.bundles, self.locations = collect_bundles(model, mapped or {}, self.optimizer)
+        mapped = mapped or {}
+        self.bundles, self.locations = collect_bundles(model, mapped, self.optimizer)
         for bundle in self.bundles:
-            if bundle.parameters[0].name in (mapped or {}):
-                bundle.mapped = tuple(mapped_ranges(bundle, mapped or {}, dtype))
+            if bundle.parameters[0].name in mapped:
+                bundle.mapped = tuple(mapped_ranges(bundle, mapped, dtype))
         self.ownership.assign(self.bundles)
         for bundle in self.bundles:
             if not bundle.mapped:
@@ -117,11 +117,44 @@ class HostStore:
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            fill_layer(self.bundles, self.locations[index], index, layer, method, seed, self.step)
+            fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
+            if fill is not None:
+                # A generator for each layer: its values do not depend on the layers before it, so a machine may leave
+                # out layers that others own. The factor is above every number of layers, so that no two seeds give two
+                # layers the same numbers.
+                self._fill_layer(index, layer, fill, torch.Generator().manual_seed(seed * 1_000_003 + index))
             advance(1)
         if read_weights is not None:
             read_weights(self.filling())
         self.refresh_device_weights()
+
+    def _fill_layer(
+        self,
+        index: int,
+        layer: nn.Module,
+        fill: Callable[[torch.Generator], None],
+        generator: torch.Generator,
+    ) -> None:
+        """Fill what this machine holds of a layer. The first layer that uses a shared parameter fills it."""
+        bundles = [self.bundles[used] for used in self.layer_bundles(index)]
+        ours = [bundle for bundle in bundles if bundle.layers[0] == index and not bundle.mapped]
+        if ours and all(bundle.is_remote for bundle in ours):
+            return
+        with torch.no_grad(), ExitStack() as blocks:
+            values: dict[str, Tensor] = {}
+            for bundle, parameter in [(used, p) for used in ours for p in used.parameters]:
+                # One of another machine is filled too, and dropped: the layer's next one must meet the same generator.
+                values[parameter.name] = (
+                    torch.zeros(parameter.shape)
+                    if bundle.is_remote
+                    else blocks.enter_context(bundle.writing(parameter, self.step))
+                )
+            for location in self.locations[index]:
+                if location.parameter.name in values:
+                    module, name = owner_of(layer, location.path)
+                    blocks.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, nn.Parameter(values[location.parameter.name], requires_grad=False))
+            fill(generator)
 
     def refresh_device_weights(self) -> None:
         """Derive every version of the owned device weights from the newest weights, once those are written.
@@ -131,11 +164,11 @@ class HostStore:
         """
         self.refreshes += 1
         for bundle in self.owned:
-            self._derive_versions(bundle, self.step)
+            self._renew(bundle)
 
-    def _derive_versions(self, bundle: Bundle, step: int) -> None:
+    def _renew(self, bundle: Bundle) -> None:
         """Make all versions of an owned bundle's device weights the newest weights."""
-        newest = bundle.version(step) if bundle.weight is None else bundle.weight
+        newest = bundle.newest(self.step)
         for device_weights in bundle.device_weights:
             if device_weights is not newest:
                 device_weights.copy_(newest)
@@ -146,11 +179,11 @@ class HostStore:
 
     def set_stale_layers(self, stale_layers: int) -> None:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
-        lagged = [bundle for bundle in self.bundles if self.lags(bundle)]
+        lagged = self.lagging()
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
-                bundle.device_weights[0].copy_(bundle.fp32_weight)
+                self._renew(bundle)
 
     def oldest_version_read(self, step: int, training: bool) -> int:
         """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
@@ -169,12 +202,10 @@ class HostStore:
     ) -> None:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
-        `loss_scale` comes from `loss_scale_state`, `spikes` from `spikes.state_dict`. A checkpoint that
-        `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
-        the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
-        of `async` reads the newest ones, as the first step of a run does. The same holds for `bounded`, whose
-        `stale_layers` is the value that the checkpoint was made with. `prediction` is the saved state of
-        `self.prediction`. The newest device weights are predictions again if both runs predict.
+        The other arguments are as in `resume_state`. A checkpoint that `holds_older_weights` has filled the older
+        versions: each moves to the buffer of its number, and only the newest is derived anew. Otherwise every version
+        is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
+        step of a run does. The newest device weights are predictions again if both runs predict.
         """
         # First: it may refuse what the checkpoint says.
         self.prediction = None
@@ -182,23 +213,35 @@ class HostStore:
             self.prediction = Prediction.from_state(
                 prediction, applied_updates, self.trained, self.optimizer.table
             )
+        # Version v belongs to buffer v modulo their number, but the views were filled as of the
+        # store's own step: a buffer that holds version `self.step - age` must come to where `step -
+        # age` belongs, `step - self.step` places on.
+        places, self.step = step - self.step, step
+        self.applied_updates = applied_updates
         self.stale_layers = stale_layers
         for bundle in self.owned:
-            # Version v belongs to buffer v modulo their number, but the views were filled as of the
-            # store's own step: a buffer that holds version `self.step - age` must come to where `step -
-            # age` belongs, `shift` places on.
-            shift = (step - self.step) % len(bundle.device_weights)
+            shift = places % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             if not holds_older_weights:
-                self._derive_versions(bundle, step)
-        self.step = step
-        self.applied_updates = applied_updates
-        # Device weights that lag are as old as the checkpoint says.
-        newest = [bundle for bundle in self.owned if not self.lags(bundle)]
-        NewestWeights(step, applied_updates, Observer()).derive(newest, self.prediction)
+                self._renew(bundle)
+            # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
+            if not self.lags(bundle) and bundle.residual is None:
+                self._write_newest(bundle, self.prediction)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
+
+    def _write_newest(self, bundle: Bundle, prediction: "Prediction | None") -> None:
+        """Write an owned bundle's newest device weights: predicted ones, or the fp32 weights without a prediction."""
+        device_weights = bundle.version(self.step)
+        if prediction is None:
+            device_weights.copy_(bundle.fp32_weight)
+            return
+        for segment in bundle.segments:
+            buffers = bundle.update_buffers(segment, device_weights, self.step)
+            # A rule is a dataclass of its settings.
+            rule = type(segment.rule)(**{**vars(segment.rule), **prediction.settings})
+            predict_(replace(buffers, rule=rule), lr=prediction.lr, update=self.applied_updates)
 
     def resume_state(self) -> dict[str, Any]:
         """Return what `resume` needs besides the views and the step, JSON-able and no longer changing.
@@ -207,41 +250,67 @@ class HostStore:
         """
         state: dict[str, Any] = {
             "applied_updates": self.applied_updates,
-            "loss_scale": self.loss_scale_state(),
+            "loss_scale": self.loss_scaling.state_dict(self.step),
             "spikes": self.spikes.state_dict(),
         }
         if self.policy is BOUNDED:
             state["stale_layers"] = self.stale_layers
         return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
 
+    def lagging(self) -> list[Bundle]:
+        """Return the bundles whose device weights lag."""
+        return list(filter(self.lags, self.trained))
+
     def untrue_bundles(self) -> list[Bundle]:
         """Return the bundles whose newest device weights are not the fp32 weights: predictions, or those that lag."""
-        return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
+        return self.lagging() if self.prediction is None else self.trained
 
+    @contextmanager
     def true_device_weights(
         self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
         Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
-        lagging = list(filter(self.lags, self.trained))
-        newest = NewestWeights(self.step, self.applied_updates, observer or Observer())
-        return newest.true_for_a_block(self.untrue_bundles(), lagging, self.prediction, share)
+        observer = observer or Observer()
+        lagging, untrue = self.lagging(), [bundle for bundle in self.untrue_bundles() if bundle.is_owned]
+        set_aside = [(bundle.device_weights[0], _spare(bundle)) for bundle in lagging]
+
+        def copy(source: Tensor, target: Tensor) -> None:
+            observer.touched(reads=[source], writes=[target])
+            target.copy_(source)
+
+        def write(prediction: Prediction | None) -> None:
+            for bundle in untrue:
+                observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
+                self._write_newest(bundle, prediction)
+
+        for device_weights, spare in set_aside:
+            copy(device_weights, spare)
+        try:
+            write(None)
+            if self.prediction is not None:
+                share()
+            yield
+        finally:
+            for device_weights, spare in set_aside:
+                copy(spare, device_weights)
+            if self.prediction is not None:
+                write(self.prediction)
+        # Not after an exception: the other machines may never come to the end of the block.
+        if self.prediction is not None:
+            share()
 
     def write_newest_device_weights(self) -> None:
         """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
 
         The next step's forward then reads the newest weights in all layers, as the first step of a run does.
         """
-        lagging = filter(self.lags, self.trained)
-        NewestWeights(self.step, self.applied_updates, Observer()).derive(lagging, None)
+        for bundle in self.lagging():
+            self._renew(bundle)
         self.is_consistent = True
-
-    def loss_scale_state(self) -> dict[str, Any]:
-        """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
-        return self.loss_scaling.state_dict(self.step)
 
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
         """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.
@@ -269,20 +338,26 @@ class HostStore:
         """The trained bundles whose optimizer state is on this machine, in model order."""
         return [bundle for bundle in self.trained if bundle.is_owned]
 
-    def weights(self) -> WeightValues:
-        """Return the weights' values by name, for reading, as they are after the newest step.
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights' values by name, for reading, as they are until the next update.
 
         They are fp32 if trained, otherwise in the store's dtype. Each access to split weights makes a copy. What other
-        machines train is not among them.
+        machines train, and what stays in files, is not among them.
         """
-        return WeightValues(self.bundles, self.step)
+        return _WeightValues(self._held(), self.step)
 
     def filling(self) -> Mapping[str, AbstractContextManager[Tensor]]:
         """Return, for each parameter of `weights`, a block `with filling[name] as values` in which to write its values.
 
         Split weights take memory in fp32 for the block. `refresh_device_weights` comes after the last one.
         """
-        return self.weights().writable()
+        return {
+            name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in self._held().items()
+        }
+
+    def _held(self) -> dict[str, tuple[Bundle, FlatParameter]]:
+        held = [bundle for bundle in self.bundles if not (bundle.mapped or bundle.is_remote)]
+        return {parameter.name: (bundle, parameter) for bundle in held for parameter in bundle.parameters}
 
     def write_weights(self, values: Mapping[str, Tensor]) -> None:
         """Copy values by name into the weights, and derive the device weights from them. Only between steps."""
@@ -296,7 +371,9 @@ class HostStore:
         """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
         rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
         for bundle in self.trained:
-            bundle.segments = reassigned(bundle.segments, bundle.parameters, rules, optimizer.format)
+            bundle.segments = tuple(
+                cut for segment in bundle.segments for cut in segment.cut(rules, optimizer.format)
+            )
 
     def named_views(self) -> dict[str, Tensor]:
         """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
@@ -317,9 +394,9 @@ class HostStore:
         views = self.named_views()
         for bundle in self.bundles:
             if not (bundle.trainable or bundle.mapped):
-                views |= state_views(bundle, self.step, lags=False)
+                views |= bundle.saved_views(self.step, lags=False)
             elif self.policy is BOUNDED and bundle.trainable:
-                views |= older_views(bundle)
+                views |= bundle.older_views(self.step, lags=True)
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
@@ -329,7 +406,7 @@ class HostStore:
         """
         if bundle.mapped or not bundle.is_owned:
             return {}
-        return state_views(bundle, step, self.lags(bundle))
+        return bundle.saved_views(step, self.lags(bundle))
 
     def layer_bundles(self, layer: int) -> list[int]:
         """Return the bundles that a layer uses, in the order of a weight slot."""
@@ -377,3 +454,84 @@ class HostStore:
 
     def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)
+
+
+class _WeightValues(Mapping[str, Tensor]):
+    """Weights by name, each read when it is asked for: split weights are nowhere in memory as fp32 numbers."""
+
+    def __init__(self, held: Mapping[str, tuple[Bundle, FlatParameter]], version: int) -> None:
+        self._held = held
+        self._version = version
+
+    def __getitem__(self, name: str) -> Tensor:
+        bundle, parameter = self._held[name]
+        return bundle.values(parameter, self._version)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def _spare(bundle: Bundle) -> Tensor:
+    """Return room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
+    weights = bundle.device_weights[0]
+    if bundle.gradient is None or bundle.gradient.itemsize < weights.itemsize:
+        return torch.empty_like(weights)
+    return bundle.gradient.view(weights.dtype)[: bundle.numel]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The numbers of the last applied update, which made the newest device weights.
+
+    A step of `async` computes with version `t - 1`, and its gradient is applied to version `t`. The update that makes a
+    version knows its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction =
+    "predict"` it writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for
+    it: the fp32 weights, the state as it is kept, and these numbers give the newest device weights again, bit for bit.
+
+    `settings` are the fields that all its rules had in common, such as `betas` and `eps`.
+    """
+
+    lr: float
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, bundles: Iterable[Bundle], lr: float) -> "Prediction":
+        """Return the numbers of an update of these bundles by their present rules.
+
+        Weight decay is left out, also if it is one for all: a predicted step has none (`UpdateRule.next_step`).
+        """
+        rules = {segment.rule for bundle in bundles for segment in bundle.segments}
+        names = dict.fromkeys(name for rule in rules for name in vars(rule) if name != "weight_decay")
+        values = {name: {getattr(rule, name, None) for rule in rules} for name in names}
+        return cls(lr, {name: found.pop() for name, found in values.items() if len(found) == 1})
+
+    @classmethod
+    def from_state(
+        cls, state: Any, applied_updates: int, bundles: Iterable[Bundle], table: type[OptimizerTable]
+    ) -> "Prediction":
+        """Rebuild it from a checkpoint, for these bundles. Raises `ValueError` if no update can have left it.
+
+        `table` says which values of settings are legal.
+        """
+        lr = state.get("lr") if isinstance(state, Mapping) else None
+        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
+            raise ValueError(f"prediction is {str(state)[:100]}")
+        settings = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in state.items()
+            if name != "lr"
+        }
+        found, names = cls(lr, settings), cls.of(bundles, lr).settings.keys()
+        if settings.keys() != names:
+            listed = ", ".join(["lr", *names])
+            raise ValueError(f"prediction has {', '.join(map(str, state))}; legal: {listed}")
+        # A rule may have further fields that follow from its settings.
+        table.model_validate({name: settings[name] for name in names & table.model_fields.keys()})
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return its values, JSON-able."""
+        return {"lr": self.lr, **self.settings}

@@ -1,7 +1,7 @@
 """Notices that nothing moves any more, and reports what every thread and every device queue waits for.
 
 The caller's thread looks around now and then while it waits (`Watchdog`); no thread is spent on it. Three
-things count as movement: hand-overs that are posted, operations that are enqueued, and points of device
+things count as movement: flags that happen, operations that are enqueued, and points of device
 queues that are passed (`QueueWatch`). The last one matters on a GPU, which works on long after its thread has
 enqueued everything.
 """
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Board, Flag, HandOverKey
+from torchround.engine.board import Board, Flag, Value
 from torchround.engine.device import Device, DeviceWatcher, Event, PastEvent, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
@@ -127,14 +127,14 @@ class Watchdog:
         self._last_moves = -1
         self._looks = 0
 
-    def wait(self, key: HandOverKey[T]) -> T:
-        """Wait for a hand-over in the caller's thread, as `Board.wait` does."""
-        # No count of moves is negative, so the first look finds movement and begins to count afresh.
-        self._last_moves = -1
-        return self._board.wait(key, self._look, self._timeout_s / LOOKS)
+    def wait(self, value: Value[T]) -> T:
+        """Wait for a value in the caller's thread, as `Board.wait` does."""
+        self.wait_for(value, value)
+        return value.content
 
     def wait_for(self, flag: Flag, words: object) -> None:
         """Wait for a flag in the caller's thread, as `Board.wait_for` does."""
+        # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
         self._board.wait_for(flag, words, self._look, self._timeout_s / LOOKS)
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import DeviceSlot, StageLayout
-from torchround.engine.worker.structure import as_tuple, flatten, has_gradient, unflatten
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_tuple, flatten, has_gradient, unflatten
 from torchround.keeping import without_output
 from torchround.layer import Batch, Hidden
 
@@ -197,7 +196,7 @@ class ForwardWithGraph:
             return leaf, _some(layer(leaf, self._micro_batch))
 
 
-class FusedStage:
+class FusedStage(ForwardWithGraph):
     """The last stage's forward and backward of one micro-batch. `loss` is there after the first call of `backward`.
 
     `loss_factor` multiplies the loss before the backward.
@@ -215,24 +214,18 @@ class FusedStage:
         receives: Mapping[int, Sequence[bool]] | None = None,
     ) -> None:
         # The backward follows the forward, so the loss may make its gradients in the forward.
-        micro_batch = micro_batch.for_training(loss_factor)
-        self._graph = ForwardWithGraph(layers, hidden, micro_batch, layerwise, receives=receives)
-        self._num_layers = len(layers)
+        super().__init__(layers, hidden, micro_batch.for_training(loss_factor), layerwise, receives=receives)
         self._loss_factor = loss_factor
         self._is_forward = True
 
-    def run_to(self, stop: int) -> None:
-        """Run the layers up to the stage's layer number `stop`, which is below the last one."""
-        self._graph.run_to(stop)
-
-    def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
-        """Finish the forward if this is the first call, then `ForwardWithGraph.backward`. The first call ignores `gradients`."""
+    def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
+        """Finish the forward if this is the first call, then differentiate. The first call ignores `gradients`."""
         if self._is_forward:
             self._is_forward = False
-            loss = checked_loss(self._graph.run_to(self._num_layers).output)
+            loss = checked_loss(self.run_to(len(self._layers)).output)
             self.loss = loss.detach()
             gradients = [torch.full_like(loss, self._loss_factor)]
-        return self._graph.backward(gradients, stop)
+        return super().backward(gradients, stop)
 
 
 def _some(output: Hidden | None) -> Hidden:

@@ -13,12 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchround.engine.board import HandOver
 from torchround.engine.device import Device, Event, Mark, Stream
 from torchround.engine.errors import FaultLocation
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.store.segments import FlatParameter
 from torchround.engine.tasks import Access, Tasks
 from torchround.engine.worker.slots import SlotRing
 from torchround.planning.update_costs import row_bands
@@ -64,9 +62,6 @@ class LandedDirection:
     layer: int
     start: Mark
     end: Mark
-
-
-DIRECTIONS_ENQUEUED = HandOver[None]("the directions of stage slot {0} to be enqueued")
 
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
@@ -185,10 +180,6 @@ class Orthogonaliser:
         shapes = [parameter.shape for bundle in self._bundles for parameter in directed_parameters(bundle)]
         if shapes:
             self._ring.reserve(max(map(piece_elements, shapes)))
-
-    def clear(self) -> None:
-        """Drop the slots' memory."""
-        self._ring.clear()
 
     def run(self, bundle: Bundle, access: Access) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""

@@ -1,122 +1,31 @@
-"""Device buffers of a worker, and what is where in them.
+"""Device buffers of a worker, and the layout of values between layers, of weights and of gradients in them.
 
 Each device owns space for the weights of two stages and space for the gradients of two stages, allocated once.
 While one stage computes, the next one's weights arrive beside its weights, and the previous one's gradients
 leave beside its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory
 that was freed and allocated again could be written by one stream while another still uses it.
+
+A value between two layers is a tensor, or tuples, lists, dicts and other containers of `torch.utils._pytree`, with
+tensors and plain values as leaves. Its tensors travel in a fixed order, and its structure travels without them. A tensor
+that comes twice travels once and is one object again on the other side, so that its gradient adds up as if it had never
+left. Our own models return one tensor or a flat tuple; these take a short way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from torchround.engine.device import Device, Event
+from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
 from torchround.layer import Hidden, aligned
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.planning.partition import Partition, Stage, StageKind
-
-
-class SlotRing:
-    """Device slots used in turn, so that a transfer fills one while the previous one is in use.
-
-    Sizes are in elements of `dtype`. A slot grows when something larger comes. The smaller buffer is kept
-    until the ring goes, because another stream may still use it.
-    """
-
-    def __init__(self, device: Device, dtype: torch.dtype = torch.uint8, depth: int = 2) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._slots: list[DeviceSlot | None] = [None] * depth
-        self._outgrown: list[DeviceSlot] = []
-        self._newest = 0
-
-    def reserve(self, numel: int) -> None:
-        """Allocate now what slots of `numel` elements need."""
-        for position in range(len(self._slots)):
-            self._slot(position, numel)
-
-    def next(self, numel: int) -> "DeviceSlot":
-        """Return the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
-        self._newest = (self._newest + 1) % len(self._slots)
-        return self._slot(self._newest, numel)
-
-    def at(self, position: int, numel: int) -> "DeviceSlot":
-        """Return the slot at a position of the caller's choice, of at least `numel` elements."""
-        self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
-        return self._slot(position, numel)
-
-    def clear(self) -> None:
-        """Drop the memory of all slots, whatever refers to the slots themselves."""
-        for slot in (*self._slots, *self._outgrown):
-            if slot is not None:
-                slot.clear()
-        self._slots = [None] * len(self._slots)
-        self._outgrown = []
-
-    def _slot(self, position: int, numel: int) -> "DeviceSlot":
-        slot = self._slots[position]
-        if slot is None or slot.memory.numel() < numel:
-            if slot is not None:
-                # Kept: PyTorch could give freed memory to another stream while this one still uses it.
-                self._outgrown.append(slot)
-            memory = self._device.allocate(numel * self._dtype.itemsize).view(self._dtype)
-            slot = self._slots[position] = DeviceSlot(memory)
-        return slot
-
-
-class TwoSlots:
-    """One device buffer with room for two consecutive slots, which are taken from its two ends in turn.
-
-    Slots differ in size. The buffer is as large as the two largest consecutive ones together, which is less
-    than two slots of the largest size.
-    """
-
-    def __init__(self, device: Device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._memory: Tensor | None = None
-        # The slots that are in use at the low end and at the high end.
-        self._ends: list[DeviceSlot | None] = [None, None]
-        self._newest = 0
-
-    def allocate(self, nbytes: int) -> None:
-        """Allocate the buffer."""
-        self._memory = self._device.allocate(nbytes).view(self._dtype)
-
-    def next(self, numel: int) -> "DeviceSlot":
-        """Return a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
-
-        `released` is the event of the slot before the newest one, at the same end. This slot may also lie over
-        older ones of the other end. Those need no event of their own: slots are released in their order, by one
-        stream.
-        """
-        assert self._memory is not None, "slots are taken before their buffer is allocated"
-        beside, self._newest = self._ends[self._newest], 1 - self._newest
-        taken = aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
-        room = self._memory.numel() - (0 if beside is None else beside.taken)
-        assert taken <= room, f"a slot of {taken} elements beside the newest one, which leaves {room}"
-        start = 0 if self._newest == 0 else self._memory.numel() - taken
-        slot = DeviceSlot(self._memory[start : start + numel], taken)
-        before = self._ends[self._newest]
-        if before is not None:
-            assert before.released is not None, "a slot is taken before the last one at its end is released"
-            slot.released = before.released
-            if before.taken == taken:
-                slot.frozen_weights = before.frozen_weights
-        self._ends[self._newest] = slot
-        return slot
-
-    def clear(self) -> None:
-        """Drop the memory, whatever refers to the slots themselves."""
-        self._memory = None
-        for slot in self._ends:
-            if slot is not None:
-                slot.clear()
-        self._ends = [None, None]
 
 
 class DeviceSlot:
@@ -135,10 +44,6 @@ class DeviceSlot:
         self._packing: Packing | None = None
         self._views: tuple[Tensor, ...] = ()
 
-    def clear(self) -> None:
-        """Drop the memory."""
-        self.memory, self._packing, self._views = self.memory.new_empty(0), None, ()
-
     def views(self, packing: "Packing") -> tuple[Tensor, ...]:
         """Return the tensors of `packing` in this buffer: the same objects as last time while the packing stays."""
         # Kept, because views cost host time in every micro-batch, and layouts rarely change.
@@ -150,6 +55,302 @@ class DeviceSlot:
         """Tell whether one of these tensors is in this buffer."""
         address = self.memory.untyped_storage().data_ptr()
         return any(tensor.untyped_storage().data_ptr() == address for tensor in tensors)
+
+
+class SlotRing:
+    """Device slots used in turn, so that a transfer fills one while the previous one is in use.
+
+    Sizes are in elements of `dtype`. A slot is replaced when something larger comes.
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype = torch.uint8, depth: int = 2) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._slots: list[DeviceSlot | None] = [None] * depth
+        self._newest = 0
+
+    def reserve(self, numel: int) -> None:
+        """Allocate now what slots of `numel` elements need."""
+        for position in range(len(self._slots)):
+            self.at(position, numel)
+
+    def next(self, numel: int) -> DeviceSlot:
+        """Return the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
+        self._newest = (self._newest + 1) % len(self._slots)
+        return self.at(self._newest, numel)
+
+    def at(self, position: int, numel: int) -> DeviceSlot:
+        """Return the slot at a position of the caller's choice, of at least `numel` elements."""
+        self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
+        slot = self._slots[position]
+        if slot is None or slot.memory.numel() < numel:
+            memory = self._device.allocate(numel * self._dtype.itemsize).view(self._dtype)
+            slot = self._slots[position] = DeviceSlot(memory)
+        return slot
+
+
+class TwoSlots:
+    """One device buffer with room for two consecutive slots, which are taken from its two ends in turn.
+
+    Slots differ in size. The buffer is as large as the two largest consecutive ones together, which is less
+    than two slots of the largest size.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        # The slots that are in use at the low end and at the high end.
+        self._ends: list[DeviceSlot | None] = [None, None]
+        self._newest = 0
+
+    def next(self, numel: int) -> DeviceSlot:
+        """Return a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
+
+        `released` is the event of the slot before the newest one, at the same end. This slot may also cover
+        older ones of the other end. Those need no event of their own: slots are released in their order, by one
+        stream.
+        """
+        beside, self._newest = self._ends[self._newest], 1 - self._newest
+        itemsize = self._memory.itemsize
+        taken = aligned(numel * itemsize) // itemsize
+        room = self._memory.numel() - (0 if beside is None else beside.taken)
+        assert taken <= room, f"a slot of {taken} elements beside the newest one, which leaves {room}"
+        start = 0 if self._newest == 0 else self._memory.numel() - taken
+        slot = DeviceSlot(self._memory[start : start + numel], taken)
+        before, self._ends[self._newest] = self._ends[self._newest], slot
+        if before is not None:
+            assert before.released is not None, "a slot is taken before the last one at its end is released"
+            slot.released = before.released
+            if before.taken == taken:
+                slot.frozen_weights = before.frozen_weights
+        return slot
+
+
+@dataclass(frozen=True)
+class SlotRange:
+    """The elements of a weight or gradient slot that one layer's use of a bundle occupies."""
+
+    layer: int
+    bundle: int
+    start: int
+    numel: int
+
+
+class StageLayout:
+    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
+
+    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
+    results do not depend on which layers share a stage.
+    """
+
+    def __init__(self, store: HostStore, layers: range) -> None:
+        self.layers = layers
+        self.weights = self._ranges(store, trainable_only=False)
+        self.gradients = self._ranges(store, trainable_only=True)
+        self.weight_numel = sum(used.numel for used in self.weights)
+        self.gradient_numel = sum(used.numel for used in self.gradients)
+
+    def gradients_of(self, layers: range) -> slice:
+        """Return the elements of a gradient slot that hold the gradients of consecutive layers of the stage."""
+        used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
+        return slice(used[0].start, used[-1].start + used[-1].numel) if used else slice(0)
+
+    def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
+        ranges, start = [], 0
+        # In forward order, in which the optimizer completes weights: an upload stops at
+        # the first incomplete bundle.
+        for layer in self.layers:
+            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
+                if bundle.trainable or not trainable_only:
+                    ranges.append(SlotRange(layer, bundle.index, start, bundle.numel))
+                    start += bundle.numel
+        return ranges
+
+
+class StageSlots:
+    """The device memory for weights and gradients of a device's stages: as much as `device_memory` counts.
+
+    `rounding` is for gradients on their way to the host. It is None if slots have the store's gradient dtype.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        accumulate_dtype: torch.dtype,
+        partition: Partition,
+        num_devices: int,
+    ) -> None:
+        self._store = store
+        self._layouts: dict[tuple[int, int], StageLayout] = {}
+
+        def two_slots(
+            dtype: torch.dtype, numel: Callable[[StageLayout], int], of_gradients: bool
+        ) -> TwoSlots:
+            nbytes = slot_space(
+                partition,
+                num_devices,
+                lambda stage: aligned(numel(self.layout(stage)) * dtype.itemsize),
+                of_gradients,
+            )
+            return TwoSlots(device.allocate(nbytes).view(dtype))
+
+        self._weights = two_slots(store.dtype, lambda layout: layout.weight_numel, of_gradients=False)
+        self._gradients = two_slots(accumulate_dtype, lambda layout: layout.gradient_numel, of_gradients=True)
+        self.rounding: Tensor | None = None
+        if accumulate_dtype != store.gradient_dtype:
+            stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
+            numel = min(max(self.layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
+            memory = device.allocate(numel * store.gradient_dtype.itemsize)
+            self.rounding = memory.view(store.gradient_dtype)
+
+    def for_weights(self, layout: StageLayout) -> DeviceSlot:
+        """Return the slot for a stage's weights. Called once for each stage job, in order."""
+        return self._weights.next(layout.weight_numel)
+
+    def for_gradients(self, layout: StageLayout) -> DeviceSlot:
+        """Return the slot for a stage's gradients. Called once for each job with gradients, in order."""
+        return self._gradients.next(layout.gradient_numel)
+
+    def layout(self, stage: Stage) -> StageLayout:
+        """Return the layout of a stage, which need not be one of the partition."""
+        key = stage.start, stage.stop
+        if key not in self._layouts:
+            self._layouts[key] = StageLayout(self._store, range(*key))
+        return self._layouts[key]
+
+
+class DeviceConstants:
+    """The buffers of a worker's own copy of the layers, which move to its device once and stay there.
+
+    Buffers that layers share are one tensor on the device too.
+    """
+
+    def __init__(self, device: Device, layers: Sequence[nn.Module]) -> None:
+        self._device = device
+        self._modules = nn.ModuleList(layers)
+        self._on_host = tuple(self._modules.buffers())  # each once
+        self._packing = Packing.of(self._on_host)
+        self._memory = device.allocate(self._packing.nbytes) if self._on_host else None
+
+    def upload(self) -> None:
+        """Copy the values to the device, and give the layers the copies. In the thread that drives the device."""
+        if self._memory is None:
+            return
+        views = self._packing.views(self._memory)
+        # Before any computation and on its stream, so that no layer has to wait for them.
+        self._device.run(Stream.COMPUTE, partial(fill, views, self._on_host), writes=[self._memory])
+        copies = {id(old): view for old, view in zip(self._on_host, views, strict=True)}
+        for module in self._modules.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[name] = copies[id(buffer)]
+        self._on_host = ()  # this worker's copy, which nothing needs any more
+
+
+# Plain values have the same meaning on every device and in every thread.
+PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.Size, range, slice, type, type(None))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The form of a value without its tensors.
+
+    `spec` is the tree of containers. For each leaf, `numbers` has the number of its tensor, or -1 for a plain value, which
+    is at the same place of `plain`.
+    """
+
+    spec: Any
+    numbers: tuple[int, ...]
+    plain: tuple[Any, ...]
+
+
+SINGLE: Final = Structure(None, (0,), (None,))  # a tensor by itself
+FLAT: Final = Structure(None, (), ())  # a tuple of different tensors
+
+
+def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
+    """Return the different tensors of a value and its structure.
+
+    Raises `TypeError` for a leaf that is neither a tensor nor a plain value: it could not follow to another device.
+    """
+    if isinstance(hidden, Tensor):
+        return (hidden,), SINGLE
+    is_flat = type(hidden) is tuple and all(isinstance(part, Tensor) for part in hidden)
+    if is_flat and len(set(map(id, hidden))) == len(hidden):
+        return hidden, FLAT
+    # PyTorch takes a size apart, and makes a tuple of it again.
+    leaves, spec = pytree.tree_flatten(hidden, is_leaf=lambda part: isinstance(part, torch.Size))
+    tensors: dict[int, tuple[int, Tensor]] = {}
+    numbers = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            numbers.append(tensors.setdefault(id(leaf), (len(tensors), leaf))[0])
+        elif isinstance(leaf, PLAIN):
+            numbers.append(-1)
+        else:
+            raise TypeError(
+                f"a {type(leaf).__module__}.{type(leaf).__qualname__} between two layers: only tensors and plain values "
+                "(None, numbers, texts) can go there, in tuples, lists, dicts or named tuples"
+            )
+    plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return tuple(tensor for _, tensor in tensors.values()), Structure(spec, tuple(numbers), plain)
+
+
+def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
+    """Undo `flatten`, with other tensors if wanted."""
+    if structure is SINGLE:
+        return tensors[0]
+    if structure is FLAT:
+        return tuple(tensors)
+    pairs = zip(structure.numbers, structure.plain, strict=True)
+    leaves = [plain if number < 0 else tensors[number] for number, plain in pairs]
+    return pytree.tree_unflatten(leaves, structure.spec)
+
+
+def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
+    """Return the different tensors of a value."""
+    return (hidden,) if isinstance(hidden, Tensor) else flatten(hidden)[0]
+
+
+def as_hidden(tensors: Sequence[Tensor], single: bool) -> Hidden:
+    """Undo `as_tuple` for a single tensor or a flat tuple."""
+    return tensors[0] if single else tuple(tensors)
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Tell whether a tensor of this dtype can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that fills its memory in another order than its shape's, None for all others.
+
+    A copy with the same strides lets the next layer run the same kernels as without the copy. A tensor that leaves gaps
+    or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
+    nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors without strides.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
+        )
+    if tensor.is_contiguous() and (1 not in tensor.shape or _is_in_order(tensor)):
+        return None
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return None
+            expected *= size
+    return tensor.stride()
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Tell whether the strides, those of size 1 included, are as in a new tensor of the shape."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -214,104 +415,6 @@ class Packing:
             else buffer[start:stop].view(dtype).as_strided(shape, strides)
             for (start, stop), dtype, shape, strides in parts
         )
-
-
-@dataclass(frozen=True)
-class SlotRange:
-    """The elements of a weight or gradient slot that one layer's use of a bundle occupies."""
-
-    layer: int
-    bundle: int
-    start: int
-    numel: int
-
-
-class StageLayout:
-    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
-
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
-    results do not depend on which layers share a stage.
-    """
-
-    def __init__(self, store: HostStore, layers: range) -> None:
-        self.layers = layers
-        self.weights = self._ranges(store, trainable_only=False)
-        self.gradients = self._ranges(store, trainable_only=True)
-        self.weight_numel = sum(used.numel for used in self.weights)
-        self.gradient_numel = sum(used.numel for used in self.gradients)
-
-    def gradients_of(self, layers: range) -> slice:
-        """Return the elements of a gradient slot that hold the gradients of consecutive layers of the stage."""
-        used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
-        return slice(used[0].start, used[-1].start + used[-1].numel) if used else slice(0)
-
-    def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
-        ranges, start = [], 0
-        # In forward order, in which the optimizer completes weights: an upload stops at
-        # the first incomplete bundle.
-        for layer in self.layers:
-            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
-                if bundle.trainable or not trainable_only:
-                    ranges.append(SlotRange(layer, bundle.index, start, bundle.numel))
-                    start += bundle.numel
-        return ranges
-
-
-class StageSlots:
-    """The device memory for the weights and gradients of a device's stages, and for rounding gradients."""
-
-    def __init__(self, device: Device, store: HostStore, accumulate_dtype: torch.dtype) -> None:
-        self.rounding: Tensor | None = None
-        self._device = device
-        self._store = store
-        self._accumulate_dtype = accumulate_dtype
-        self._weights = TwoSlots(device, store.dtype)
-        self._gradients = TwoSlots(device, accumulate_dtype)
-        self._layouts: dict[tuple[int, int], StageLayout] = {}
-
-    def allocate(self, partition: Partition, num_devices: int) -> None:
-        """Allocate what training and evaluating with `partition` needs: the same as `device_memory` counts."""
-        weight_bytes = self._store.dtype.itemsize
-        gradient_bytes = self._accumulate_dtype.itemsize
-        self._weights.allocate(
-            slot_space(
-                partition, num_devices, lambda stage: aligned(self._layout(stage).weight_numel * weight_bytes)
-            )
-        )
-        self._gradients.allocate(
-            slot_space(
-                partition,
-                num_devices,
-                lambda stage: aligned(self._layout(stage).gradient_numel * gradient_bytes),
-                of_gradients=True,
-            )
-        )
-        if self._accumulate_dtype != self._store.gradient_dtype:
-            stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
-            numel = min(max(self._layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
-            dtype = self._store.gradient_dtype
-            self.rounding = self._device.allocate(numel * dtype.itemsize).view(dtype)
-
-    def for_weights(self, stage: Stage) -> tuple["StageLayout", DeviceSlot]:
-        """Return the layout of a stage, and the slot for its weights. Called once for each stage job, in order."""
-        layout = self._layout(stage)
-        return layout, self._weights.next(layout.weight_numel)
-
-    def for_gradients(self, layout: "StageLayout") -> DeviceSlot:
-        """Return the slot for a stage's gradients. Called once for each job with gradients, in order."""
-        return self._gradients.next(layout.gradient_numel)
-
-    def clear(self) -> None:
-        """Drop the memory, whatever refers to the slots themselves."""
-        self._weights.clear()
-        self._gradients.clear()
-        self.rounding = None
-
-    def _layout(self, stage: Stage) -> "StageLayout":
-        key = stage.start, stage.stop
-        if key not in self._layouts:
-            self._layouts[key] = StageLayout(self._store, range(stage.start, stage.stop))
-        return self._layouts[key]
 
 
 def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:

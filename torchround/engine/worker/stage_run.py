@@ -1,39 +1,35 @@
 """One stage job on its device: what the three kinds of stage compute, bring and send for each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import LAYER_GATE, Board, WaitForHandOver
-from torchround.engine.boundary_sizes import BoundarySizes
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.board import LAYER_GATE, WaitForValue
+from torchround.engine.device import Mark, Stream
 from torchround.engine.passes import StageJob
-from torchround.engine.results import DeviceSpan
-from torchround.engine.settings import EngineSettings
+from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.activation_transfers import (
-    BOUNDARY,
-    BOUNDARY_GRADIENT,
-    LOSS,
-    OUTPUT,
-    ActivationTransfers,
-)
+from torchround.engine.worker.bundle_transfers import WeightUpload
 from torchround.engine.worker.compute import (
     ForwardWithGraph,
     FusedStage,
     LayerCall,
     StageForward,
+    bind,
     checked_loss,
+    with_own_seed,
 )
-from torchround.engine.worker.kept_transfers import KeptTransfers
-from torchround.engine.worker.slots import DeviceSlot, StageLayout
+from torchround.engine.worker.slots import DeviceSlot
 from torchround.keeping import marking
-from torchround.layer import Batch, Hidden, LayeredModel
+from torchround.layer import Batch, Hidden
 from torchround.planning.host_buffers import restarted_layers
 from torchround.planning.partition import StageKind
+
+if TYPE_CHECKING:
+    from torchround.engine.worker.device_worker import DeviceWorker
 
 T = TypeVar("T")
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
@@ -44,52 +40,41 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `sizes` are those of the values between layers. With `settings.times_layers`, each layer's computations are spans of their
-    own, of every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another
-    device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
-    once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
+    `wait` waits for a value of another device. With `on_final`, the backward of the last micro-batch is done layer by
+    layer, and `on_final(layer)` is called once all that adds to the gradients of a layer is enqueued. `spans` are the
+    computations so far. With `settings.times_layers`, each layer's computations are spans of their own, of every
+    micro-batch: only the head's forward and backward are one.
     """
 
     def __init__(
         self,
+        worker: "DeviceWorker",
         job: StageJob,
-        layers: Sequence[LayerCall],
-        layout: StageLayout,
-        weights: DeviceSlot,
+        upload: WeightUpload,
         gradients: DeviceSlot | None,
-        *,
-        model: LayeredModel,
-        sizes: BoundarySizes,
-        settings: EngineSettings,
-        board: Board,
-        device: Device,
-        activations: ActivationTransfers,
-        kept: KeptTransfers,
-        wait: WaitForHandOver,
+        wait: WaitForValue,
         on_final: Callable[[int], None] | None,
     ) -> None:
+        setup, stage = worker.setup, job.task.stage
         self.spans: list[DeviceSpan] = []
         self._job = job
-        self._layers = layers
-        self._weights = weights
-        self._layout = layout
+        self._layers = bound_layers(worker, upload, gradients)
+        self._weights = upload.slot
+        self._layout = upload.layout
         self._gradients = gradients
-        self._num_layers = len(model.layers)
-        self._sizes = sizes
-        stage = job.task.stage
+        self._num_layers = len(setup.model.layers)
         self._receives = {
-            layer - stage.start: model.receives_gradients[layer]
+            layer - stage.start: setup.model.receives_gradients[layer]
             for layer in range(stage.start, stage.stop)
-            if layer in model.receives_gradients
+            if layer in setup.model.receives_gradients
         }
-        self._layerwise = settings.layerwise_recompute
-        self._times_layers = settings.times_layers
-        self._board = board
-        self._device = device
-        self._activations = activations
-        self._kept = kept
+        self._layerwise = setup.settings.layerwise_recompute
+        self._times_layers = setup.settings.times_layers
+        self._board = setup.board
+        self._device = worker.device
+        self._activations = worker.activations
         self._wait = wait
-        self._keeping = kept.keeping(range(stage.start, stage.stop))
+        self._keeping = worker.activations.keeping(range(stage.start, stage.stop))
         self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
@@ -98,7 +83,6 @@ class StageRun:
         # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
         # `send` makes of the result still reads the input's slot.
         self._activations.end_micro_batch()
-        self._kept.end_micro_batch()
 
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
@@ -122,14 +106,13 @@ class StageRun:
                 self._send_result(m, output)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-                self._activations.send(
-                    BOUNDARY(pass_.index, layer, m), output, readers, self._buffer_for(layer, m)
-                )
+                boundary, shape = pass_.boundaries.at(layer, m), pass_.shape.shapes[m]
+                self._activations.send(boundary, output, readers, layer, shape)
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in keeping:
-                shape = micro_batch.shape
-                self._kept.send(pass_.index, layer - 1, m, shape, self._activations.inputs)
+                kept = pass_.kept.at(layer - 1, m)
+                self._activations.send_kept(kept, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
@@ -138,12 +121,11 @@ class StageRun:
         fused = FusedStage(
             self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor, self._receives
         )
-        for layer in range(stage.start, stage.stop - 1) if self._times_layers else ():
-            run = partial(fused.run_to, layer + 1 - stage.start)
-            self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(layer, layer + 1))
+        if self._times_layers:
+            self._run_to(TaskKind.FORWARD, m, fused, range(stage.start + 1, stage.stop), inputs)
         gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
-        self._activations.send(LOSS(pass_.index, m), fused.loss, readers=2)
+        self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
@@ -153,28 +135,24 @@ class StageRun:
         restarts, staged_restarts = self._bring_restarts(m)
         inputs += staged_restarts
         own = range(stage.start, stage.stop)
-        staged_kept = self._kept.bring(pass_.index, own, m, self._wait)
+        kept, staged_kept = self._activations.bring_kept(pass_, own, m, self._wait)
+        inputs += staged_kept
         layers = [
-            self._kept.replayed(layer, call, staged_kept)
+            self._activations.replayed(layer, call, kept)
             for layer, call in zip(own, self._layers, strict=True)
         ]
-        if staged_kept.slot is not None:
-            inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
         recomputed = ForwardWithGraph(
             layers, hidden, micro_batch, self._layerwise, restarts, self._receives, reads_output=False
         )
-        first = stage.start
-        for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
-            run = partial(recomputed.run_to, layer - stage.start)
-            self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
-            first = layer
-        boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
+        stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
+        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops, inputs)
+        boundary = self._wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
         if m + 1 in self._job.task.micro_batches:
-            self._kept.bring_ahead(pass_.index, own, m + 1)
+            self._activations.bring_kept_ahead(pass_, own, m + 1)
         # The backward reads the stage's input and what is kept too.
         reads = [*inputs, staged.memory]
         gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
@@ -183,9 +161,18 @@ class StageRun:
     def _recording(self, keeping: Sequence[int]) -> list[LayerCall]:
         """Return the stage's layers; those of `keeping` record what they keep."""
         return [
-            self._kept.recorded(layer, call) if layer in keeping else call
+            self._activations.recorded(layer, call) if layer in keeping else call
             for layer, call in enumerate(self._layers, start=self._job.task.stage.start)
         ]
+
+    def _run_to(
+        self, kind: TaskKind, m: int, graph: ForwardWithGraph, stops: Iterable[int], reads: Sequence[Tensor]
+    ) -> None:
+        """Run a forward with graph up to each of these layers in turn."""
+        first = start = self._job.task.stage.start
+        for stop in stops:
+            self._compute(kind, m, partial(graph.run_to, stop - start), reads, layers=range(first, stop))
+            first = stop
 
     def _differentiate(
         self, kind: TaskKind, m: int, backward: BackwardCall, gradients: Gradients, reads: Sequence[Tensor]
@@ -261,7 +248,7 @@ class StageRun:
         micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
         if task.stage.start == 0:
             return micro_batch, None, [integers.memory]
-        boundary = self._wait(BOUNDARY(pass_.index, task.stage.start, m))
+        boundary = self._wait(pass_.boundaries.at(task.stage.start, m))
         hidden, staged = self._activations.bring_hidden(boundary)
         return micro_batch, hidden, [integers.memory, staged.memory]
 
@@ -271,7 +258,7 @@ class StageRun:
         brought: dict[int, Hidden] = {}
         memory: list[Tensor] = []
         for layer in restarted_layers(stage, pass_.stale_layers):
-            boundary = self._wait(BOUNDARY(pass_.index, layer, m))
+            boundary = self._wait(pass_.boundaries.at(layer, m))
             brought[layer - stage.start], slot = self._activations.bring_hidden(boundary, restarts=True)
             memory.append(slot.memory)
         return brought, memory
@@ -280,22 +267,16 @@ class StageRun:
         """Send what the last layer returned in a pass without gradients: a loss, or anything."""
         pass_ = self._job.pass_
         if pass_.gives_outputs:
-            buffer_for = self._buffer_for(self._num_layers, m)
-            self._activations.send(OUTPUT(pass_.index, m), output, 1, buffer_for)
+            self._activations.send(pass_.results[m], output, 1, self._num_layers, pass_.shape.shapes[m])
         else:
-            self._activations.send(LOSS(pass_.index, m), checked_loss(output), 1)
+            self._activations.send(pass_.results[m], checked_loss(output), 1)
 
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
             pass_, start = self._job.pass_, self._job.task.stage.start
             # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
-            self._activations.send(
-                BOUNDARY_GRADIENT(pass_.index, start, m), tuple(gradients), 1, self._buffer_for(start, m)
-            )
-
-    def _buffer_for(self, cut: int, m: int) -> Callable[[int], int]:
-        """Return what notes the bytes of the input of layer `cut`, and gives those of its host buffer."""
-        return partial(self._sizes.met, cut, self._job.pass_.shape.shapes[m])
+            value = pass_.boundary_gradients.at(start, m)
+            self._activations.send(value, tuple(gradients), 1, start, pass_.shape.shapes[m])
 
 
 _KINDS = {
@@ -303,3 +284,24 @@ _KINDS = {
     StageKind.FUSED: StageRun._fused,
     StageKind.BACKWARD: StageRun._backward,
 }
+
+
+def bound_layers(
+    worker: "DeviceWorker", upload: WeightUpload, gradients: DeviceSlot | None
+) -> list[LayerCall]:
+    """Return a stage's layers with their parameters in slots, compiled if the settings say so."""
+    setup, layers = worker.setup, upload.layout.layers
+    own_dtypes = setup.model.own_dtypes
+    # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
+    binding = partial(bind, setup.store, worker.skeletons, upload.layout, upload.slot, gradients, own_dtypes)
+    # Parameters with dtypes of their own are copied.
+    modules = (
+        worker.device.run(Stream.COMPUTE, binding, reads=[upload.slot.memory]) if own_dtypes else binding()
+    )
+    calls: list[LayerCall] = list(modules)
+    if (compiler := setup.settings.compiler) is not None:
+        calls = [
+            compiler.compiled(index, module, setup.board)
+            for index, module in zip(layers, modules, strict=True)
+        ]
+    return [with_own_seed(index, call) for index, call in zip(layers, calls, strict=True)]

@@ -1,0 +1,224 @@
+"""The measurements of a step by devices and of its update, and the planner's costs that follow from them and from updates."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+
+from torchround.engine.device import Mark, Stream
+from torchround.engine.timeline import TaskKind
+from torchround.engine.worker.orthogonalise import LandedDirection
+from torchround.planning.costs import Costs
+from torchround.planning.partition import Partition, StageKind, StageTask
+
+
+@dataclass(frozen=True)
+class BundleUpdate:
+    """The time at which one bundle was updated, by `time.perf_counter`. `layer` is the first layer that uses it."""
+
+    layer: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class UpdateReport:
+    """The outcome of an update, which its tasks fill in. `seconds` is the time the optimizer was busy on this step.
+
+    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
+    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
+    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
+    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
+    `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
+    of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
+    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
+    them since the step before. `directions` are those that this machine's devices have computed for it.
+    """
+
+    grad_norm: float = math.nan
+    skipped: bool = True
+    seconds: float = 0.0
+    bundles: tuple[BundleUpdate, ...] = ()
+    loss_scale: float = 1.0
+    fault: str = "not decided"
+    not_finite: tuple[int, ...] = ()
+    waited_for_save_s: float = 0.0
+    left_out: tuple[str, ...] = ()
+    loss: float = math.nan
+    peers_wait_s: float = 0.0
+    sent_bytes: int = 0
+    directions: tuple[LandedDirection, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
+
+    A stage that sends something in the middle of a micro-batch makes a span before and one after. `part_marks` are points
+    before and after each part that the layer can keep, with its name, in steps that measure.
+    """
+
+    kind: TaskKind
+    start: Mark
+    end: Mark
+    stream: Stream = Stream.COMPUTE
+    micro_batch: int = 0
+    layers: range = range(0)
+    copied_bytes: int = 0
+    part_marks: tuple[tuple[str, Mark], ...] = ()
+
+    def part_seconds(self) -> dict[str, float]:
+        """Return the seconds of each part by name. Waits until the device has passed its end."""
+        seconds: dict[str, float] = defaultdict(float)
+        for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
+            seconds[name] += end.seconds_since(start)
+        return seconds
+
+    @property
+    def seconds(self) -> float:
+        """Its duration. Waits until the device has passed its end."""
+        return self.end.seconds_since(self.start)
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The measurements of one stage slot on its device.
+
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
+    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
+    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
+    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
+
+    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
+    waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
+    slot's end.
+    """
+
+    task: StageTask
+    step: int
+    idle_since: Mark | None
+    weights_ready: Mark
+    update_wait_s: float
+    spans: tuple[DeviceSpan, ...]
+    uploaded_bytes: int
+    downloaded_bytes: int
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def busy_s(self) -> float:
+        """Seconds in which layers ran."""
+        return sum(span.seconds for span in self.spans)
+
+    @cached_property
+    def input_wait_s(self) -> float:
+        """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
+        # All weights arrived before the first span, so a gap between two spans is a wait
+        # for an activation or gradient.
+        between_s = sum(
+            max(later.start.seconds_since(earlier.end), 0.0)
+            for earlier, later in zip(self.spans, self.spans[1:], strict=False)
+        )
+        return self._before_s - self._late_weights_s + between_s
+
+    @cached_property
+    def weights_wait_s(self) -> float:
+        """Idle seconds until the weights were uploaded, without the wait for their update."""
+        return self._late_weights_s - self.optimizer_wait_s
+
+    @cached_property
+    def optimizer_wait_s(self) -> float:
+        """Idle seconds until the optimizer had written the weights."""
+        # The thread may wait for an update while its device still computes: only the idle part counts.
+        return min(self.update_wait_s, self._late_weights_s)
+
+    @cached_property
+    def _before_s(self) -> float:
+        """Idle seconds between the slot before and this one."""
+        return (
+            0.0 if self.idle_since is None else max(self.spans[0].start.seconds_since(self.idle_since), 0.0)
+        )
+
+    @cached_property
+    def _late_weights_s(self) -> float:
+        """The part of `_before_s` before the weights had arrived."""
+        if self.idle_since is None:
+            return 0.0
+        return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
+
+
+def one_layer_a_stage(num_layers: int) -> Partition:
+    """Return the partition to measure costs with. It is also the one that needs the least device memory."""
+    return Partition((1,) * (num_layers - 1), 1, (1,) * (num_layers - 1))
+
+
+def costs_from_reports(
+    counted: Costs,
+    reports: Iterable[StageReport],
+    updates: Iterable[Sequence[BundleUpdate]] = (),
+    recompute: str = "stage",
+) -> Costs:
+    """Return `counted` with measured seconds in place of counted ones.
+
+    The reports come from an engine that `times_layers`, or from steps under `one_layer_a_stage`: each of their
+    spans is one layer's forward, recomputation or backward, or the head's forward and backward. Forwards that mark their
+    parts give the seconds of these; parts of other layers keep their counted share. `updates`
+    gives, for each step, the bundles that its update changed; empty for a skipped update. With
+    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
+    says what the layers kept in those steps: their recomputations were shorter than their forwards.
+    """
+    samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
+    parts: list[dict[str, list[float]]] = [defaultdict(list) for _ in counted.layers]
+    run_again: set[int] = set()
+    for report in reports:
+        stage = report.task.stage
+        if recompute == "layer" and stage.kind is not StageKind.FORWARD:
+            run_again |= set(range(stage.start, stage.stop - 1))
+        for span in report.spans:
+            assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
+            layer = span.layers.start if span.layers else stage.start
+            for name, part_s in span.part_seconds().items():
+                parts[layer][name].append(part_s)
+            if span.kind is TaskKind.RECOMPUTE and counted.layers[layer].kept:
+                continue
+            # A recomputation of all is the same work as a forward.
+            kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
+            samples[kind, layer].append(span.seconds)
+    # Medians, because the first step (caches, compilation) and other processes make
+    # single samples far too long.
+    seconds = {key: median(values) for key, values in samples.items()}
+    for layer in run_again:
+        again_s = seconds[TaskKind.FORWARD, layer]
+        if counted.layers[layer].kept:
+            again_s *= counted.layers[layer].recompute_s / counted.layers[layer].forward_s
+        seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
+    last = counted.num_layers - 1
+    layers = [
+        layer.timed(
+            seconds[TaskKind.FORWARD, index],
+            seconds[TaskKind.BACKWARD, index],
+            {name: median(values) for name, values in parts[index].items()},
+        )
+        for index, layer in enumerate(counted.layers[:last])
+    ]
+    # The head's slot runs forward and backward in one go: split it in the counted proportion.
+    head = counted.layers[last]
+    whole_s = seconds[TaskKind.FUSED, last]
+    share = head.forward_s / (head.forward_s + head.backward_s)
+    head = head.timed(whole_s * share, whole_s * (1 - share))
+    return _with_updates(
+        replace(counted, layers=(*layers, head), launch_s=0.0), [step for step in updates if step]
+    )
+
+
+def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
+    """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
+    if not updates:
+        return costs  # the counted seconds stay
+    seconds = [[0.0] * len(updates) for _ in costs.layers]
+    for step, bundles in enumerate(updates):
+        for bundle in bundles:
+            seconds[bundle.layer][step] += bundle.end_s - bundle.start_s
+    layers = (replace(c, optimizer_s=median(s)) for c, s in zip(costs.layers, seconds, strict=True))
+    return replace(costs, layers=tuple(layers))
