@@ -84,22 +84,22 @@ class Engine:
         )
         saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
-        accumulates, compiler = self.settings.accumulates, self.settings.compiler
-        self._program = Program(store, self._tasks, self._updater, saver, self._exchange, queues, accumulates)
-        kind, compiles = self.devices[0].torch_device.type, compiler is not None
-        sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        for_gradients = self._exchange.landings.needed()
-        self._reservation = BufferReservation(
-            sizes, store, self.pool, self.devices, for_gradients, accumulates
+        self._program = Program(
+            store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
         )
-        self._passes = Passes(
+        kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
+        sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
+        self._reservation = BufferReservation(
+            sizes,
             store,
-            board.observer,
             self.pool,
-            self._reservation,
-            queues,
-            self._synchronize,
-            is_compiled=compiler is not None and compiler.is_required,
+            self.devices,
+            self._exchange.landings.needed(),
+            self.settings.accumulates,
+        )
+        is_compiled = compiler is not None and compiler.is_required
+        self._passes = Passes(
+            store, board.observer, self.pool, self._reservation, queues, self._synchronize, is_compiled
         )
         workers = self._make_workers(model, sizes, queues)
         watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))

@@ -343,8 +343,9 @@ class Program:
                 self._updater.copy_version(bundle, step)
 
         for peer in exchange.peers if bundle.is_owned else ():
-            run = partial(send, peer)
-            self._emit(exchange.weights_to[peer], "the sending", step, run, bundle, [*decided, new])
+            self._emit(
+                exchange.weights_to[peer], "the sending", step, partial(send, peer), bundle, [*decided, new]
+            )
         if not bundle.is_owned:
             source = exchange.weights_from[bundle.owner]
             self._emit(source, "the receiving", step, receive, bundle, [*decided, *old], [new])

@@ -1,4 +1,4 @@
-"""The measurements of a step by devices and of its update, and the planner's costs that follow from them and from updates."""
+"""The measurements of a step by devices and the optimizer, and the planner's costs that follow from them and from updates."""
 
 import math
 from collections import defaultdict

@@ -239,11 +239,10 @@ class Worker:
             self.enter()
             while True:
                 self.task = None
-                task = self._queue.take("its next task")
-                self.task = task
-                if not task.must_run:
+                self.task = self._queue.take("its next task")
+                if not self.task.must_run:
                     self._tasks.board.raise_if_stopped()
-                self._run(task)
+                self._run(self.task)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
