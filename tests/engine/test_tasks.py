@@ -1,0 +1,25 @@
+"""The rule of tasks: an access waits for those before it that it conflicts with."""
+
+import itertools
+
+from torchround.engine.board import Board
+from torchround.engine.errors import FaultLocation
+from torchround.engine.tasks import MOST_READERS, WEIGHTS, Buffer, Task, Tasks
+
+
+def test_a_write_waits_for_all_reads_before_it_however_many_and_remembers_few():
+    tasks, buffer, steps = Tasks(Board()), Buffer(WEIGHTS), itertools.count()
+
+    def access(**uses):
+        return tasks.declare(Task("a task", next(steps), FaultLocation("a worker")), **uses).accesses[0]
+
+    first = access(writes=[buffer])
+    reads = [access(reads=[buffer]) for _ in range(3 * MOST_READERS)]
+    write = access(writes=[buffer])
+    assert len(write.after) == MOST_READERS and all(len(read.after) <= 2 for read in reads)
+    reached, left = set(), [write]
+    while left:
+        earlier = left.pop()
+        left += [found for found in earlier.after if found not in reached]
+        reached.update(earlier.after)
+    assert reached == {first, *reads}
