@@ -10,6 +10,7 @@ import torch
 from tests.support.faults import this_thread
 from tests.support.race_checker import AccessLog, Region
 from torchround.engine import program
+from torchround.engine.reports import UpdateReport
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, RECORDS, STATE, WEIGHTS, Buffer, Tasks
 from torchround.engine.update import Decision
@@ -125,16 +126,29 @@ class WatchedStore(HostStore):
         return super().resume_state()
 
 
+class WatchedReport(UpdateReport):
+    """The report of a watched decision, which is made once it says whether the update is skipped."""
+
+    def __init__(self, decision):
+        super().__init__()
+        self.decision = decision
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "skipped" and hasattr(self, "decision"):
+            self.decision.log.touched([], [self.decision.memory])
+
+
 class WatchedDecision(Decision):
     """A decision that tells its log when the optimizer decides, and when another thread looks."""
 
     def __setattr__(self, name, value):
-        super().__setattr__(name, value)
         if name == "step":
             self.log, self.memory = CONTROLLER.log, torch.empty(1)
             self.log.decisions.append(self.memory)
-        elif name == "applies" and this_thread() == "torchround optimizer":
-            self.log.touched([], [self.memory])
+        elif name == "report":
+            value = WatchedReport(self)
+        super().__setattr__(name, value)
 
     def __getattribute__(self, name):
         if name == "applies" and this_thread() != "torchround optimizer":

@@ -157,7 +157,10 @@ class Device(ABC):
     def free(self) -> None:
         """Free all buffers, no matter what refers to them or to parts of them. The device must be idle."""
         for buffer in self.buffers:
-            buffer.untyped_storage().resize_(0)
+            storage = buffer.untyped_storage()
+            # A layer on a virtual device may have made an array of numpy of its input, which shares the memory.
+            if storage.resizable():
+                storage.resize_(0)
         self.buffers.clear()
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
