@@ -294,7 +294,10 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._maker.make(batches, tasks, self._step, self._passes, **facts)
+        is_first_call = self._calls == 0
+        return self._maker.make(
+            batches, tasks, self._step, self._passes, is_first_call=is_first_call, **facts
+        )
 
     def _hand_out(self, num_stages: int, directions: Sequence[int] = ()) -> None:
         """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
@@ -385,6 +388,9 @@ class Engine:
         with self._life.call(is_there=self._board.ready(key)):
             if key.kind is UPDATED and self._program.is_late(key.number):
                 self._hand_out_late()
+            if not self._board.ready(key):
+                self._program.release_sums()
+                self._hand_out(0)
             value = self._watchdog.wait(key)
             if isinstance(value, HostTensors):
                 self._synchronize(value.landed)

@@ -57,8 +57,11 @@ class PassMaker:
         share: StepShare | None = None,
         num_labels: int | None = None,
         gives_outputs: bool = False,
+        is_first_call: bool = True,
     ) -> Pass:
         """Return a pass over `batches` after `step` training steps. A training step has a `share`.
+
+        From the first backward of a step on no layer is stale, so from its second call on.
 
         Raises `EngineUsageError`.
         """
@@ -71,13 +74,14 @@ class PassMaker:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
         version = store.policy.version_read(step) if training else step
         oldest = store.oldest_version_read(step, training)
+        stale_layers = store.stale_layers if is_first_call else 0
         shape = PassShape.of(tasks, batches, training, step, oldest, gives_outputs)
         if before is not None and not self._reservation.knows_all(before):
             # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
             under_way.wait()
         sizes = self._reservation.reserve_for(shape, before)
         loss_scale = store.loss_scaling.scale_of(step) if training else 1.0
-        restarts = kept_cuts(self._partition.stages(), store.stale_layers) if training else frozenset()
+        restarts = kept_cuts(self._partition.stages(), stale_layers) if training else frozenset()
         pass_ = Pass(
             index=self._next_pass,
             training=training,
@@ -93,7 +97,7 @@ class PassMaker:
             shape=shape,
             sizes=sizes,
             share=share,
-            stale_layers=store.stale_layers,
+            stale_layers=stale_layers,
             gives_outputs=gives_outputs,
         )
         if tasks and not self._board.ready(FIRST_SIZES(0)):

@@ -53,14 +53,15 @@ class Pass:
     stale_layers: int = 0
     gives_outputs: bool = False
 
-    def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
+    def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
         """Return the version of a bundle that a stage uploads for `layer`.
 
-        A step's forward reads the version before in its first `stale_layers` layers. An evaluation reads what the
-        host holds between steps: the version before of each bundle that one of those layers uses.
+        The forward of a step's first round reads the version before in its first `stale_layers` layers. An evaluation
+        reads what the host holds between steps: the version before of each bundle that one of those layers uses.
         """
         first = layer if self.training else bundle.layers[0]
-        return self.version - (kind is StageKind.FORWARD and first < self.stale_layers)
+        is_early = task.stage.kind is StageKind.FORWARD and task.round == 0
+        return self.version - (is_early and first < self.stale_layers)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ This file says who writes what and when. The tasks' work is in `update.py`, `sav
 wait for each other follows from the order of the calls here alone (`tasks.py`).
 
 The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
-`bounded` the device weights of the stale layers are written between the forward and the backward of the next step, and
-each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the update. An
-optimizer with directions has a task of the devices between gradients and update; in `async` it comes between the
-forward and the backward of the next step, and the rest of the step's program with it.
+`bounded` the device weights of the stale layers are written between the first forward and the first backward of the next
+step, and each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the
+update. What one machine writes and the others read is sent and received at its place in this order. An optimizer with
+directions has a task of the devices between gradients and update; in `async` it comes between the forward and the
+backward of the next step, and the rest of the step's program with it.
 """
 
 from collections import deque
@@ -83,7 +84,8 @@ class Program:
         self._locations: dict[tuple[str, int], FaultLocation] = {}
         self._rounds = 0  # of the step that waits for its `step()`
         self._pass: Pass | None = None  # its newest call
-        self._rest: list[tuple[Bundle, range]] = []  # gradients that `step` takes (`bounded`)
+        # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
+        self._last_sums: dict[int, tuple[Worker, Task]] = {}
         # The part of a step's program that comes among the stages of the next step, and that step.
         self._late: Callable[[int], tuple[int, ...]] | None = None
         self._late_step = 0
@@ -94,32 +96,27 @@ class Program:
 
     def training_pass(
         self, pass_: Pass, stages: Sequence[StageTask], first_slot: int
-    ) -> tuple[tuple[int, ...], Task | None]:
+    ) -> tuple[tuple[int, ...], Task]:
         """Declare a call of a step: its stages, and what takes their gradients and losses.
 
-        Returns the slots of direction jobs, and the task that ends the call, if it is not the update.
+        Returns the slots of direction jobs, and the task that ends the call.
         """
         share, step = pass_.share, pass_.step
         assert share is not None, f"step {step} was dispatched without a share"
-        before, num_forward = self._slots_before_late(stages), _num_forward(stages)
-        takings = deque(self._takings(share))
-        slots: tuple[int, ...] = ()
-        for position, stage in enumerate(stages):
-            if position == num_forward:
-                # In the program before the first stage that writes gradients, which the late update reads. On the
-                # devices its direction jobs may come a few stages later.
-                slots = self.late_tasks(first_slot + before)
-                if self._is_bounded:
-                    self._write_lagging(step)
+        self.release_sums()
+        num_forward, takings = _num_forward(stages), deque(self._takings(share))
+        for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
-        slots = slots or self.late_tasks(
-            first_slot + len(stages)
-        )  # without stages, this machine has no part in the step
+        # In the program before the first stage that writes gradients, which the late update reads. On the devices its
+        # direction jobs may come a few stages later.
+        slots = self.late_tasks(first_slot + self._slots_before_late(stages))
+        if self._rounds == 0:
+            self._write_lagging(step)
+        for stage in stages[num_forward:]:
+            self._stage(pass_, stage, takings)
         for _, bundle, parts in takings:
             self._take(pass_, bundle, parts)
         self._pass, self._rounds = pass_, share.total_rounds
-        if self._is_bounded:
-            return slots, None
         return slots, self._optimize(step, "the losses", lambda task: self._updater.end_pass(pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
@@ -139,7 +136,7 @@ class Program:
             if bundle.trainable
         ]
         self._tasks.declare(
-            task, [self._weights_of(b, pass_.version_read(b, layer, kind)) for layer, b in uses]
+            task, [self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses]
         )
         uploads = {(layer, b.index): access for (layer, b), access in zip(uses, task.accesses, strict=True)}
         parts: dict[tuple[int, int], Access] = {}
@@ -170,54 +167,49 @@ class Program:
         """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
         step, share = pass_.step, pass_.share
         assert share is not None, f"step {step} was dispatched without a share"
-        is_whole = parts.stop == share.total_rounds * len(bundle.layers)
+        uses, is_whole = len(bundle.layers), parts.stop == share.total_rounds * len(bundle.layers)
+        # Each machine has made one round of these parts, in the order of their numbers.
+        makers = {part: (part - parts.start) // uses for part in parts}
+        machine = self._store.ownership.machine
+        landed = {part: self._landing(bundle, part % uses) for part in parts if makers[part] == machine}
+        reads = [buffer for buffers in landed.values() for buffer in buffers]
         if not bundle.is_owned:
-            landed = [buffers for buffers in self._landed(bundle, parts) if buffers]
-            own = [part for part in parts if self._is_own(bundle, part)]
-            run = partial(self._exchange.send_gradient, bundle, step, own, [buffers[0] for buffers in landed])
-            if own:
-                reads = [buffer for buffers in landed for buffer in buffers]
+            sources = [buffers[0] for buffers in landed.values()]
+            run = partial(self._exchange.send_gradient, bundle, step, list(landed), sources)
+            if landed:
                 self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
-        elif self._is_bounded and is_whole:
-            self._rest.append((bundle, parts))
-        else:
-            # With several calls only `step` knows which part was the last one.
-            self._collect(step, bundle, parts, is_whole and not self._accumulates)
-
-    def _collect(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
-        landed = self._landed(bundle, parts)
-        reads, writes = self._measured(bundle) if is_whole else ([], [])
+            return
         if bundle.adds_up:
-            reads += [buffer for buffers in landed for buffer in buffers]
-            writes.append(self._gradients[bundle.index])
-        else:
-            reads.append(self._gradients[bundle.index])
-        sources = [buffers[0] if buffers else None for buffers in landed]
-        self._optimize(
-            step,
-            "the sum",
-            lambda task: self._updater.collect(bundle, step, parts, sources, is_whole),
-            bundle,
-            reads,
-            writes,
-        )
+            given = [landed[part][0] if part in landed else makers[part] for part in parts]
+            add = partial(_ignore_task, self._updater.collect, bundle, step, parts, given)
+            self._optimize(step, "the sum", add, bundle, reads, [self._gradients[bundle.index]])
+            if self._is_bounded and is_whole:
+                self._last_sums[bundle.index] = self._host_tasks.pop()
+        # With several calls only `step` knows which part was the last one.
+        if is_whole and not (self._is_bounded or self._accumulates):
+            self._measure(step, bundle)
 
-    def _measured(self, bundle: Bundle) -> tuple[list[Buffer], list[Buffer]]:
-        """Return what the norm of a gradient reads and writes beside it: a look-ahead comes with it."""
-        if bundle.index not in self._directions:
-            return [], []
-        return [self._states[bundle.index]], [self._directions[bundle.index]]
+    def _measure(self, step: int, bundle: Bundle) -> None:
+        """Declare the norm of a whole gradient. A look-ahead comes with it."""
+        reads, writes = [self._gradients[bundle.index]], []
+        if bundle.index in self._directions:
+            reads.append(self._states[bundle.index])
+            writes.append(self._directions[bundle.index])
+        run = partial(_ignore_task, self._updater.measure, bundle, step)
+        self._optimize(step, "the norm", run, bundle, reads, writes)
+
+    def release_sums(self) -> None:
+        """Let the last sums of a call run although `step` has not come, because a call waits for what they free."""
+        self._host_tasks += self._last_sums.values()
+        self._last_sums = {}
 
     def _write_lagging(self, step: int) -> None:
         for bundle in filter(self._store.lags, self._store.trained):
-            self._optimize(
-                step,
-                "the older device weights",
-                partial(_ignore_task, self._updater.write_lagging, bundle),
-                bundle,
-                [self._states[bundle.index]],
-                [self._weights_of(bundle, step)],
-            )
+            if bundle.is_owned:
+                run = partial(_ignore_task, self._updater.write_lagging, bundle)
+                reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
+                self._optimize(step, "the older device weights", run, bundle, reads, writes)
+            self._exchange_weights(bundle, step - 1, [], [], None)
 
     # A step's update.
 
@@ -226,16 +218,10 @@ class Program:
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, lr, hyperparameters)
-        if self._accumulates:
+        if self._accumulates and not self._is_bounded:
             for bundle in reversed(self._store.owned):
-                reads, writes = self._measured(bundle)
-                run = partial(_ignore_task, self._updater.measure, bundle, pass_.step)
-                reads.append(self._gradients[bundle.index])
-                self._optimize(pass_.step, "the norm", run, bundle, reads, writes)
+                self._measure(pass_.step, bundle)
         self._pass, self._rounds = None, 0
-        if self._is_bounded:
-            self._bounded_update(decision, pass_)
-            return ()
         if self._directed and self._store.policy.versions > 1:
             self._late, self._late_step = partial(self._update, decision), pass_.step
             return ()
@@ -265,7 +251,7 @@ class Program:
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
     def _update(self, decision: Decision, slot: int) -> tuple[int, ...]:
-        """Declare the directions, the decision and the updates of a step of `sync` or `async`."""
+        """Declare the directions, the decision and the updates of a step."""
         step, decided = decision.step, Buffer(DECISION)
         slots = self._direct(step, slot)
         directions = [self._directions[bundle.index] for bundle in self._directed]
@@ -286,45 +272,28 @@ class Program:
                 lambda task: self._updater.step_host_optimizer(decision, task),
                 writes=[*written, self._records],
             )
-        for bundle in self._store.trained:
-            new = self._weights_of(bundle, step + 1)
+        # As the gradients of `bounded` are whole one after the other, otherwise as the next step's forward reads weights.
+        for bundle in self._store.trained[:: -1 if self._is_bounded else 1]:
+            # The next step's forward has to read device weights that lag before they are written.
+            new = [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
             # A skipped update copies them.
             old = [self._weights_of(bundle, step)] if self._store.policy.versions > 1 else []
             if bundle.is_owned:
+                if self._is_bounded:
+                    if bundle.index in self._last_sums:
+                        self._host_tasks.append(self._last_sums.pop(bundle.index))
+                    self._measure(step, bundle)
                 reads = [self._gradients[bundle.index], *old]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
                 run = partial(self._updater.update, decision, bundle)
-                writes = [self._states[bundle.index], new]
+                writes = [self._states[bundle.index], *new]
                 self._optimize(step, "the update", run, bundle, reads, writes, self._updater.is_begun)
-            self._exchange_weights(bundle, step, [decided], old, decision)
-        self._finish(decision)
-        return slots
-
-    def _bounded_update(self, decision: Decision, pass_: Pass) -> None:
-        """Declare the updates of a step of `bounded`: each bundle's after its own gradient, the deepest one first."""
-        step = decision.step
-        self._optimize(
-            step,
-            "the decision",
-            lambda task: self._updater.decide_by_loss(decision, pass_),
-            writes=[self._records],
-        )
-        for bundle, parts in self._rest:
-            landed, gradient = self._landed(bundle, parts), self._gradients[bundle.index]
-            writes = [self._states[bundle.index], *([gradient] if bundle.adds_up else [])]
-            # The next step's forward has to read device weights that lag before they are written.
-            writes += [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
-            reads = [buffer for buffers in landed for buffer in buffers] if bundle.adds_up else [gradient]
-            sources = [buffers[0] if buffers else None for buffers in landed]
-            run = partial(self._updater.update_alone, decision, bundle, parts, sources)
-            self._optimize(step, "the update", run, bundle, reads, writes)
-        self._rest = []
-        self._finish(decision)
-
-    def _finish(self, decision: Decision) -> None:
-        run = partial(_ignore_task, self._updater.finish, decision)
+            if new:
+                self._exchange_weights(bundle, step, [decided], old, decision)
+        finish = partial(_ignore_task, self._updater.finish, decision)
         is_begun = self._updater.is_begun
-        self._optimize(decision.step, "the end", run, writes=[self._records], is_essential=is_begun)
+        self._optimize(step, "the end", finish, writes=[self._records], is_essential=is_begun)
+        return slots
 
     def _direct(self, step: int, slot: int) -> tuple[int, ...]:
         """Declare the direction jobs of a step, one for each device, if it has any.
@@ -364,7 +333,7 @@ class Program:
 
     def share_rewritten(self, version: int) -> None:
         """Declare the exchange of device weights of a version that each owner has written anew."""
-        for bundle in self._store.trained:
+        for bundle in self._store.untrue_bundles():
             self._exchange_weights(bundle, version - 1, [], [], None)
 
     def _exchange_weights(
@@ -404,16 +373,6 @@ class Program:
     def _landing(self, bundle: Bundle, use: int) -> Sequence[Buffer]:
         """Return where a part of a bundle's gradient lands: as the whole sum, or in memory of parts."""
         return self._landings.buffers(bundle, use) if bundle.adds_up else [self._gradients[bundle.index]]
-
-    def _landed(self, bundle: Bundle, parts: range) -> list[Sequence[Buffer]]:
-        """Return where these parts landed; nothing for those of other machines."""
-        uses = len(bundle.layers)
-        return [self._landing(bundle, part % uses) if self._is_own(bundle, part) else () for part in parts]
-
-    def _is_own(self, bundle: Bundle, part: int) -> bool:
-        """Tell whether this machine makes a part: the rounds are dealt to the machines in turn."""
-        own = self._store.ownership
-        return part // len(bundle.layers) % own.num_machines == own.machine
 
     def _optimize(
         self,

@@ -16,7 +16,7 @@ from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.direction_jobs import DIRECTIONS_ENQUEUED
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import SUMS
+from torchround.engine.exchange.step_exchange import LOSSES
 from torchround.engine.pass_data import read_loss, read_output
 from torchround.engine.passes import STAGE_JOB, Pass
 from torchround.engine.store.host_memory import HostPool
@@ -175,7 +175,7 @@ class StepResult:
         sums: Sequence[float] = self.loss_sums()
         if self._is_shared:
             if self._all_sums is None:
-                self._all_sums = self._wait(SUMS(self.pass_.step)).losses
+                self._all_sums = self._wait(LOSSES(self.pass_.index))
             sums = self._all_sums
         return mean_loss(sums, self.num_labels)
 
@@ -253,7 +253,7 @@ class StepResult:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
         pass_ = self.pass_
         board.retire(UPDATED, pass_.step)
-        board.retire(SUMS, pass_.step)
+        board.retire(LOSSES, pass_.index)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)

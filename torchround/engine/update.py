@@ -28,7 +28,7 @@ from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.device import use_threads_here
 from torchround.engine.direction_jobs import LandedDirection, directed_bundles, directed_parameters
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import StepExchange, StepSums
+from torchround.engine.exchange.step_exchange import StepExchange
 from torchround.engine.pass_data import read_losses
 from torchround.engine.passes import Pass
 from torchround.engine.settings import EngineSettings
@@ -101,7 +101,6 @@ class Updater:
         self._loss = 0.0
         self._busy_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
-        self._left_out: list[str] = []
         self._landed: tuple[LandedDirection, ...] = ()
 
     # The thread.
@@ -160,22 +159,14 @@ class Updater:
 
     # Gradients.
 
-    def collect(
-        self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None], is_whole: bool
-    ) -> None:
-        """Add landed parts to the bundle's gradient, and measure it if it `is_whole`.
-
-        `sources` hold the parts that landed here; those of other machines come from them.
-        """
+    def collect(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
+        """Add landed parts to the bundle's gradient, as `StepExchange.add`."""
         start_s, waited_s = time.perf_counter(), self._exchange.waited_s
-        if bundle.adds_up:
-            self._exchange.add(bundle, step, parts, sources)
-        if is_whole:
-            self._measure(bundle, step)
+        self._exchange.add(bundle, step, parts, sources)
         self._busy_s += time.perf_counter() - start_s - (self._exchange.waited_s - waited_s)
 
     def measure(self, bundle: Bundle, step: int) -> None:
-        """Take the norm of the sum of several calls."""
+        """Take the norm of a whole gradient, and write what devices make directions of."""
         start_s = time.perf_counter()
         self._measure(bundle, step)
         self._busy_s += time.perf_counter() - start_s
@@ -194,7 +185,7 @@ class Updater:
                 look_ahead_(buffers, self._direction_scale(step))
 
     def _squares_of(self, bundle: Bundle) -> dict[int, float]:
-        """Return the squared norms of a whole gradient, as `StepSums.squares` has them.
+        """Return the squared norms of a whole gradient, as `StepExchange.all_squares` has them.
 
         They are added parameter by parameter, so that they do not depend on the layout.
         """
@@ -213,43 +204,42 @@ class Updater:
         return 1.0 / self._store.loss_scaling.scale_of(step)
 
     def end_pass(self, pass_: Pass) -> None:
-        """Read a pass's losses, and agree with other machines on the figures of the step."""
-        losses = read_losses(pass_, self._board.wait, self._pool)
-        sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
-        self._squares = dict(sums.squares)
+        """Read a call's losses, and get those of other machines."""
+        losses = self._exchange.all_losses(pass_, read_losses(pass_, self._board.wait, self._pool))
         # The gradient is that of the sum of all calls' losses.
-        self._losses += sums.losses
-        self._loss += sum(sums.losses) / max(pass_.num_labels, 1)
+        self._losses += losses
+        self._loss += sum(losses) / max(pass_.num_labels, 1)
 
     # The decision, and updates.
 
     def decide(self, decision: Decision, directions: Sequence[Buffer]) -> None:
-        """Decide whether a step applies. All its gradients are whole, and all its directions have landed."""
-        store, step = self._store, decision.step
+        """Decide whether a step applies.
+
+        All its gradients are whole, and all its directions have landed. In `bounded` no gradient is whole yet: the losses
+        alone decide.
+        """
+        store, step, is_bounded = self._store, decision.step, self._store.policy is BOUNDED
         self._landed = tuple(buffer.content for buffer in directions)
         scale = decision.loss_scale = store.loss_scaling.scale_of(step)
-        decision.norm = math.sqrt(math.fsum(self._squares.values())) / scale
-        decision.clipped_norm = clipped_norm(self._squares) / scale
-        decision.fault = self._fault(decision.norm, scale)
-        decision.applies = math.isfinite(decision.norm) and not decision.fault
+        norm = 0.0  # is no reason to skip
+        if not is_bounded:
+            norm = self._take_norm(decision) / scale
+            decision.norm, decision.clipped_norm = norm, clipped_norm(self._squares) / scale
+        decision.fault = self._fault(norm, scale)
+        decision.applies = math.isfinite(norm) and not decision.fault
         if decision.applies and self._host_optimizer is not None:
             return  # its step begins the update
-        self._begin_update(step)
+        if not is_bounded:
+            self._begin_update(step)
+        elif decision.applies and store.is_consistent:
+            self._mark()
         if decision.applies:
             self._count_update(decision)
 
-    def decide_by_loss(self, decision: Decision, pass_: Pass) -> None:
-        """Decide by the losses whether a step of `bounded` applies: no gradient is whole yet."""
-        self.end_pass(pass_)
-        # The gradient's norm is not known yet: only the loss can be a spike.
-        spike = self._store.spikes.spike(self._loss, -math.inf)
-        decision.fault = str(spike or "") if math.isfinite(self._loss) else "the loss is not finite"
-        decision.applies = not decision.fault
-        if decision.applies:
-            if self._store.is_consistent:
-                self._mark()
-            # The bias correction of this step's updates counts this step, whatever layers are left out.
-            self._store.applied_updates += 1
+    def _take_norm(self, decision: Decision) -> float:
+        """Get the norms of all machines, and return that of the whole gradient, with the loss scale."""
+        self._squares = self._exchange.all_squares(decision.step, self._squares)
+        return math.sqrt(math.fsum(self._squares.values()))
 
     def _fault(self, norm: float, loss_scale: float) -> str:
         """Return why the update is skipped, or "". An overflow that a lower loss scale can cure is no fault."""
@@ -276,7 +266,7 @@ class Updater:
         self._begun = step
 
     def _count_update(self, decision: Decision) -> None:
-        # Before the bundles: the bias correction of this update counts it.
+        # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
         self._store.applied_updates += 1
         if self._store.policy.predicts:
             self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
@@ -316,23 +306,12 @@ class Updater:
     def update(self, decision: Decision, bundle: Bundle, task: Task) -> None:
         """Update a bundle, or skip it: make version `step + 1` equal to version `step`."""
         start_s = time.perf_counter()
-        if decision.applies:
+        # In `bounded` a gradient that is not finite is known only here.
+        if decision.applies and math.isfinite(self._squares[bundle.index]):
             self._update_surely(bundle, decision, task)
         else:
             self.copy_version(bundle, decision.step)
         self._busy_s += time.perf_counter() - start_s
-
-    def update_alone(
-        self, decision: Decision, bundle: Bundle, parts: range, sources: Sequence[Buffer | None], task: Task
-    ) -> None:
-        """Take a bundle's whole gradient and update the bundle (`bounded`)."""
-        self.collect(bundle, decision.step, parts, sources, is_whole=True)
-        if decision.applies and math.isfinite(self._squares[bundle.index]):
-            start_s = time.perf_counter()
-            self._update_surely(bundle, decision, task)
-            self._busy_s += time.perf_counter() - start_s
-        else:
-            self._left_out.append(", ".join(task.location.layers))
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
@@ -401,12 +380,16 @@ class Updater:
 
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
-        store, step = self._store, decision.step
-        skipped, left_out = not decision.applies, tuple(self._left_out)
+        store, step, skipped = self._store, decision.step, not decision.applies
         if store.policy is BOUNDED:
-            decision.norm = math.sqrt(math.fsum(self._squares.values()))
-            left_out = () if skipped else left_out
-            decision.fault = "the gradient is not finite" if left_out else decision.fault
+            decision.norm = self._take_norm(decision)
+        left_out = tuple(
+            ", ".join(store.layer_names[layer] for layer in bundle.layers)
+            for bundle in reversed(store.trained)
+            if not (skipped or math.isfinite(self._squares[bundle.index]))
+        )
+        if left_out:
+            decision.fault = "the gradient is not finite"
         if not skipped and not left_out:
             store.spikes.record(self._loss, decision.norm)
         store.loss_scaling.record(step, not math.isfinite(decision.norm) and store.policy is not BOUNDED)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.exchange.landings import RingLandings
-from torchround.engine.exchange.step_exchange import SUMS, StepExchange, StepSums, Talks, check_share
+from torchround.engine.exchange.step_exchange import LOSSES, StepExchange, Talks, check_share
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import BOUNDED, Bundle
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
@@ -70,16 +70,14 @@ class GroupExchange(StepExchange):
 
     # Gradients.
 
-    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]) -> None:
+    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
         # Parts of one machine come one after the other over one link, so only one of each can be under way.
         together = len(parts) if len(bundle.layers) == 1 else 1
         for first in range(0, len(parts), together):
             few = slice(first, first + together)
             self._add_together(bundle, step, parts[few], sources[few])
 
-    def _add_together(
-        self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]
-    ) -> None:
+    def _add_together(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
         """Add parts of different machines chunk by chunk, each chunk in the order of parts.
 
         All machines send at once. If one whole part after the other was added, all owners would wait for the same
@@ -88,7 +86,9 @@ class GroupExchange(StepExchange):
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         streams = [
-            self._landed_chunks(source.content) if source else self._arriving_chunks(bundle, step, part)
+            self._landed_chunks(source.content)
+            if isinstance(source, Buffer)
+            else self._arriving_chunks(bundle, step, part, source)
             for part, source in zip(parts, sources, strict=True)
         ]
         for chunks in zip(*streams, strict=True):
@@ -101,7 +101,7 @@ class GroupExchange(StepExchange):
                 else:
                     target.add_(values)
         for source in sources:
-            if source is not None:
+            if isinstance(source, Buffer):
                 self.landings.give(source.content, busy=[])
 
     def _landed_chunks(self, buffer: HostBuffer) -> Iterator[tuple[int, Tensor]]:
@@ -110,9 +110,10 @@ class GroupExchange(StepExchange):
         length = chunk_numel(landed.dtype)
         return ((start, landed[start : start + length]) for start in range(0, landed.numel(), length))
 
-    def _arriving_chunks(self, bundle: Bundle, step: int, part: int) -> Iterator[tuple[int, Tensor]]:
+    def _arriving_chunks(
+        self, bundle: Bundle, step: int, part: int, maker: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield a part that another machine made, chunk by chunk as it arrives."""
-        maker = part // len(bundle.layers) % self._group.size
         what = self._words_of_part(bundle, step, part)
         chunks = self._receivers[maker].chunks(bundle.numel, self._store.gradient_dtype, what)
         while True:
@@ -136,23 +137,25 @@ class GroupExchange(StepExchange):
                 link.send(buffer.memory.view(self._store.gradient_dtype), what)
             self.landings.give(buffer, busy=[])
 
-    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
-        """Gather the losses and squared norms of all machines, as exact doubles."""
+    def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
         step, share = pass_.step, pass_.share
         assert share is not None, f"step {step} was dispatched without a share"
-        losses = list(zip(share.micro_batches, own.losses, strict=True))
-        what = f"the losses and norms of step {step}"
+        losses = dict(zip(share.micro_batches, own, strict=True))
+        gathered = self._gather(losses, f"the losses of step {step}")
+        sums = [gathered[index] for index in range(share.total_micro_batches)]
+        self._board.post(LOSSES(pass_.index), sums)
+        return sums
+
+    def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
+        return self._gather(own, f"the norms of step {step}")
+
+    def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
+        """Gather the numbers of all machines, as exact doubles."""
         begin_s = time.perf_counter()
         with self._talks.inside(f"{what} from all machines"):
-            gathered = self._channel.gather([losses, sorted(own.squares.items())], what)
+            gathered = self._channel.gather(sorted(own.items()), what)
         self.waited_s += time.perf_counter() - begin_s
-        by_micro_batch = dict(pair for of_one, _ in gathered for pair in of_one)
-        sums = StepSums(
-            [by_micro_batch[index] for index in range(share.total_micro_batches)],
-            {index: value for _, of_one in gathered for index, value in of_one},
-        )
-        self._board.post(SUMS(step), sums)
-        return sums
+        return {index: value for of_one in gathered for index, value in of_one}
 
     # Weights. Without a `decision` they were written anew between steps.
 
@@ -251,8 +254,4 @@ def make_exchange(
         )
     if group is None:
         return StepExchange(store, tasks.board, pool)
-    if store.policy is BOUNDED:
-        raise EngineUsageError(
-            'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
-        )
     return GroupExchange(store, tasks, pool, group, on_failure, is_in_a_step)

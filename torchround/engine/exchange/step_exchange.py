@@ -4,9 +4,8 @@
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchround.engine.board import Board, HandOver
@@ -23,20 +22,7 @@ if TYPE_CHECKING:
     from torchround.engine.update import Decision
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """The figures of a step that decide about its update, over all machines.
-
-    `losses` are the loss sums of all micro-batches, in the order of the batch; `squares` the squared norm of each
-    bundle's gradient, by the bundle's index. That of its parameters which are not clipped is apart, under
-    `update.unclipped`.
-    """
-
-    losses: Sequence[float]
-    squares: Mapping[int, float]
-
-
-SUMS = HandOver[StepSums]("the losses and norms of step {0} of all machines")
+LOSSES = HandOver[Sequence[float]]("the losses of pass {0} of all machines")
 
 
 class StepExchange:
@@ -70,11 +56,14 @@ class StepExchange:
         # An empty batch has a share too, so that the engine can refuse it by its own message.
         return given or step_share(max(num_micro_batches, 1), rounds, 0, 1)
 
-    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]) -> None:
-        """Add parts of a gradient to their sum in fp32, in the order of their numbers, and give their buffers back."""
+    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
+        """Add parts of a gradient to their sum in fp32, in the order of their numbers, and give their buffers back.
+
+        The source of a part is the memory in which it landed, or the machine that made and sends it.
+        """
         assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         for part, source in zip(parts, sources, strict=True):
-            assert source is not None, f"part {part} of bundle {bundle.index} landed in no buffer"
+            assert isinstance(source, Buffer), f"part {part} of bundle {bundle.index} landed in no buffer"
             buffer: HostBuffer = source.content
             landed = buffer.memory.view(self._store.gradient_dtype)
             self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
@@ -84,8 +73,15 @@ class StepExchange:
                 bundle.gradient.add_(landed)
             self.landings.give(buffer, busy=[])
 
-    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
-        """Return the sums of a step over all machines, from this machine's own."""
+    def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
+        """Return the loss sums of all machines' micro-batches, in the order of the batch, from this machine's own."""
+        return own
+
+    def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
+        """Return the squared norms of all machines' gradients, by bundle, from this machine's own.
+
+        That of a bundle's parameters which are not clipped is apart, under `update.unclipped`.
+        """
         return own
 
     def send_gradient(

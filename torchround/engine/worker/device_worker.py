@@ -310,7 +310,7 @@ class DeviceWorker:
             self._setup.tasks,
             slot,
             layout,
-            partial(job.pass_.version_read, kind=job.task.stage.kind),
+            partial(job.pass_.version_read, task=job.task),
             job.uploads,
             self.reader,
         )
