@@ -110,7 +110,7 @@ REFUSED = (
     ("clip", "global", "update", "bounded stale", "global norm"),
     ("dtype", "fp16", "update", "bounded stale", "float16"),
     ("machines", "2 3", "optimizer", "torch", "one machine"),
-    ("optimizer", "muon muon8", "update", "bounded stale", "wait for the devices"),
+    ("optimizer", "muon muon8", "update", "bounded stale", "need the devices"),
     ("optimizer", "muon muon8", "update", "predict", "tells the next step"),
     ("optimizer", "torch", "update", "bounded stale", "layer by layer"),
     ("optimizer", "torch", "update", "predict", "moments"),

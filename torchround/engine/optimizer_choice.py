@@ -27,7 +27,7 @@ def allocate_gradients(
     if isinstance(optimizer, HostOptimizer):
         if store.policy is BOUNDED:
             raise EngineUsageError(
-                "bounded updates update layer by layer; a HostOptimizer needs sync or async"
+                "bounded updates update layer by layer, and a HostOptimizer steps all at once; use sync or async"
             )
         if store.policy.predicts:
             raise EngineUsageError(
@@ -64,7 +64,8 @@ def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
     """Raise `EngineUsageError` if the optimizer cannot update as the store's policy asks."""
     if store.policy is BOUNDED and not optimizer.updates_by_layer:
         raise EngineUsageError(
-            f"bounded updates update layer by layer, and the steps of {optimizer.name} wait for the devices; use sync or async"
+            f"bounded updates begin before a step's last gradient, and those of {optimizer.name} need the devices, which would "
+            "wait for each gradient before the next forward; use sync or async"
         )
     if store.policy.predicts and not optimizer.can_predict:
         raise EngineUsageError(
