@@ -170,7 +170,7 @@ class StepResult:
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
 
-        A training step's loss is that of all machines, which is there once their gradients are.
+        A training step's loss is that of all machines, which is there once their calls have ended.
         """
         sums: Sequence[float] = self.loss_sums()
         if self._is_shared:

@@ -11,6 +11,7 @@ from tests.support.faults import engine_threads
 from tests.support.machines import run_machines
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, HangError, PipelineError
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.planning.machine_shares import step_share
@@ -100,8 +101,14 @@ def test_what_several_machines_cannot_do_is_refused():
     def run(group):
         model = toy_model()
         ownership = Ownership(group.rank, group.size)
-        with pytest.raises(EngineUsageError, match="the host store is of machine 0 of 1, this is machine"):
-            toy_engine(PARTITIONS["one stage"], 1, model=model, store=toy_store(model), machines=group)
+        stale = toy_store(model, policy=BOUNDED, ownership=ownership)
+        stale.set_stale_layers(2)
+        for store, message in [
+            (toy_store(model), "the host store is of machine 0 of 1, this is machine"),
+            (stale, "device weights of 2 layers are one version old"),
+        ]:
+            with pytest.raises(EngineUsageError, match=message):
+                toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, machines=group)
         store = toy_store(model, ownership=ownership)
         with toy_engine(PARTITIONS["one stage"], 2, model=model, store=store, machines=group) as engine:
             share = step_share(4, 1, group.rank, group.size)
