@@ -37,6 +37,8 @@ RUNS = {
     "predict, tied": tied(3, "predict", rounds=2, devices=3),
     "skipped steps": plain(2, "async", before=poison, evaluates=False),
     "true weights": tied(2, "predict", after_step=validate_true_weights),
+    "stale, true weights": tied(2, "stale", clip="layer", rounds=2, after_step=validate_true_weights),
+    "stale, several calls": tied(3, "stale", clip="layer", calls=2),
 }
 
 

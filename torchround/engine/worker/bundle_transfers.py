@@ -99,7 +99,7 @@ class WeightUpload(BundleTransfer):
         self._tasks = tasks
         self._accesses = job.uploads
         self.versions = {
-            (used.layer, used.bundle): job.pass_.version_read(bundle, used.layer, job.task.stage.kind)
+            (used.layer, used.bundle): job.pass_.version_read(bundle, used.layer, job.task)
             for used in layout.weights
             if (bundle := store.bundles[used.bundle]).trainable
         }
