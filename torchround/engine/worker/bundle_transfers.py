@@ -313,7 +313,7 @@ class FileReader(Worker):
         self.put(reads)
         return uploads
 
-    def _read(self, piece: MappedRange, buffer: HostBuffer, task: Task) -> None:
+    def _read(self, piece: MappedRange, buffer: HostBuffer) -> None:
         content = buffer.memory[: piece.memory.nbytes]
         self._tasks.board.observer.touched(reads=(), writes=[content])
         read_range(piece, content)
