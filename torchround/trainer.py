@@ -24,7 +24,6 @@ from torchround.run.epoch_steps import end_of_data_text, more_by, unread_text
 from torchround.run.run_folder import RunError
 from torchround.run.run_parts import RunParts
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.several_machines import AgreedStop
 from torchround.run.start_checks import disk_need
 from torchround.run.step_reports import Dispatched, ReportTargets, StepReports, closing_text
 from torchround.run.validation import RunValidation, Validated
@@ -93,8 +92,7 @@ class Trainer:
         self._metrics = parts.open_metrics(self._position.step, self._checkpoints.wandb_run_id)
         self._checkpoints.wandb_run_id = self._metrics.wandb_run_id
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
-        with StopRequest() as request:
-            stop = AgreedStop(request, self._machines)
+        with StopRequest(self._machines.names) as stop:
             try:
                 with self._accumulation():
                     ended_by, exit_code = self._measure_and_train(stop)
@@ -124,7 +122,7 @@ class Trainer:
         self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, self._total_steps)
         self._devices = devices
 
-    def _measure_and_train(self, stop: AgreedStop) -> tuple[str, int]:
+    def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
         """Train the steps that measure, settle the plan, train the others.
 
         Returns why the run ended, and the exit code that says so.
@@ -179,19 +177,19 @@ class Trainer:
             return nullcontext()
         return accumulating_in_fp16(self._parts.hardware.kind)
 
-    def _train_measured(self, planning: PlanByMeasuring, stop: AgreedStop) -> tuple[str, int] | None:
+    def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
         with self._running_engine(planning.settled, times_layers=True) as engine:
             return self._train(engine, stop, planning.until, measured_by=planning)
 
     def _train(
-        self, engine: Engine, stop: AgreedStop, until: int, measured_by: PlanByMeasuring | None = None
+        self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
     ) -> tuple[str, int] | None:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end = None
         while self._position.step < until and self._bad_steps.error is None:
-            stop.listen()
+            stop.poll()
             if (end := self._reason_to_stop(stop)) is not None:
                 break
             batch = self._next_batch(engine, stop)
@@ -217,7 +215,7 @@ class Trainer:
         self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
         return end
 
-    def _finish(self, engine: Engine, stop: AgreedStop, is_over: bool, is_stopped: bool) -> None:
+    def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
         Raises `BadStepsError` after saving.
@@ -234,7 +232,7 @@ class Trainer:
         if bad is not None:
             raise bad
 
-    def _reason_to_stop(self, stop: AgreedStop) -> tuple[str, int] | None:
+    def _reason_to_stop(self, stop: StopRequest) -> tuple[str, int] | None:
         """Return why the run ends before its next step, and the exit code that says so; None if it continues."""
         if (text := stop.text()) is not None:
             return text, stop.exit_code
@@ -249,16 +247,16 @@ class Trainer:
         """The run's position after the newest step that was dispatched."""
         return self._checkpoints.position
 
-    def _next_batch(self, engine: Engine, stop: AgreedStop) -> StepBatch | None:
-        """Return this machine's part of the next batch, None at the end of the data. Hears of signals elsewhere."""
+    def _next_batch(self, engine: Engine, stop: StopRequest) -> StepBatch | None:
+        """Return this machine's part of the next batch, None at the end of the data. Takes the signals of all machines."""
         try:
-            batch, flags = self._batches.next(stop.flag)
+            batch, signals = self._batches.next(stop.signal_number)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
             self._reports.report(leave=0)
             engine.drain()
             raise
-        stop.hear(flags)
+        stop.set_signals(signals)
         return batch
 
     def _dispatch(self, engine: Engine, batch: StepBatch) -> StepResult:
@@ -349,12 +347,12 @@ class Trainer:
             self._checkpoints.rescue(self.store, error)
             raise
 
-    def _save(self, engine: Engine, stop: AgreedStop) -> None:
+    def _save(self, engine: Engine, stop: StopRequest) -> None:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._reports.report(leave=0)
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded():
-            self._checkpoints.save_now(engine, lambda: stop.own.requested)
+            self._checkpoints.save_now(engine, lambda: stop.requested)
 
     def _say_what_was_left_out(self) -> None:
         if bad := self._loader.num_bad_records():

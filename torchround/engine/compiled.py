@@ -1,10 +1,9 @@
 """Compiled layers: each kind of layer is compiled once, for all its layers, passes and devices.
 
-Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with
-its parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its
-weights lie. Compilation waits for the first micro-batch of a new shape, because only then the shapes are
-those that occur. Forward and backward are compiled together, one kind at a time, while no other thread runs a
-layer (`LayerGate`).
+Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with its
+parameters as inputs, so one piece of code serves every layer of the kind on every worker. Compilation waits for the first
+micro-batch of a new shape, because only then the shapes are those that occur. Forward and backward are compiled together,
+one kind at a time, while no other thread runs a layer (`LayerGate`).
 
 Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
 round differently, and results would depend on the plan.
@@ -90,8 +89,13 @@ class LayerCompiler:
             return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
-            if _is_compilable(hidden, micro_batch):
-                assert isinstance(micro_batch, MicroBatch), "checked in the line above"
+            # A training or scoring call of a model of ours.
+            if (
+                isinstance(micro_batch, MicroBatch)
+                and micro_batch.wants == "loss"
+                and micro_batch.cache is None
+                and (hidden is None or flatten(hidden)[1] in (SINGLE, FLAT))
+            ):
                 if device is not None and runs_fused(layer, device, micro_batch.shape.numel()):
                     return layer(hidden, micro_batch)
                 output = kind.run(parameters, hidden, micro_batch, board)
@@ -452,13 +456,6 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _is_compilable(hidden: Hidden | None, batch: Batch) -> bool:
-    """Tell whether compiled code takes this call: a training or scoring one of a model of ours."""
-    if not isinstance(batch, MicroBatch) or batch.wants != "loss" or batch.cache is not None:
-        return False
-    return hidden is None or flatten(hidden)[1] in (SINGLE, FLAT)
-
-
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
     """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
@@ -470,21 +467,15 @@ def _structure(layer: nn.Module) -> object:
     It holds classes, settings, hooks, shapes, and which parameters are trained.
     """
     own = set(vars(nn.Module()))
-
-    def settings(module: nn.Module) -> list[tuple[str, object]]:
-        return [
+    modules = []
+    for path, module in layer.named_modules():
+        settings = [
             (name, value if _compares(value) else id(value))
             for name, value in sorted(vars(module).items())
             if name not in own
         ]
-
-    def hooks(module: nn.Module) -> list[object]:
-        return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-    modules = [
-        (path, type(module), settings(module), hooks(module), module.training)
-        for path, module in layer.named_modules()
-    ]
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        modules.append((path, type(module), settings, hooks, module.training))
     parameters = [
         (path, parameter.shape, parameter.dtype, parameter.requires_grad)
         for path, parameter in layer.named_parameters(remove_duplicate=False)

@@ -302,7 +302,7 @@ class Program:
 
     def rewrite(self, step: int) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
-        untrue = self._store.untrue_bundles()
+        untrue = self._store.stale_or_predicted()
         writes = [self._weights_of(b, step - self._store.lags(b)) for b in untrue]
         # Older device weights wait there meanwhile.
         writes += [self._gradients[b.index] for b in untrue if self._store.lags(b)]
@@ -311,7 +311,7 @@ class Program:
 
     def share_rewritten(self, version: int) -> None:
         """Declare the exchange of device weights of a version that each owner has written anew."""
-        for bundle in self._store.untrue_bundles():
+        for bundle in self._store.stale_or_predicted():
             self._exchange_weights(bundle, version - 1, [], [], None)
 
     def _exchange_weights(

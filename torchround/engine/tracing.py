@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchround.accelerators import AcceleratorKind, kind_of
+from torchround.accelerators import kind_of
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.reports import DeviceSpan
@@ -48,7 +48,8 @@ class StepTraces(DeviceWatcher):
         self._steps = frozenset(step - 1 for step in table.steps)
         self._folder = folder
         self._devices = devices
-        self._memory = _kind_with_memory_history(devices) if table.memory else None
+        kinds = [kind_of(device.torch_device.type) for device in devices if table.memory]
+        self._memory = next((kind for kind in kinds if kind.has_memory_history()), None)
         self._notes_copies = False
         self._begun: dict[tuple[str, Stream], Mark] = {}
         self._copies: dict[int, list[tuple[int, DeviceSpan]]] = defaultdict(list)  # each with its device
@@ -220,8 +221,3 @@ class StepTraces(DeviceWatcher):
     def _record_memory(self, wanted: bool) -> None:
         if self._memory is not None:
             self._memory.record_memory_history(wanted)
-
-
-def _kind_with_memory_history(devices: Sequence[Device]) -> AcceleratorKind | None:
-    kinds = (kind_of(device.torch_device.type) for device in devices)
-    return next((kind for kind in kinds if kind.has_memory_history()), None)

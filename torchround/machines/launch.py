@@ -29,21 +29,24 @@ POLL_S = 0.05
 # The leader waits so long until all have read why the run is refused, the others for a leader that is late itself.
 GRACE_S = 20.0
 MOST_DIFFERENCES = 5
-# Keys that may differ between machines: folders, and what only says how a machine does its part. A table's whole name
-# stands for all its keys.
+# Keys that may differ between machines, by table: folders, and what only says how a machine does its part.
 OWN_KEYS = {
-    *(
-        "run.folder",
-        "model.hf_path",
-        "tokenizer.path",
-        "tokenizer.chat_template",
-        "checkpoint.load_path",
-        "lora.path",
+    "run": ("folder",),
+    "model": ("hf_path",),
+    "tokenizer": ("path", "chat_template"),
+    "checkpoint": ("load_path",),
+    "lora": ("path",),
+    "engine": (
+        "devices",
+        "num_devices",
+        "device_memory_gib",
+        "host_memory_gib",
+        "keep_activations",
+        "cpu_threads",
     ),
-    *("engine.devices", "engine.num_devices", "engine.device_memory_gib", "engine.host_memory_gib"),
-    *("engine.keep_activations", "engine.cpu_threads", "data.num_workers"),
-    *("metrics.wandb", "metrics.wandb_project", "machines.planned", "machines.gbit_per_s"),
-    *("machines.card", "machines.num_cards", "machines.host_memory_gib"),
+    "data": ("num_workers",),
+    "metrics": ("wandb", "wandb_project"),
+    "machines": ("planned", "gbit_per_s", "card", "num_cards", "host_memory_gib"),
 }
 Facts = dict[str, Any]  # what a machine tells the others of itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -238,7 +241,7 @@ def _compared_keys(config: Config) -> dict[str, str]:
                     {inner: what for inner, what in source.items() if inner != "path"} for source in value
                 ]
             is_file = name == "engine.plan" and isinstance(value, str)
-            if name not in OWN_KEYS and not is_file:
+            if key not in OWN_KEYS.get(table, ()) and not is_file:
                 compared[name] = _shortened(toml_value(value))
     return compared
 

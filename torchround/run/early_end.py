@@ -119,14 +119,18 @@ SAME_REQUEST_S = 2.0
 
 
 class StopRequest:
-    """A block in which each of `STOP_SIGNALS` asks the run to stop after the step.
+    """A block in which each of `STOP_SIGNALS` on any machine asks the run to stop after the step.
 
+    `signal_number` is that of this machine. What counts is what the machines agree on, once for each step.
     Another signal, `SAME_REQUEST_S` or more after the first, ends the process as an uncaught one does. A signal that
     was ignored when the process started stays ignored: `nohup` and shells that start background jobs ask for that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machines: Sequence[str]) -> None:
+        """Listen on this machine, one of the `machines` of these names."""
         self.signal_number: int | None = None
+        self._machines = machines
+        self._signals: Sequence[int | None] = [None]  # agreed on, by rank
         self._asked_at_s = 0.0
         self._previous: dict[int, object] = {}
 
@@ -136,8 +140,31 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: 128 + the signal's number, as shells report it, or 0 without a signal."""
-        return 0 if self.signal_number is None else 128 + self.signal_number
+        """The exit code of every machine: 128 + the first machine's signal, as shells report it; 0 without a signal."""
+        return next((128 + number for number in self._signals if number is not None), 0)
+
+    def poll(self) -> None:
+        """Take the signal of a run on one machine, which has no other to ask."""
+        if len(self._machines) == 1:
+            self.set_signals([self.signal_number])
+
+    def set_signals(self, signals: Sequence[int | None]) -> None:
+        """Take the signals of all machines, by rank."""
+        self._signals = signals
+
+    def text(self) -> str | None:
+        """Return why the run stops, None if no signal asks for it."""
+        if not self.exit_code:
+            return None
+        again = "run the same command to continue"
+        if len(self._machines) == 1:
+            return again
+        asked = [
+            f"{name} got {signal.Signals(number).name}"
+            for name, number in zip(self._machines, self._signals, strict=True)
+            if number is not None
+        ]
+        return f"{', '.join(asked)}; {again}"
 
     def __enter__(self) -> "StopRequest":  # noqa: PYI034  (typing.Self needs Python 3.11)
         for number in STOP_SIGNALS:

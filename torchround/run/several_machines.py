@@ -5,7 +5,6 @@ The machine of rank 0 prints, logs and writes what describes the run. The others
 
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -26,7 +25,6 @@ from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.memory import size_text
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
-from torchround.run.early_end import StopRequest
 from torchround.untrusted.progress import Progress
 
 T = TypeVar("T")
@@ -211,58 +209,6 @@ class RunMachines:
         own = record.machine_times(self.names[self.rank]).as_dict()
         times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
         return replace(record, machines=tuple(map(MachineTimes.from_dict, times)))
-
-
-class AgreedStop:
-    """The request to stop by a signal, agreed between the machines once for each step."""
-
-    def __init__(self, request: StopRequest, machines: RunMachines) -> None:
-        self._request = request
-        self._machines = machines
-        self._signals: list[int | None] = [None]
-
-    @property
-    def own(self) -> StopRequest:
-        """The request on this machine, which the others may not know of yet."""
-        return self._request
-
-    @property
-    def flag(self) -> int | None:
-        """The number of the signal that this machine has got, to tell the others."""
-        return self._request.signal_number
-
-    def listen(self) -> None:
-        """Take the request of a run on one machine, which has no other to ask."""
-        if self._machines.group is None:
-            self._signals = [self.flag]
-
-    def hear(self, flags: Sequence[int | None]) -> None:
-        """Take the flags of all machines, by rank."""
-        self._signals = list(flags)
-
-    @property
-    def signal_number(self) -> int | None:
-        """The signal of the first machine that has one, the same on all machines."""
-        return next((number for number in self._signals if number is not None), None)
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of every machine: 128 + the signal's number, or 0 without a signal."""
-        return 0 if self.signal_number is None else 128 + self.signal_number
-
-    def text(self) -> str | None:
-        """Return why the run stops, None if no signal asks for it."""
-        if self.signal_number is None:
-            return None
-        again = "run the same command to continue"
-        if self._machines.group is None:
-            return again
-        asked = [
-            f"{name} got {signal.Signals(number).name}"
-            for name, number in zip(self._machines.names, self._signals, strict=True)
-            if number is not None
-        ]
-        return f"{', '.join(asked)}; {again}"
 
 
 class EndGuard:

@@ -119,6 +119,10 @@ class Segment:
         """Make the buffers of all parts, zeroed, by `flat(numel, dtype)`."""
         self.parts = {part.name: flat(part.numel(self.numel), part.dtype) for part in self.kinds}
 
+    def elements(self, part: StatePart, start: int, stop: int) -> Tensor:
+        """Return elements `[start, stop)` of the bundle in a part's buffer. `start` begins a block."""
+        return self.parts[part.name][(start - self.start) // part.block : part.numel(stop - self.start)]
+
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's share of each part, named as in checkpoints.
 
@@ -126,12 +130,9 @@ class Segment:
         """
         for part in self.kinds:
             for parameter in self.parameters:
-                first, numel = (parameter.start - self.start) // part.block, parameter.shape.numel()
-                share = self.parts[part.name][first : first + part.numel(numel)]
-                yield (
-                    f"{part.name}/{parameter.name}",
-                    share.view(parameter.shape) if part.block == 1 else share,
-                )
+                share = self.elements(part, parameter.start, parameter.stop)
+                share = share.view(parameter.shape) if part.block == 1 else share
+                yield f"{part.name}/{parameter.name}", share
 
     def cut(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> Iterator["Segment"]:
         """Yield segments of other rules, by parameter, on the same memory.
@@ -142,24 +143,16 @@ class Segment:
             (rule, tuple(run)) for rule, run in itertools.groupby(self.parameters, lambda p: rules[p.name])
         ]
         stops = [run[0].start for _, run in runs[1:]] + [self.stop]
-        blocks = {part.name: part.block for part in self.kinds}
         for (rule, run), stop in zip(runs, stops, strict=True):
             if (rule.values, state_format.name) != (self.rule.values, self.format.name):
                 kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
                 raise ValueError(f"{run[0].name} keeps {kept}, and the optimizer asks for {asked}")
-            first, last = run[0].start - self.start, stop - self.start
-            yield Segment(
-                run[0].start,
-                stop,
-                rule,
-                self.format,
-                run,
-                {
-                    name: flat[first // blocks[name] : last // blocks[name]]
-                    for name, flat in self.parts.items()
-                },
-                None if self.direction is None else self.direction[first:last],
+            start = run[0].start
+            parts = {part.name: self.elements(part, start, stop) for part in self.kinds if self.parts}
+            direction = (
+                None if self.direction is None else self.direction[start - self.start : stop - self.start]
             )
+            yield Segment(start, stop, rule, self.format, run, parts, direction)
 
 
 def _state_of(rule: UpdateRule, state_format: StateFormat) -> str:
@@ -259,9 +252,8 @@ class Bundle:
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
-            for chunk, *halves in _chunks(
-                values, parameter.view(self.version(version)), parameter.view(self.residual)
-            ):
+            upper, residual = (parameter.view(half) for half in (self.version(version), self.residual))
+            for chunk, *halves in _chunks(values, upper, residual):
                 for half, new in zip(halves, split(chunk), strict=True):
                     half.copy_(new)
 

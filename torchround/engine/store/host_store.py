@@ -179,7 +179,7 @@ class HostStore:
 
     def set_stale_layers(self, stale_layers: int) -> None:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
-        lagged = self.lagging()
+        lagged = self.stale_bundles()
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
@@ -257,13 +257,13 @@ class HostStore:
             state["stale_layers"] = self.stale_layers
         return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
 
-    def lagging(self) -> list[Bundle]:
+    def stale_bundles(self) -> list[Bundle]:
         """Return the bundles whose device weights lag."""
         return list(filter(self.lags, self.trained))
 
-    def untrue_bundles(self) -> list[Bundle]:
-        """Return the bundles whose newest device weights are not the fp32 weights: predictions, or those that lag."""
-        return self.lagging() if self.prediction is None else self.trained
+    def stale_or_predicted(self) -> list[Bundle]:
+        """Return the bundles whose newest device weights are not the fp32 weights."""
+        return self.stale_bundles() if self.prediction is None else self.trained
 
     @contextmanager
     def true_device_weights(
@@ -275,15 +275,15 @@ class HostStore:
         Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
         observer = observer or Observer()
-        lagging, untrue = self.lagging(), [bundle for bundle in self.untrue_bundles() if bundle.is_owned]
-        set_aside = [(bundle.device_weights[0], _spare(bundle)) for bundle in lagging]
+        rewritten = [bundle for bundle in self.stale_or_predicted() if bundle.is_owned]
+        set_aside = [(bundle.device_weights[0], _spare(bundle)) for bundle in self.stale_bundles()]
 
         def copy(source: Tensor, target: Tensor) -> None:
             observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
         def write(prediction: Prediction | None) -> None:
-            for bundle in untrue:
+            for bundle in rewritten:
                 observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
                 self._write_newest(bundle, prediction)
 
@@ -307,7 +307,7 @@ class HostStore:
 
         The next step's forward then reads the newest weights in all layers, as the first step of a run does.
         """
-        for bundle in self.lagging():
+        for bundle in self.stale_bundles():
             self._renew(bundle)
         self.is_consistent = True
 
