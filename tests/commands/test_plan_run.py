@@ -75,7 +75,6 @@ def test_advice_leaves_out_a_type_that_the_card_lacks(plan):
         ((*DEBUG, "--costs", "shipped"), ["rtx4090_debug.json", "rtx4090_qwen3_32b.json"]),
         ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
-        ((*DEBUG, "--engine.update=bounded", "--training.clip=layer", "--machines.planned=2"), ["engine.update", "2"]),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(plan, arguments, words):

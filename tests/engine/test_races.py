@@ -154,6 +154,8 @@ RUNS = {
     "machines, predict": tied(3, "predict", rounds=2, devices=3),
     "machines, skipped": machines(2, "async", before=poison, evaluates=False),
     "machines, true weights": tied(2, "predict", after_step=validate_true_weights),
+    "machines, stale": tied(2, "stale", rounds=2, after_step=validate_true_weights, **LAYER),
+    "machines, stale, calls": tied(3, "stale", calls=2, **LAYER),
 }
 # Every kind of access that a task declares: the task, the memory and what it does with it, and a run that shows it if dropped.
 ACCESSES = {

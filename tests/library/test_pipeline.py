@@ -13,7 +13,10 @@ from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from tests.support.processes import run_program
 from torchround import CpuDevice, Pipeline
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.worker import activation_transfers
+from torchround.keeping import keep, replaying
 from torchround.library.refusals import PipelineUsageError
+from torchround.planning.partition import Partition
 
 ADAMW = partial(OurAdamW, lr=0.1)
 
@@ -45,6 +48,50 @@ def test_weights_of_a_bf16_net_are_read_as_they_are_after_each_step():
             pipeline.load_state_dict({name: value * 0.5 for name, value in state.items()})
             for name, value in pipeline.named_parameters():
                 assert torch.equal(value, state[name].float() * 0.5)
+
+
+class Named(nn.Module):
+    """A block whose two products are a part by name."""
+
+    def __init__(self, spoil=False):
+        super().__init__()
+        self.up, self.down, self.spoil = nn.Linear(6, 12), nn.Linear(12, 6), spoil
+
+    def forward(self, hidden):
+        found = keep("up", self.up, hidden)
+        if self.spoil:
+            found.mul_(2.0)
+        return hidden + functional.dropout(self.down(found.tanh()), 0.3)
+
+
+def test_parts_that_layers_name_are_kept_and_change_no_bit(monkeypatch):
+    replayed = []
+    monkeypatch.setattr(
+        activation_transfers, "replaying", lambda names, tensors: replayed.append(names) or replaying(names, tensors)
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(Named(), nn.Tanh(), Named(), Named(), nn.Linear(6, 3))
+    plain = PlainNet(net, ADAMW)
+    partition = Partition((1, 2), 2, (1, 1, 1))
+    with Pipeline(net, 2, lr=0.1, keep=["up"], partition=partition) as pipeline:
+        for inputs, labels in batches():
+            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+            assert loss == plain.forward_backward(inputs, labels, functional.cross_entropy)
+            pipeline.step()
+            plain.step()
+        assert_same_state(pipeline.weights(), plain.net)
+    assert replayed == [("up",)] * 4 * 3 * 2  # in steps, micro-batches and the layers before the fused stage
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("down", "keep names down, but no layer"), ("up", "layer 0 .*writes into")]
+)
+def test_parts_that_cannot_be_kept_are_refused(name, message):
+    with (
+        Pipeline(nn.Sequential(Named(spoil=True), nn.Linear(6, 3)), 1, keep=[name]) as pipeline,
+        pytest.raises(PipelineUsageError, match=message),
+    ):
+        pipeline.forward_backward(*batches(1)[0], functional.cross_entropy)
 
 
 def test_an_evaluation_between_steps_changes_no_dropout_mask():

@@ -13,7 +13,7 @@ from torchround.planning.partition import Partition, split_evenly
 from torchround.planning.stage_times import LayerSums
 from torchround.planning.step_time import step_seconds
 
-SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async"])}
+SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async", "bounded"])}
 
 
 @st.composite
@@ -31,13 +31,16 @@ def exchanges(draw):
 def seconds(drawn, devices, update, num_machines, bytes_per_s):
     partition, sums, sizes, bundles = drawn
     exchange = Exchange(bundles, num_machines, bytes_per_s, 2, 2)
-    return exchange_step_seconds(sums.times(partition, update, len(sizes)), sizes, devices, exchange)
+    stale = sum(partition.forward) // 2
+    times = sums.times(partition, update, len(sizes), stale)
+    return exchange_step_seconds(times, sizes, devices, exchange, stale)
 
 
 @given(drawn=exchanges(), **SIZES)
 def test_one_machine_takes_the_step_time_of_its_plan(drawn, devices, update):
     partition, sums, sizes, _ = drawn
-    alone_s = step_seconds(sums.times(partition, update, len(sizes)), devices, sum(sizes), len(sizes))
+    times = sums.times(partition, update, len(sizes), sum(partition.forward) // 2)
+    alone_s = step_seconds(times, devices, sum(sizes), len(sizes))
     assert seconds(drawn, devices, update, 1, 1.0) == pytest.approx(alone_s, rel=1e-9, abs=1e-12)
 
 
@@ -64,6 +67,7 @@ def two_equal_layers(update, bytes_per_s):
 def test_a_single_stage_hides_nothing_in_sync_and_all_it_can_in_async():
     # Gradients leave when the only stage ends, and it cannot begin again before all weights are back.
     assert two_equal_layers("sync", 50.0) == pytest.approx(8 + 2 + 2)
+    assert two_equal_layers("bounded", 50.0) == pytest.approx(8 + 2 + 2)
     # One step computes while the exchange of the step before is under way.
     assert two_equal_layers("async", 50.0) == pytest.approx(8)
     assert two_equal_layers("async", 10.0) == pytest.approx(20)
@@ -77,5 +81,3 @@ def test_the_busiest_link_carries_the_share_of_all_other_machines():
     # Both uses of a tied matrix send a part, and its weights come back once.
     tied = (ExchangedBundle(100, (0, 3)), ExchangedBundle(100, (1,)))
     assert Exchange(tied, 2, 1.0, 2, 2).wire_bytes(1) == (2 * 2 * 100, 2 * 100)
-    with pytest.raises(ValueError, match="bounded"):
-        two_equal_layers("bounded", 1.0)

@@ -25,16 +25,16 @@ class Reference:
     """Training of a layered model from fp32 `weights` by name; a tied weight has the name of its first use.
 
     `update` is `sync`, `async`, `predict` (async whose device weights are moved once more) or `bounded`, whose forward reads
-    the version before in the first `stale` layers. `optimizer` is a table of the product, or makes an optimizer of PyTorch
+    the version before in the first `stale` layers, in the first `stale_rounds` rounds of a step. `optimizer` is a table of the product, or makes an optimizer of PyTorch
     from named parameters. In float16 the loss is scaled: by `loss_scale` at first, and doubled after `growth` good steps.
     """
 
     def __init__(
         self, model, weights, optimizer, update="sync", dtype=torch.float32, *, rounds=1, clip="global", max_norm=MAX_NORM,
-        stale=0, gradient_dtype=None, accumulate=torch.float32, loss_scale=2.0**16, growth=2000, device="cpu",
+        stale=0, stale_rounds=1, gradient_dtype=None, accumulate=torch.float32, loss_scale=2.0**16, growth=2000, device="cpu",
     ):  # fmt: skip
         self.model, self.update_kind, self.dtype, self.rounds, self.device = model, update, dtype, rounds, device
-        self.clip, self.max_norm, self.stale = clip, max_norm, stale
+        self.clip, self.max_norm, self.stale, self.stale_rounds = clip, max_norm, stale, stale_rounds
         self.gradient_dtype, self.accumulate = gradient_dtype or dtype, accumulate
         names, self.uses, self.frozen = {}, defaultdict(list), {}
         matrices = set()
@@ -90,10 +90,12 @@ class Reference:
         labels = num_labels or max(sum(micro_batch.num_labels() for micro_batch in micro_batches), 1)
         factor, losses = self.scale() / labels, []
         newest = self.versions[0 if self.update_kind in ("async", "predict") else 1]
-        for part in _cut(micro_batches, self.rounds):
+        stale_rounds = 0 if self.sums else self.stale_rounds
+        for number, part in enumerate(_cut(micro_batches, self.rounds)):
+            older = self.versions[0] if number < stale_rounds else newest
             leaves = self._leaves(newest)
             for micro_batch in part:
-                loss = self._last(micro_batch.for_training(factor), leaves, self.versions[0], differentiates=True)
+                loss = self._last(micro_batch.for_training(factor), leaves, older, differentiates=True)
                 loss.backward(torch.full_like(loss, factor))
                 losses.append(loss.item())
             for name in self.weights:

@@ -86,8 +86,8 @@ class EngineTable(Table):
     from scratch. `bounded`: each layer is updated once its own gradient is complete. The forward of step t uses the
     weights after t - 1 updates in the first `stale_layers` layers; everything else uses those after t updates. Steps
     overlap as in `async`, with one version of the weights (in bfloat16 2 bytes more than `sync`). It needs
-    `training.clip = "layer"` or `training.max_norm = 0`, one round, and another `training.dtype` than float16. Muon cannot
-    update layer by layer."""
+    `training.clip = "layer"` or `training.max_norm = 0`, one round, and another `training.dtype` than float16. Muon's
+    updates need the devices, which would wait for them."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
     """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before

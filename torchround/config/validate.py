@@ -280,7 +280,8 @@ def _bounded(config: Config) -> Iterator[Conflict]:
     rounds = engine.plan.rounds if isinstance(engine.plan, PlanTable) else None
     for key, value in (("engine.rounds", engine.rounds), ("engine.plan", rounds)):
         if value not in (None, 1, "auto"):
-            yield (key, "engine.update"), f'given {value} rounds and "bounded"; legal: 1 round'
+            message = f'given {value} rounds and "bounded", whose first gradients would wait for the last round; legal: 1 round'
+            yield (key, "engine.update"), message
 
 
 def _lr_schedule(config: Config) -> Iterator[Conflict]:
@@ -329,7 +330,13 @@ def _checkpoint(config: Config) -> Iterator[Conflict]:
 
 def _engine(config: Config) -> Iterator[Conflict]:
     plan, update, correction = config.engine.plan, config.engine.update, config.engine.delay_correction
-    if correction == "predict" and update != "async":
+    if correction == "predict" and update == "bounded":
+        message = (
+            'given "predict" and "bounded", which has one copy of the weights: before a prediction could take the place of '
+            'what the backward reads, the update itself is due; legal: "auto" or "none"'
+        )
+        yield ("engine.delay_correction", "engine.update"), message
+    elif correction == "predict" and update != "async":
         message = f'given "{correction}" and "{update}"; legal: "auto" or "none", or update = "async", which has the delay'
         yield ("engine.delay_correction", "engine.update"), message
     elif correction == "predict" and not config.optimizer.can_predict:
@@ -338,7 +345,10 @@ def _engine(config: Config) -> Iterator[Conflict]:
         yield ("engine.delay_correction", "optimizer.name"), message
     if update == "bounded" and not config.optimizer.updates_by_layer:
         name = config.optimizer.name
-        message = f'given "{update}" and "{name}", whose steps wait for the devices; legal: "sync" or "async"'
+        message = (
+            f'given "{update}" and "{name}", whose updates need the devices, which would wait for each gradient before the '
+            'next forward; legal: "sync" or "async"'
+        )
         yield ("engine.update", "optimizer.name"), message
     if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
         message = (

@@ -233,7 +233,6 @@ class Engine:
                 self._program.hand_out()
 
         with self.store.true_device_weights(self._board.observer, share):
-            self._tasks.finish(under_way[-1])
             yield
             under_way.append(self._begin_rewrite())
         self._tasks.finish(under_way[-1])
@@ -280,7 +279,9 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._passes.make(batches, tasks, self._step, **facts)
+        # From the first backward of a step on no layer is stale.
+        stale_layers = 0 if self._calls else self.store.stale_layers
+        return self._passes.make(batches, tasks, self._step, stale_layers, **facts)
 
     def _hand_out(self, num_slots: int) -> None:
         """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
@@ -352,6 +353,9 @@ class Engine:
         with self._life.call(is_there=value.happened):
             if value.kind == UPDATED and self._program.is_late(*value.numbers):
                 self._hand_out_late()
+            if not value.happened:
+                self._program.release_sums()
+                self._hand_out(0)
             content = self._watchdog.wait(value)
             if isinstance(content, HostTensors):
                 self._synchronize(content.landed)

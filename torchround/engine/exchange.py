@@ -12,9 +12,8 @@ Workers of their own send to each peer and receive weights from it, because they
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -23,7 +22,7 @@ from torch import Tensor
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.landings import Landings, layers_of
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import BOUNDED, Bundle
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Tasks, Worker
@@ -31,19 +30,6 @@ from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
 from torchround.machines.links import Link, Purpose
 from torchround.planning.machine_shares import StepShare, step_share
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """The figures of a step that decide about its update, over all machines.
-
-    `losses` are the loss sums of all micro-batches, in the order of the batch; `squares` the squared norm of each
-    bundle's gradient, by the bundle's index. That of its parameters which are not clipped is apart, under
-    `update.unclipped`.
-    """
-
-    losses: Sequence[float]
-    squares: Mapping[int, float]
 
 
 class StepExchange:
@@ -68,10 +54,6 @@ class StepExchange:
             raise EngineUsageError(
                 f"the host store is of machine {ownership.machine} of {ownership.num_machines}, "
                 f"this is machine {self._rank} of {self._size}"
-            )
-        if group is not None and store.policy is BOUNDED:
-            raise EngineUsageError(
-                'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
             )
         self.landings = Landings(store, pool)
         self.waited_s = 0.0
@@ -124,10 +106,10 @@ class StepExchange:
 
     # Gradients.
 
-    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]) -> None:
+    def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
         """Add parts of a gradient to their sum in fp32, in the order of their numbers, and give their buffers back.
 
-        `sources` hold the parts that landed here; those of other machines come from them.
+        The source of a part is the memory in which it landed, or the machine that made and sends it.
         """
         # Parts of one machine come one after the other over one link, so only one of each can be under way.
         together = len(parts) if len(bundle.layers) == 1 else 1
@@ -135,9 +117,7 @@ class StepExchange:
             few = slice(first, first + together)
             self._add_together(bundle, step, parts[few], sources[few])
 
-    def _add_together(
-        self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None]
-    ) -> None:
+    def _add_together(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
         """Add parts of different machines chunk by chunk, each chunk in the order of parts.
 
         All machines send at once. If one whole part after the other was added, all owners would wait for the same
@@ -146,7 +126,9 @@ class StepExchange:
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         streams = [
-            self._landed_chunks(source.content) if source else self._arriving_chunks(bundle, step, part)
+            self._landed_chunks(source.content)
+            if isinstance(source, Buffer)
+            else self._arriving_chunks(bundle, step, part, source)
             for part, source in zip(parts, sources, strict=True)
         ]
         for chunks in zip(*streams, strict=True):
@@ -159,7 +141,7 @@ class StepExchange:
                 else:
                     target.add_(values)
         for source in sources:
-            if source is not None:
+            if isinstance(source, Buffer):
                 self.landings.give(bundle, source.content)
 
     def _landed_chunks(self, buffer: HostBuffer) -> Iterator[tuple[int, Tensor]]:
@@ -168,9 +150,10 @@ class StepExchange:
         length = links.CHUNK_BYTES // landed.dtype.itemsize
         return ((start, landed[start : start + length]) for start in range(0, landed.numel(), length))
 
-    def _arriving_chunks(self, bundle: Bundle, step: int, part: int) -> Iterator[tuple[int, Tensor]]:
+    def _arriving_chunks(
+        self, bundle: Bundle, step: int, part: int, maker: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield a part that another machine made, chunk by chunk as it arrives."""
-        maker = part // len(bundle.layers) % self._size
         what = self._part(bundle, step, part)
         chunks = self._link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self._store.gradient_dtype, what)
         while True:
@@ -196,25 +179,34 @@ class StepExchange:
             )
             self.landings.give(bundle, buffer)
 
-    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
-        """Return the losses and squared norms of all machines, as exact doubles, from this machine's own."""
+    def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
+        """Return the loss sums of all machines' micro-batches, in the order of the batch, from this machine's own."""
         if self._group is None:
             return own
         step, share = pass_.step, pass_.share
         assert share is not None, f"step {step} was dispatched without a share"
-        losses = list(zip(share.micro_batches, own.losses, strict=True))
-        what = f"the losses and norms of step {step}"
+        gathered = self._gather(
+            dict(zip(share.micro_batches, own, strict=True)), f"the losses of step {step}"
+        )
+        sums = [gathered[index] for index in range(share.total_micro_batches)]
+        self._board.post(pass_.sums, sums)
+        return sums
+
+    def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
+        """Return the squared norms of all bundles' gradients, by bundle, from those of this machine's own.
+
+        That of a bundle's parameters which are not clipped is apart, under `update.unclipped`.
+        """
+        return own if self._group is None else self._gather(own, f"the norms of step {step}")
+
+    def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
+        """Return the numbers of all machines, as exact doubles."""
+        assert self._group is not None, "one machine gathers nothing"
         begin_s = time.perf_counter()
         with self._waits(f"{what} from all machines"):
-            gathered = self._group.channel("steps").gather([losses, sorted(own.squares.items())], what)
+            gathered = self._group.channel("steps").gather(sorted(own.items()), what)
         self.waited_s += time.perf_counter() - begin_s
-        by_micro_batch = dict(pair for of_one, _ in gathered for pair in of_one)
-        sums = StepSums(
-            [by_micro_batch[index] for index in range(share.total_micro_batches)],
-            {index: value for _, of_one in gathered for index, value in of_one},
-        )
-        self._board.post(pass_.sums, sums.losses)
-        return sums
+        return {index: value for of_one in gathered for index, value in of_one}
 
     # Weights.
 

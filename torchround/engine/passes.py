@@ -28,7 +28,7 @@ KEPT = "the kept activations of layer {1} for micro-batch {2} of pass {0}"
 LOSS = "the loss of micro-batch {1} of pass {0}"
 OUTPUT = "the output of micro-batch {1} of pass {0}"
 STAGE_ENQUEUED = "all of stage slot {0} to be enqueued"
-SUMS = "the losses and norms of step {0} of all machines"
+SUMS = "the losses of pass {0} of all machines"
 UPDATED = "the update of step {0}"
 
 
@@ -96,6 +96,7 @@ class Pass:
         micro_batches: Sequence[HostTensors],
         share: StepShare | None,
         updated: Value[UpdateReport],
+        stale_layers: int,
     ) -> None:
         self.shape, self.step, self.training = shape, shape.step, shape.training
         self.gives_outputs = shape.gives_outputs
@@ -103,11 +104,11 @@ class Pass:
         self.micro_batches = micro_batches
         self.share = share
         self.version = store.policy.version_read(self.step) if self.training else self.step
-        self.stale_layers = store.stale_layers
+        self.stale_layers = stale_layers
         loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
         self.loss_factor = loss_scale / max(num_labels, 1)
         self.forward_inputs = forward_inputs(shape.stages)
-        self.backward_inputs = kept_cuts(shape.stages, store.stale_layers)
+        self.backward_inputs = kept_cuts(shape.stages, stale_layers)
         # By layer and micro-batch. What a layer keeps is None if the layer is to be recomputed.
         self.boundaries = Values[HostTensors](BOUNDARY, index)
         self.boundary_gradients = Values[HostTensors](BOUNDARY_GRADIENT, index)
@@ -115,19 +116,18 @@ class Pass:
         kind = OUTPUT if self.gives_outputs else LOSS
         self.results = [Value[HostTensors](kind, index, m) for m in range(len(micro_batches))]
         self.reports = Values[StageReport](STAGE_ENQUEUED)  # by slot
-        self.sums = Value[Sequence[float]](
-            SUMS, self.step
-        )  # the losses of all machines, if there are several
+        self.sums = Value[Sequence[float]](SUMS, index)  # if there are several machines
         self.updated = updated
 
-    def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
+    def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
         """Return the version of a bundle that a stage uploads for `layer`.
 
-        A step's forward reads the version before in its first `stale_layers` layers. An evaluation reads what the
-        host holds between steps: the version before of each bundle that one of those layers uses.
+        The forward of a step's first round reads the version before in its first `stale_layers` layers. An evaluation
+        reads what the host holds between steps: the version before of each bundle that one of those layers uses.
         """
         first = layer if self.training else bundle.layers[0]
-        return self.version - (kind is StageKind.FORWARD and first < self.stale_layers)
+        is_early = task.stage.kind is StageKind.FORWARD and task.round == 0
+        return self.version - (is_early and first < self.stale_layers)
 
 
 @dataclass(frozen=True)

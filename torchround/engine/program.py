@@ -4,10 +4,11 @@ This file says who writes what and when. The tasks' work is in `update.py`, `sav
 wait for each other follows from the order of the calls here alone (`tasks.py`).
 
 The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
-`bounded` the device weights of the stale layers are written between the forward and the backward of the next step, and
-each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the update. An
-optimizer with directions has a task of the devices between gradients and update; in `async` it comes between the
-forward and the backward of the next step, and the rest of the step's program with it.
+`bounded` the device weights of the stale layers are written between the first forward and the first backward of the next
+step, and each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the
+update. What one machine writes and the others read is sent and received at its place in this order. An optimizer with
+directions has a task of the devices between gradients and update; in `async` it comes between the forward and the
+backward of the next step, and the rest of the step's program with it.
 """
 
 from collections import defaultdict, deque
@@ -78,7 +79,8 @@ class Program:
         self._records = Buffer(RECORDS)
         self._rounds = 0  # of the step that waits for its `step()`
         self._pass: Pass | None = None  # its newest call
-        self._rest: list[tuple[Bundle, range]] = []  # gradients that `step` takes (`bounded`)
+        # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
+        self._last_sums: dict[int, Task] = {}
         # The step whose update comes among the stages of the next step.
         self._late: Decision | None = None
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
@@ -88,27 +90,26 @@ class Program:
 
     def training_pass(
         self, pass_: Pass, stages: Sequence[StageTask], first_slot: int
-    ) -> tuple[tuple[int, ...], Task | None]:
+    ) -> tuple[tuple[int, ...], Task]:
         """Declare a call of a step: its stages, and what takes their gradients and losses.
 
-        Returns the slots of direction jobs, and the task that ends the call, if it is not the update.
+        Returns the slots of direction jobs, and the task that ends the call.
         """
         share, step = _share(pass_), pass_.step
+        self.release_sums()
         num_forward, takings = _num_forward(stages), deque(self._takings(share))
         for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
         # In the program before the first stage that writes gradients, which the late update reads. On the
         # devices its direction jobs may come a few stages later.
         slots = self.late_tasks(first_slot + self._slots_before_late(stages))
-        if self._is_bounded:
+        if self._rounds == 0:
             self._write_lagging(step)
         for stage in stages[num_forward:]:
             self._stage(pass_, stage, takings)
         for _, bundle, parts in takings:
             self._take(pass_, bundle, parts)
         self._pass, self._rounds = pass_, share.total_rounds
-        if self._is_bounded:
-            return slots, None
         return slots, self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
@@ -125,7 +126,7 @@ class Program:
         uses = [(layer, bundles[i]) for layer in layers for i in self._store.layer_bundles(layer)]
         uses = [(layer, bundle) for layer, bundle in uses if bundle.trainable]
         self._tasks.declare(
-            task, [self._weights_of(b, pass_.version_read(b, layer, kind)) for layer, b in uses]
+            task, [self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses]
         )
         uploads = {(layer, b.index): access for (layer, b), access in zip(uses, task.accesses, strict=True)}
         parts: dict[tuple[int, int], Access] = {}
@@ -155,40 +156,51 @@ class Program:
 
     def _take(self, pass_: Pass, bundle: Bundle, parts: range) -> None:
         """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
-        is_whole = parts.stop == _share(pass_).total_rounds * len(bundle.layers)
+        step, uses = pass_.step, len(bundle.layers)
+        is_whole = parts.stop == _share(pass_).total_rounds * uses
+        # Each machine has made one round of these parts, in the order of their numbers.
+        makers = {part: (part - parts.start) // uses for part in parts}
+        machine = self._store.ownership.machine
+        landed = {part: self._landing(bundle, part % uses) for part in parts if makers[part] == machine}
+        reads = [buffer for buffers in landed.values() for buffer in buffers]
         if not bundle.is_owned:
-            reads, sources = self._landed(bundle, parts)
-            own = {part: source for part, source in zip(parts, sources, strict=True) if source is not None}
-            if own:
-                run = partial(self._exchange.send_gradient, bundle, pass_.step, list(own), list(own.values()))
-                self._emit(
-                    self._exchange.gradients_to[bundle.owner], "the sending", pass_.step, run, bundle, reads
-                )
-        elif self._is_bounded and is_whole:
-            self._rest.append((bundle, parts))
-        else:
-            # With several calls only `step` knows which part was the last one.
-            self._collect(pass_.step, bundle, parts, is_whole and not self._accumulates)
+            sources = [buffers[0] for buffers in landed.values()]
+            run = partial(self._exchange.send_gradient, bundle, step, list(landed), sources)
+            if landed:
+                self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
+            return
+        if bundle.adds_up:
+            given = [landed[part][0] if part in landed else makers[part] for part in parts]
+            run = partial(self._exchange.add, bundle, step, parts, given)
+            self._emit(self._updater, "the sum", step, run, bundle, reads, [self._gradients[bundle.index]])
+            if self._is_bounded and is_whole:
+                self._last_sums[bundle.index] = self._host_tasks[self._updater].pop()
+        # With several calls only `step` knows which part was the last one.
+        if is_whole and not (self._is_bounded or self._accumulates):
+            self._measure(step, bundle)
 
-    def _collect(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
-        reads, sources = self._landed(bundle, parts)
-        writes = [self._gradients[bundle.index]] if bundle.adds_up else []
-        if is_whole:
-            self._measured(bundle, reads, writes)
-        run = partial(self._updater.collect, bundle, step, parts, sources, is_whole)
-        self._emit(self._updater, "the sum", step, run, bundle, reads, writes)
-
-    def _measured(self, bundle: Bundle, reads: list[Buffer], writes: list[Buffer]) -> None:
-        """Add what the norm of a gradient reads and writes beside it: a look-ahead comes with it."""
+    def _measure(self, step: int, bundle: Bundle) -> None:
+        """Declare the norm of a whole gradient. A look-ahead comes with it."""
+        reads, writes = [self._gradients[bundle.index]], list[Buffer]()
         if bundle.index in self._directions:
             reads.append(self._states[bundle.index])
             writes.append(self._directions[bundle.index])
+        run = partial(self._updater.measure, bundle, step)
+        self._emit(self._updater, "the norm", step, run, bundle, reads, writes)
+
+    def release_sums(self) -> None:
+        """Let the last sums of a call run although `step` has not come, because a call waits for what they free."""
+        for task in self._last_sums.values():
+            self._host_tasks[self._updater].append(task)
+        self._last_sums = {}
 
     def _write_lagging(self, step: int) -> None:
         for bundle in filter(self._store.lags, self._store.trained):
-            run = partial(self._updater.write_lagging, bundle)
-            reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
-            self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
+            if bundle.is_owned:
+                run = partial(self._updater.write_lagging, bundle)
+                reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
+                self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
+            self._exchange_weights(bundle, step - 1, [], [], None)
 
     # A step's update.
 
@@ -197,15 +209,10 @@ class Program:
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
-        for bundle in reversed(self._store.owned) if self._accumulates else ():
-            reads, writes = [self._gradients[bundle.index]], list[Buffer]()
-            self._measured(bundle, reads, writes)
-            run = partial(self._updater.measure, bundle, pass_.step)
-            self._emit(self._updater, "the norm", pass_.step, run, bundle, reads, writes)
+        if self._accumulates and not self._is_bounded:
+            for bundle in reversed(self._store.owned):
+                self._measure(pass_.step, bundle)
         self._pass, self._rounds = None, 0
-        if self._is_bounded:
-            self._bounded_update(decision, pass_)
-            return ()
         if self._directed and self._store.policy.versions > 1:
             self._late = decision
             return ()
@@ -235,7 +242,7 @@ class Program:
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
     def _update(self, decision: Decision, slot: int) -> tuple[int, ...]:
-        """Declare the directions, the decision and the updates of a step of `sync` or `async`."""
+        """Declare the directions, the decision and the updates of a step."""
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
         slots = self._direct(step, slot)
         directions = list(self._directions.values())
@@ -245,43 +252,27 @@ class Program:
             written = [b[o.index] for o in self._store.owned for b in (self._gradients, self._states)]
             run = partial(updater.step_host_optimizer, decision)
             self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])
-        for bundle in self._store.trained:
-            new = self._weights_of(bundle, step + 1)
+        # As the gradients of `bounded` are whole one after the other, otherwise as the next step's forward reads weights.
+        for bundle in self._store.trained[:: -1 if self._is_bounded else 1]:
+            # The next step's forward has to read device weights that lag before they are written.
+            new = [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
             # A skipped update copies them.
             old = [self._weights_of(bundle, step)] if self._store.policy.versions > 1 else []
             if bundle.is_owned:
+                if self._is_bounded:
+                    if bundle.index in self._last_sums:
+                        self._host_tasks[updater].append(self._last_sums.pop(bundle.index))
+                    self._measure(step, bundle)
                 reads = [self._gradients[bundle.index], *old]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
-                writes = [self._states[bundle.index], new]
+                writes = [self._states[bundle.index], *new]
                 run = partial(updater.update, decision, bundle)
                 self._emit(updater, "the update", step, run, bundle, reads, writes, updater.is_begun)
-            self._exchange_weights(bundle, step, [decided], old, decision)
-        self._finish(decision)
+            if new:
+                self._exchange_weights(bundle, step, [decided], old, decision)
+        run, records = partial(updater.finish, decision), [self._records]
+        self._emit(updater, "the end", step, run, writes=records, is_essential=updater.is_begun)
         return slots
-
-    def _bounded_update(self, decision: Decision, pass_: Pass) -> None:
-        """Declare the updates of a step of `bounded`: each bundle's after its own gradient, the deepest one first."""
-        step, updater = decision.step, self._updater
-        run = partial(updater.decide_by_loss, decision, pass_)
-        self._emit(updater, "the decision", step, run, writes=[self._records])
-        for bundle, parts in self._rest:
-            reads, sources = self._landed(bundle, parts)
-            writes = [self._states[bundle.index]]
-            if bundle.adds_up:
-                writes.append(self._gradients[bundle.index])
-            # The next step's forward has to read device weights that lag before they are written.
-            if not self._store.lags(bundle):
-                writes.append(self._weights_of(bundle, step + 1))
-            run = partial(updater.update_alone, decision, bundle, parts, sources)
-            self._emit(updater, "the update", step, run, bundle, reads, writes)
-        self._rest = []
-        self._finish(decision)
-
-    def _finish(self, decision: Decision) -> None:
-        run, is_begun = partial(self._updater.finish, decision), self._updater.is_begun
-        self._emit(
-            self._updater, "the end", decision.step, run, writes=[self._records], is_essential=is_begun
-        )
 
     def _direct(self, step: int, slot: int) -> tuple[int, ...]:
         """Declare the direction jobs of a step, one for each device, if it has any.
@@ -320,7 +311,7 @@ class Program:
 
     def share_rewritten(self, version: int) -> None:
         """Declare the exchange of device weights of a version that each owner has written anew."""
-        for bundle in self._store.trained:
+        for bundle in self._store.stale_or_predicted():
             self._exchange_weights(bundle, version - 1, [], [], None)
 
     def _exchange_weights(
@@ -372,19 +363,6 @@ class Program:
         if bundle.adds_up:
             return self._exchange.landings.buffers(bundle, use)
         return [self._gradients[bundle.index]]
-
-    def _landed(self, bundle: Bundle, parts: range) -> tuple[list[Buffer], list[Buffer | None]]:
-        """Return the memory in which parts landed here, and the buffer that tells of each: None for other machines'."""
-        reads: list[Buffer] = []
-        sources: list[Buffer | None] = []
-        own = self._store.ownership
-        for part in parts:
-            # The rounds are dealt to the machines in turn.
-            round_, use = divmod(part, len(bundle.layers))
-            landing = self._landing(bundle, use) if round_ % own.num_machines == own.machine else ()
-            reads += landing
-            sources.append(landing[0] if landing else None)
-        return reads, sources
 
     def _emit(
         self,

@@ -57,7 +57,7 @@ class StepResult:
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
 
-        A training step's loss is that of all machines, which is there once their gradients are.
+        A training step's loss is that of all machines, which is there once their calls have ended.
         """
         sums: Sequence[float] = self.loss_sums()
         if self._all_sums is not None:
@@ -167,6 +167,7 @@ class Passes:
         batches: Sequence[Batch],
         tasks: list[StageTask],
         step: int,
+        stale_layers: int,
         *,
         share: StepShare | None = None,
         num_labels: int | None = None,
@@ -199,7 +200,9 @@ class Passes:
                 devices[m].add(task.device)
         of_host = [self._copied(*each) for each in zip(batches, packings, map(len, devices), strict=True)]
         self._num_made += 1
-        return Pass(self._num_made - 1, shape, self._store, num_labels, of_host, share, self._updated)
+        return Pass(
+            self._num_made - 1, shape, self._store, num_labels, of_host, share, self._updated, stale_layers
+        )
 
     def prepare(self, *sizes: StagingSizes) -> None:
         """Let every device allocate now what passes of these sizes need, so that later steps allocate nothing."""

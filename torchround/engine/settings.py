@@ -22,9 +22,9 @@ class EngineSettings:
 
     `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
     `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version
-    under the `bounded` policy. `times_layers` measures each layer for `costs_from_reports`, at the cost of more
-    marks in the streams. `compile_update` compiles the optimizer's update before the first update
-    (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
+    under the `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for
+    `costs_from_reports`, at the cost of more marks in the streams. `compile_update` compiles the optimizer's update before
+    the first update (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
     empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
     on the host in fp32.
@@ -64,23 +64,18 @@ class EngineSettings:
                 f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}"
                 + (", the layers before the fused stage" if store.policy is BOUNDED else "")
             )
+        if store.ownership.num_machines > 1 and self.stale_layers < store.stale_layers:
+            raise EngineUsageError(
+                f"the device weights of {store.stale_layers} layers are one version old, and each machine could renew only "
+                f"its own; use stale_layers = {store.stale_layers}, got {self.stale_layers}"
+            )
         if stale := [layer for layer in range(self.stale_layers) if self.kept and self.kept[layer]]:
             raise EngineUsageError(
                 f"layers {stale} keep activations, but their backward reads newer weights than their forward; "
                 "layers below stale_layers keep nothing"
             )
-        if self.stale_layers and self.rounds > 1:
-            raise EngineUsageError(f"stale_layers above 0 needs 1 round, got {self.rounds}")
-        if self.accumulates and store.ownership.num_machines > 1:
-            raise EngineUsageError(
-                "accumulates is for one machine; on several, give one forward_backward() all micro-batches of a step"
-            )
         if store.policy is not BOUNDED:
             return
-        if self.accumulates:
-            raise EngineUsageError(
-                "bounded updates apply a gradient before step() is called; accumulates needs sync or async updates"
-            )
         if self.max_norm > 0 and self.clip == "global":
             raise EngineUsageError(
                 'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'
@@ -115,7 +110,7 @@ def allocate_gradients(
     if isinstance(optimizer, HostOptimizer):
         if store.policy is BOUNDED:
             raise EngineUsageError(
-                "bounded updates update layer by layer; a HostOptimizer needs sync or async"
+                "bounded updates update layer by layer, and a HostOptimizer steps all at once; use sync or async"
             )
         if store.policy.predicts:
             raise EngineUsageError(
@@ -143,7 +138,8 @@ def _check_policy(store: HostStore, optimizer: OptimizerTable) -> None:
     """Raise `EngineUsageError` if the optimizer cannot update as the store's policy asks."""
     if store.policy is BOUNDED and not optimizer.updates_by_layer:
         raise EngineUsageError(
-            f"bounded updates update layer by layer, and the steps of {optimizer.name} wait for the devices; use sync or async"
+            f"bounded updates begin before a step's last gradient, and those of {optimizer.name} need the devices, which would "
+            "wait for each gradient before the next forward; use sync or async"
         )
     if store.policy.predicts and not optimizer.can_predict:
         raise EngineUsageError(

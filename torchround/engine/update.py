@@ -26,7 +26,8 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import LAYER_GATE, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.exchange import StepExchange, StepSums
+from torchround.engine.exchange import StepExchange
+from torchround.engine.landings import layers_of
 from torchround.engine.passes import Pass
 from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
@@ -189,20 +190,8 @@ class Updater(Worker):
 
     # Gradients.
 
-    def collect(
-        self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | None], is_whole: bool
-    ) -> None:
-        """Add landed parts to the bundle's gradient, and measure it if it `is_whole`.
-
-        `sources` hold the parts that landed here; those of other machines come from them.
-        """
-        if bundle.adds_up:
-            self._exchange.add(bundle, step, parts, sources)
-        if is_whole:
-            self.measure(bundle, step)
-
     def measure(self, bundle: Bundle, step: int) -> None:
-        """Take the squared norms of a whole gradient, as `StepSums.squares` has them, and write its look-aheads."""
+        """Take the squared norms of a whole gradient, as `StepExchange.all_squares` has them, and write its look-aheads."""
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
@@ -226,41 +215,39 @@ class Updater(Worker):
         return 1.0 / self._store.loss_scaling.scale_of(step)
 
     def end_pass(self, pass_: Pass) -> None:
-        """Read a pass's losses, and agree with other machines on the figures of the step."""
+        """Read a call's losses, and get those of other machines."""
         start_s = time.perf_counter()
         losses = [float(self._board.wait(loss).read(self._pool)[0]) for loss in pass_.results]
         self.busy_s -= time.perf_counter() - start_s  # a wait for the devices
-        sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
-        self._squares = dict(sums.squares)
+        sums = self._exchange.all_losses(pass_, losses)
         # The gradient is that of the sum of all calls' losses.
-        self._losses += sums.losses
-        self._loss += sum(sums.losses) / max(pass_.num_labels, 1)
+        self._losses += sums
+        self._loss += sum(sums) / max(pass_.num_labels, 1)
 
     # The decision, and updates.
 
     def decide(self, decision: Decision, directions: Sequence[Buffer]) -> None:
-        """Decide whether a step applies. All its gradients are whole, and all its directions have landed."""
+        """Decide whether a step applies.
+
+        All its gradients are whole, and all its directions have landed. In `bounded` no gradient is whole yet: the losses
+        alone decide.
+        """
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
-        scale = report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
-        report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / scale
-        decision.clipped_norm = clipped_norm(self._squares) / scale
-        report.fault = self._fault(report.grad_norm, scale)
-        report.skipped = bool(report.fault) or not math.isfinite(report.grad_norm)
+        report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
+        norm = 0.0 if self._store.policy is BOUNDED else self._take_norm(decision)
+        report.fault = self._fault(norm, report.loss_scale)
+        report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
             self._begin_update(decision)
 
-    def decide_by_loss(self, decision: Decision, pass_: Pass) -> None:
-        """Decide by the losses whether a step of `bounded` applies: no gradient is whole yet."""
-        self.end_pass(pass_)
-        # The gradient's norm is not known yet: only the loss can be a spike.
-        spike = self._store.spikes.spike(self._loss, -math.inf)
-        decision.report.fault = str(spike or "") if math.isfinite(self._loss) else "the loss is not finite"
-        decision.report.skipped = bool(decision.report.fault)
-        if decision.applies:
-            self._mark()
-            # The bias correction of this step's updates counts this step, whatever layers are left out.
-            self._store.applied_updates += 1
+    def _take_norm(self, decision: Decision) -> float:
+        """Get the squared norms of all machines, and return the norm of the whole gradient."""
+        report = decision.report
+        self._squares = self._exchange.all_squares(decision.step, self._squares)
+        report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
+        decision.clipped_norm = clipped_norm(self._squares) / report.loss_scale
+        return report.grad_norm
 
     def _fault(self, norm: float, loss_scale: float) -> str:
         """Return why the update is skipped, or "". An overflow that a lower loss scale can cure is no fault."""
@@ -285,10 +272,13 @@ class Updater(Worker):
             raise
 
     def _begin_update(self, decision: Decision) -> None:
-        self._mark()
-        self._begun = decision.step
+        is_bounded = self._store.policy is BOUNDED
+        if decision.applies or not is_bounded:
+            self._mark()
+        if not is_bounded:  # After a stop it could not be completed: gradients would be missing.
+            self._begun = decision.step
         if decision.applies:
-            # Before the bundles: the bias correction of this update counts it.
+            # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
             self._store.applied_updates += 1
             if self._store.policy.predicts:
                 self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
@@ -325,21 +315,11 @@ class Updater(Worker):
 
     def update(self, decision: Decision, bundle: Bundle) -> None:
         """Update a bundle, or skip it: make version `step + 1` equal to version `step`."""
-        if decision.applies:
-            self._update_surely(bundle, decision)
-        else:
-            self.copy_version(bundle, decision.step)
-
-    def update_alone(
-        self, decision: Decision, bundle: Bundle, parts: range, sources: Sequence[Buffer | None]
-    ) -> None:
-        """Take a bundle's whole gradient and update the bundle (`bounded`)."""
-        self.collect(bundle, decision.step, parts, sources, is_whole=True)
+        # In `bounded` a gradient that is not finite is known only here.
         if decision.applies and math.isfinite(self._squares[bundle.index]):
             self._update_surely(bundle, decision)
         else:
-            names = ", ".join(self._store.layer_names[layer] for layer in bundle.layers)
-            decision.report.left_out += (names,)
+            self.copy_version(bundle, decision.step)
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
@@ -407,8 +387,11 @@ class Updater(Worker):
         """Declare the store whole after a step, and report."""
         store, step, report = self._store, decision.step, decision.report
         if store.policy is BOUNDED:
-            report.grad_norm = math.sqrt(math.fsum(self._squares.values()))
-            report.left_out = () if report.skipped else report.left_out
+            self._take_norm(decision)
+            if decision.applies:
+                deepest_first = reversed(store.trained)
+                left_out = [b for b in deepest_first if not math.isfinite(self._squares[b.index])]
+                report.left_out = tuple(layers_of(store, bundle) for bundle in left_out)
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)

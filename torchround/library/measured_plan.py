@@ -10,13 +10,18 @@ from torchround.library.sample_batch import SampleBatch
 from torchround.planning.cards import ASSUMED_DEVICE
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import MemoryLimits
-from torchround.planning.partition import Partition
+from torchround.planning.partition import KeptNames, Partition
 from torchround.planning.planner import InfeasiblePlanError, make_plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import layer_numels, parameter_counts
 
 # Gradients add up on devices in float32.
 ACCUMULATE_BYTES = 4
+
+
+def kept_names(measures: Sequence[LayerMeasure]) -> KeptNames:
+    """Return the names of the parts that each layer keeps."""
+    return tuple(tuple(part.name for part in measure.kept) for measure in measures)
 
 
 def measured_costs(model: LayeredModel, store: HostStore, measures: Sequence[LayerMeasure]) -> Costs:
@@ -31,8 +36,12 @@ def measured_costs(model: LayeredModel, store: HostStore, measures: Sequence[Lay
             activation_bytes=measure.activation_bytes,
             boundary_bytes=measure.boundary_bytes,
             workspace_bytes=measure.workspace_bytes,
+            keepable=measure.kept,
+            kept=kept,
         )
-        for name, (trained, frozen), measure in zip(model.names, layer_numels(model), measures, strict=True)
+        for name, (trained, frozen), measure, kept in zip(
+            model.names, layer_numels(model), measures, kept_names(measures), strict=True
+        )
     )
     largest = max(layer.boundary_bytes for layer in layers)
     return Costs(layers, ASSUMED_DEVICE.hop_s(largest), parameter_counts(store.bundles).shared_layers)

@@ -29,7 +29,7 @@ from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import SYNC
 from torchround.engine.store.host_store import HostStore
-from torchround.library.measured_plan import cut_model
+from torchround.library.measured_plan import cut_model, kept_names
 from torchround.library.model_state import (
     buffers_of,
     check_kept,
@@ -99,6 +99,8 @@ class Pipeline:
     - `max_norm`: bound of the norm of the whole gradient; 0 is no bound. With `"muon"`, of AdamW's part.
     - `update`: `"sync"` as a plain loop; `"async"` computes with weights that are one step old, and devices never wait.
     - `seed`: seed of the layers' random numbers.
+    - `keep`: names of parts, as layers name them by `torchround.keeping.keep`, whose results stay in host memory from a
+      layer's forward to its backward, in place of computing them twice.
     - `partition`: the stages, in place of those from measured costs. `device_memory_gib`: most memory of each device.
 
     Raises `PipelineUsageError` for what cannot work, `PipelineError` for a fault in a layer on its device.
@@ -119,6 +121,7 @@ class Pipeline:
         no_decay: Collection[str] = (),
         update: str = "sync",
         seed: int = 0,
+        keep: Collection[str] = (),
         partition: Partition | None = None,
         device_memory_gib: float | None = None,
         takes_over: bool = False,
@@ -132,6 +135,7 @@ class Pipeline:
         self.lr = lr
         self._update, self._seed, self._max_norm = update, seed, max_norm
         self._given = self._partition = partition
+        self._keep = tuple(keep)
         self._hardware, self._devices = _find_devices(devices, device_memory_gib)
         self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
         self._shapes = {name: value.shape for name, value in net.state_dict().items()}
@@ -368,11 +372,16 @@ class Pipeline:
             check_trained(self._wrapped.members().values())
         # Copies, because a layer that changes its input must not change the caller's.
         copies = tuple(part.clone() for part in batches[0].parts)
-        measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies))
+        keep = self._keep if trains else ()
+        measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies), keep)
+        if missing := [name for name in keep if all(name not in names for names in kept_names(measures))]:
+            raise PipelineUsageError(
+                f"keep names {', '.join(missing)}, but no layer runs such a part by torchround.keeping.keep"
+            )
         partition = self._given or cut_model(
             *(model, self.store, measures, batches), self._hardware, self._update
         )
-        settings = EngineSettings(max_norm=self._max_norm, accumulates=True)
+        settings = EngineSettings(max_norm=self._max_norm, accumulates=True, kept=kept_names(measures))
         self._engine = Engine(
             *(model, self.store, self._devices, partition),
             optimizer=self._choice.for_engine(),

@@ -7,6 +7,7 @@ would train wrongly without any error, so the probe refuses it by name. One laye
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
+from torchround.keeping import KeptActivationError, marking, recording, replaying
 from torchround.layer import aligned
 from torchround.library.module_layer import MEMBER, WrappedNet
 from torchround.library.refusals import PipelineUsageError, layer_text
 from torchround.library.sample_batch import SampleBatch
 from torchround.library.seeds import UnseededDrawError, is_random
 from torchround.library.watched_state import changes, remember
+from torchround.planning.costs import KeptCost
 
 # Values that may travel between layers beside tensors.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, slice)
@@ -33,7 +36,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.S
 class LayerMeasure:
     """The probe's figures of one layer for one micro-batch: seconds on the host, and bytes as in `LayerWork`.
 
-    The last three are as in `ModuleLayer`.
+    `draws`, `receives` and `needs_graph` are as in `ModuleLayer`. `kept` are the parts that the layer is to keep.
     """
 
     forward_s: float
@@ -44,6 +47,7 @@ class LayerMeasure:
     draws: bool
     receives: tuple[bool, ...] = ()
     needs_graph: bool = False
+    kept: tuple[KeptCost, ...] = ()
 
 
 class _Watch(TorchDispatchMode):
@@ -65,8 +69,10 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[LayerMeasure]:
-    """Run every layer on the host with one micro-batch and return what it costs.
+def probe(
+    wrapped: WrappedNet, store: HostStore, batch: SampleBatch, keep: Sequence[str] = ()
+) -> list[LayerMeasure]:
+    """Run every layer on the host with one micro-batch and return what it costs, and which of the parts `keep` it has.
 
     Raises `PipelineUsageError` for the first layer that cannot work. The layers of `wrapped` learn whether they draw.
     """
@@ -75,7 +81,7 @@ def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[Lay
     measures = []
     for index, name in enumerate(wrapped.model.names):
         run = _LayerProbe(wrapped, store, index, name, batch.for_layer(index))
-        hidden, measure, wanted = run.measure(hidden, wanted)
+        hidden, measure, wanted = run.measure(hidden, wanted, keep)
         layer = wrapped.layers()[index]
         layer.draws, layer.receives, layer.needs_graph = measure.draws, measure.receives, measure.needs_graph
         measures.append(measure)
@@ -107,12 +113,15 @@ class _LayerProbe:
             setattr(owner, key, leaves[stored])
         self._leaves = [leaf for leaf in leaves.values() if leaf.requires_grad]
 
-    def measure(self, hidden: Any, wanted: Sequence[bool]) -> tuple[Any, LayerMeasure, tuple[bool, ...]]:
+    def measure(
+        self, hidden: Any, wanted: Sequence[bool], keep: Sequence[str] = ()
+    ) -> tuple[Any, LayerMeasure, tuple[bool, ...]]:
         """Check and measure the layer. Returns its output, its figures, and which tensors of the output need gradients."""
         watch = _Watch()
         plain = self._checked(hidden, watch)
+        marks: list[tuple[str, float]] = []
         start = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), marking(lambda name: marks.append((name, time.perf_counter()))):
             self._call(hidden)
         forward_s = time.perf_counter() - start
         boundary = sum(aligned(leaf.nbytes) for leaf in _tensors(plain))
@@ -139,7 +148,15 @@ class _LayerProbe:
         self._differentiate(leaf, output)
         backward_s = time.perf_counter() - start
         figures = (forward_s, backward_s, sum(kept.values()), boundary, watch.largest_bytes)
-        measure = LayerMeasure(*figures, watch.draws, tuple(wanted), needs_graph)
+        part_s: dict[str, float] = defaultdict(float)
+        for (name, begun), (_, ended) in zip(marks[::2], marks[1::2], strict=True):
+            part_s[name] += ended - begun
+        parts = tuple(
+            KeptCost(name, nbytes, part_s[name])
+            for name in keep
+            if (nbytes := self._kept_bytes(hidden, wanted, output, name))
+        )
+        measure = LayerMeasure(*figures, watch.draws, tuple(wanted), needs_graph, parts)
         return pytree.tree_map_only(Tensor, Tensor.detach, output), measure, needs
 
     def _call(self, hidden: Any) -> Any:
@@ -215,6 +232,23 @@ class _LayerProbe:
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return leaf, self._call(leaf)
+
+    def _kept_bytes(self, hidden: Any, wanted: Sequence[bool], output: Any, name: str) -> int:
+        """Record a part as a forward stage and replay it as a backward stage. Returns its bytes, 0 without such a part."""
+        try:
+            with torch.no_grad(), recording((name,)) as record:
+                first = self._call(hidden)
+            if not record.tensors:
+                return 0
+            with replaying((name,), record.tensors):
+                _, second = self._with_graph(hidden, wanted, {})
+        except KeptActivationError as error:
+            raise PipelineUsageError(f"{self._what} cannot keep its part {name}: {error}") from error
+        if not (alike(first, output) and alike(second, output)):
+            raise PipelineUsageError(
+                f"{self._what} gives other values if its part {name} is kept; leave {name} out of Pipeline(keep=..)"
+            )
+        return sum(aligned(tensor.nbytes) for tensor in record.tensors)
 
     def _check_graph(self, leaf: Any, output: Any) -> None:
         """Refuse a layer whose output depends on trained tensors that are not its own."""

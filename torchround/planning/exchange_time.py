@@ -2,7 +2,8 @@
 
 Each machine runs its share of the step's micro-batches by the same plan. A gradient leaves for its owner once its stage has
 ended. The owners update once all gradients have arrived, because the norm is over all of them. Each one updates its
-bundles in forward order and sends their new weights to the others. A stage waits for the weights of its layers.
+bundles in forward order and sends their new weights to the others. A stage waits for the weights of its layers. In
+`bounded` each bundle is updated once its own gradients have arrived, and the forward of stale layers waits for nothing.
 
 Each machine has one link out and one link in. A link carries its messages one after the other, in the order in which they
 are ready. A message has arrived once it has passed its sender's and its receiver's link. Latency is not counted.
@@ -102,15 +103,19 @@ class _Links:
 
 
 def exchange_step_seconds(
-    times: StageTimes, round_sizes: Sequence[int], num_devices: int, exchange: Exchange
+    times: StageTimes,
+    round_sizes: Sequence[int],
+    num_devices: int,
+    exchange: Exchange,
+    stale_layers: int = 0,
 ) -> float:
     """Compute the seconds per step of several machines in the steady state.
 
     `round_sizes` are the micro-batches of each round of the machine with the largest share, which the others wait
-    for. Raises `ValueError` for a mode that is neither `sync` nor `async`.
+    for. `stale_layers` is the number in `bounded`.
     """
-    if times.update not in ("sync", "async"):
-        raise ValueError(f'update = "{times.update}" must be "sync" or "async" on several machines')
+    if times.update == "bounded":
+        return _bounded_step_seconds(times, round_sizes, num_devices, exchange, stale_layers)
     is_sync, links, partition = times.update == "sync", _Links(exchange), times.partition
     # Nothing is on its way between two steps of `sync`, so each one is like the first.
     warm_up, measured = (0, 1) if is_sync else (WARM_UP_STEPS, STEPS_PER_DEVICE * num_devices)
@@ -126,6 +131,34 @@ def exchange_step_seconds(
         arrived = arrivals[: len(weights)] or arrived
         weights = _new_weights(links, max(complete[-1], updated_s))
         updated_s = max((message.ready_s for message in weights), default=0.0)
+    return (complete[-1] - complete[-1 - measured]) / measured
+
+
+def _bounded_step_seconds(
+    times: StageTimes, round_sizes: Sequence[int], num_devices: int, exchange: Exchange, stale_layers: int
+) -> float:
+    """Compute the seconds per step of `bounded`, as if each step's new weights travelled behind all its gradients."""
+    links, partition, num_forward = _Links(exchange), times.partition, len(times.partition.forward)
+    free, complete, measured = [0.0] * num_devices, [0.0], STEPS_PER_DEVICE * num_devices
+    arrived, busy_s = [0.0] * len(links.owned), [0.0] * exchange.num_machines
+    for _ in range(WARM_UP_STEPS + measured):
+        # The forward of stale layers reads weights that are there since the step before.
+        there = [
+            0.0 if bundle.layers[0] < stale_layers else arrived_s
+            for (bundle, _), arrived_s in zip(links.owned, arrived, strict=True)
+        ]
+        ready_s = _weights_ready(links, partition, there)[:num_forward]
+        ready_s += _weights_ready(links, partition, arrived)[num_forward:]
+        ends = run_slots(times, round_sizes, free, ready_s)
+        gradients, whole_s = _gradients(links, partition, ends), [0.0] * len(links.owned)
+        for message, arrived_s in zip(gradients, links.carry(gradients), strict=True):
+            whole_s[message.bundle] = max(whole_s[message.bundle], arrived_s)
+        weights = []
+        for index, (bundle, owner) in reversed(list(enumerate(links.owned))):
+            busy_s[owner] = max(busy_s[owner], whole_s[index]) + bundle.update_s
+            weights.append(_Message(busy_s[owner], index, False))
+        arrived = links.carry(weights)[::-1]
+        complete.append(max(ends))
     return (complete[-1] - complete[-1 - measured]) / measured
 
 

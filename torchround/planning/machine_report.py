@@ -47,10 +47,7 @@ class ExchangeReport:
 
 
 def report_exchange(question: RunQuestion, plan: Plan) -> ExchangeReport:
-    """Simulate the exchange of the question's machines beside the steps of a plan.
-
-    Raises `ValueError` for `bounded` plans, which several machines cannot run.
-    """
+    """Simulate the exchange of the question's machines beside the steps of a plan."""
     rate = question.machines.bytes_per_s or math.inf
     moved = exchange_of(question, rate).wire_bytes(len(round_sizes(question, plan.rounds)))
     hidden_s, step_s = (machine_step_seconds(question, plan, each) for each in (math.inf, rate))
@@ -85,10 +82,11 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) 
     """Compute the seconds per step of the question's machines, each with this plan, over links of this rate."""
     sizes, link = round_sizes(question, plan.rounds), question.keep_rule().link
     sums = LayerSums(question.costs().keeping(plan.kept), question.recompute, link, sum(sizes))
-    times = sums.times(plan.partition, question.update, len(sizes))
+    times = sums.times(plan.partition, question.update, len(sizes), plan.stale_layers)
     exchange = exchange_of(question, bytes_per_s)
     launches_s = sum(sizes) * question.costs().launch_s
-    return max(exchange_step_seconds(times, sizes, question.num_devices, exchange), launches_s)
+    stepped_s = exchange_step_seconds(times, sizes, question.num_devices, exchange, plan.stale_layers)
+    return max(stepped_s, launches_s)
 
 
 def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
@@ -142,7 +140,7 @@ def fewest_machines(question: RunQuestion) -> int | None:
 
     More machines share the state in host memory. They do not help devices that are too small.
     """
-    for count in MACHINE_COUNTS if question.update != "bounded" else ():
+    for count in MACHINE_COUNTS:
         more = replace(question, given=None).on_machines(count)
         if question.machines.count < count <= more.step_micro_batches and fits(more):
             return count

@@ -156,7 +156,9 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
     )
     if problem.update == "bounded":
         if rounds not in ("auto", 1):
-            raise PlanError(f'rounds = {rounds!r} with update = "bounded" must be 1 or "auto"')
+            raise PlanError(
+                f'rounds = {rounds!r} with update = "bounded" must be 1 or "auto": the first gradients would wait for the last'
+            )
         return (1,)
     if rounds != "auto":
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:

@@ -85,14 +85,9 @@ def run_question(
 
     `mapped` are names of frozen weights that stay in their files. `validates`, `loader_bytes_for` and `machines` are as
     in `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file without a plan, or a plan for another number of
-    layers, if the devices lack a switch that the run asks for, or if several machines are to update without waiting.
+    layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    if machines.count > 1 and engine.update == "bounded":
-        raise EngineUsageError(
-            f'engine.update = "bounded" trains on one machine, given {machines.count}; legal on several: "sync", "async". '
-            'training.clip = "layer" works with both'
-        )
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))

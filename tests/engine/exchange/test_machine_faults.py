@@ -100,9 +100,11 @@ def test_what_several_machines_cannot_do_is_refused():
     def run(group):
         model = toy_model()
         ownership = Ownership(group.rank, group.size)
+        stale = toy_store(model, policy=BOUNDED, ownership=ownership)
+        stale.set_stale_layers(2)
         for store, message in [
-            (toy_store(model, policy=BOUNDED, ownership=ownership), "bounded updates run on one machine"),
             (toy_store(model), "the host store is of machine 0 of 1, this is machine"),
+            (stale, "device weights of 2 layers are one version old"),
         ]:
             with pytest.raises(EngineUsageError, match=message):
                 toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, machines=group)

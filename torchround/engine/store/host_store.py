@@ -291,8 +291,7 @@ class HostStore:
             copy(device_weights, spare)
         try:
             write(None)
-            if self.prediction is not None:
-                share()
+            share()
             yield
         finally:
             for device_weights, spare in set_aside:

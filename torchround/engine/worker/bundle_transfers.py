@@ -92,7 +92,7 @@ class WeightUpload(BundleTransfer):
         self.waited_s = 0.0
         self._accesses = job.uploads
         self.versions = {
-            (used.layer, used.bundle): job.pass_.version_read(bundle, used.layer, job.task.stage.kind)
+            (used.layer, used.bundle): job.pass_.version_read(bundle, used.layer, job.task)
             for used in layout.weights
             if (bundle := self._store.bundles[used.bundle]).trainable
         }
