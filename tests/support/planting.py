@@ -31,7 +31,7 @@ class DeclaredLog(AccessLog):
         self.kinds, self.undeclared, self.failed = set(), set(), False
         self.decisions = []  # the memory that stands for each, in their order
         self.store = None
-        self._tasks, self._open, self._knows_bundles = [], [], False
+        self._open, self._knows_bundles = [], False
         self._buffers = defaultdict(list)  # by name, in the order of their versions
         self._contents = {}
         self._memory = defaultdict(list)  # by allocation: regions and their buffers
@@ -53,10 +53,9 @@ class DeclaredLog(AccessLog):
         if buffer in self._contents:
             self.touched(**{"reads": (), "writes": (), does: [self._contents[buffer]]})
 
-    def declares(self, task, accesses):
-        """Note a task's accesses. One that has ended allows nothing any more."""
+    def declares(self, accesses):
+        """Note accesses. One that has ended allows nothing any more."""
         self.kinds |= set(map(kind_of, accesses))
-        self._tasks = [*(earlier for earlier in self._tasks if earlier.run and earlier is not task), task]
         self._open = [*(earlier for earlier in self._open if not earlier.happened), *accesses]
 
     def access(self, actor, reads, writes):
@@ -76,10 +75,8 @@ class DeclaredLog(AccessLog):
         begun = [access for access in self._open if access.is_ready and not access.happened]
         if this_thread().startswith(OF_NO_WORKER):
             return [access for access in begun if access.task.worker is None]
-        # A worker runs its tasks in their order.
-        ours = (task for task in self._tasks if task.worker and task.worker.thread is threading.current_thread())
-        running = next((task for task in ours if not task.happened), None)
-        return [access for access in begun if access.task is running]
+        here = threading.current_thread()
+        return [access for access in begun if (w := access.task.worker) and w.thread is here and w.task is access.task]
 
     def note_memory(self, tensors, buffers):
         """Note the memory of buffers, tensor by tensor. A shorter list of buffers begins anew."""
@@ -187,7 +184,7 @@ def declared(dropped=None):
                 waits = not is_dropped or first.kind == DECISION
                 declare(tasks, task, **{does: [buffers if waits else Buffer("nothing")]})
                 task.accesses[-1].buffer = first
-                tasks.board.observer.declares(task, [] if is_dropped else task.accesses[-1:])
+                tasks.board.observer.declares([] if is_dropped else task.accesses[-1:])
         return task
 
     with pytest.MonkeyPatch.context() as patch:
