@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": BELOW_ENGINE | {"engine"},
     "run": BELOW_RUN,
     "trainer": BELOW_RUN | {"run"},
-    "library": BELOW_RUN - {"generation"} | {"run"},
+    "library": BELOW_RUN - {"generation"} | {"keeping", "run"},
 }
 KNOW_MODELS = {"commands", "models", "__init__"}
 IMPURE = frozenset(
