@@ -111,7 +111,10 @@ def test_compiled_layers_keep_no_buffer(buffers):
 BY_NIGHT = [pytest.param(place, marks=pytest.mark.nightly) for place in ("layer", "copy")]
 
 
-@pytest.mark.parametrize("place", ["after parts are recorded", "after a replay", "backward", "update", *BY_NIGHT])
+PLACES = ["after parts are recorded", "after a replay", "backward", "update", "download", *BY_NIGHT]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_fault_gives_every_buffer_back(buffers, place):
     planted, bomb = [], Bomb(None, ValueError)
 
@@ -143,7 +146,8 @@ def test_a_fault_gives_every_buffer_back(buffers, place):
     engine = toy_engine(PARTITIONS["backward coarser"], 2, model=model, **settings)
     train(engine, BATCHES[:1])
     planted.append(place)
-    bomb.place = {"copy": Stream.WEIGHT_UPLOAD, "update": ("has", LANDED)}.get(place)
+    places = {"copy": Stream.WEIGHT_UPLOAD, "download": Stream.GRADIENT_DOWNLOAD, "update": ("has", LANDED)}
+    bomb.place = places.get(place)
     kept = []
     with pytest.raises(PipelineError, match="planted") as fault:
         for micro_batches in BATCHES:

@@ -97,6 +97,7 @@ class DeviceWorker:
         """Free all device memory. The thread must have ended, and the device must be idle."""
         self.device.free()
         unbind(self.skeletons)
+        self._upload = self._download = None  # and views of host buffers
         del self.activations  # and the activations that they hold
 
     def _main(self) -> None:
