@@ -144,11 +144,11 @@ class Lifecycle:
             drives = worker is not None and worker.thread.name in busy
             if not drives and not self._finish(device, worker, deadline_s):
                 busy.add(device.name)
+        self._note_what_is_left()
         # Memory that a device may still copy to must not be unmapped.
         if not busy:
             self._settle()
             self._pool.close()
-            self._note_what_is_left()
             # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
             _forget_variables(self.failure, seen=set())
         elif self.failure is not None:
@@ -165,7 +165,7 @@ class Lifecycle:
             self.stop()
 
     def _note_what_is_left(self) -> None:
-        """Say in the fault that it came between the updates of two layers, if it did (`bounded`)."""
+        """Say in the fault that it left the store between two updates, in `bounded` or if an update is stuck."""
         is_mixed = self._optimizer is not None and not self._store.is_consistent
         if self.failure is not None and self.failure.store_is_consistent and is_mixed:
             self.failure.store_is_consistent = False

@@ -13,9 +13,19 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import toy
-from tests.support.faults import LANDED, UPLOADED, WRITTEN, brief_joins, engine_threads, lose, over, planted
+from tests.support.faults import (
+    LANDED,
+    UPLOADED,
+    WRITTEN,
+    brief_joins,
+    engine_threads,
+    lose,
+    over,
+    planted,
+    this_thread,
+)
 from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
-from torchround.engine.board import Board, Value
+from torchround.engine.board import Board, Observer, Value
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED
@@ -90,6 +100,18 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(planted, 
     assert any(line.startswith("torchround optimizer: waits for ") for line in lines)
     assert "still inside a computation" in str(error), "the message says which thread could not be ended"
     assert store.step == step and store.is_consistent
+
+
+def test_an_update_that_blocks_leaves_a_store_that_is_said_not_to_be_whole(planted, stuck):
+    class Blocking(Observer):
+        def touched(self, reads, writes):
+            if this_thread() == "torchround optimizer" and len(writes) > 1:
+                planted.set()
+                stuck.wait()
+
+    store = toy_store(toy_model())
+    error = hang(hanging_engine(store, observer=Blocking()))
+    assert "do not save it" in str(error) and not error.store_is_consistent and not store.is_consistent
 
 
 LOST = [
