@@ -33,7 +33,7 @@ from torchround.micro_batch import most_documents as most_documents  # noqa: PLC
 from torchround.micro_batch import with_dropout_seeds as with_dropout_seeds  # noqa: PLC0414
 
 # The value between two layers: a tensor, or any nested structure of `torch.utils._pytree` whose leaves are tensors and
-# plain values (`engine/worker/structure.py`).
+# plain values (`engine/worker/slots.py`).
 Hidden = Any
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
@@ -151,7 +151,7 @@ class LayeredModel:
       `aligned`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
       in the first pass of a shape.
     - `receives_gradients`: by layer, which tensors of its input receive gradients, in the order of
-      `engine/worker/structure.py`. All floating-point ones do if it does not say.
+      `engine/worker/slots.py`. All floating-point ones do if it does not say.
     - `decayed`: stored names with weight decay. None means all matrices (`decayed_names`).
     """
 

@@ -4,7 +4,7 @@ import itertools
 
 from torchround.engine.board import Board
 from torchround.engine.errors import FaultLocation
-from torchround.engine.tasks import MOST_READERS, WEIGHTS, Buffer, Task, Tasks
+from torchround.engine.tasks import MOST_READERS, WEIGHTS, Buffer, Task, Tasks, Worker
 
 
 def test_a_write_waits_for_all_reads_before_it_however_many_and_remembers_few():
@@ -23,3 +23,15 @@ def test_a_write_waits_for_all_reads_before_it_however_many_and_remembers_few():
         left += [found for found in earlier.after if found not in reached]
         reached.update(earlier.after)
     assert reached == {first, *reads}
+
+
+def test_a_save_that_waits_for_the_disk_holds_up_no_read():
+    tasks, buffer = Tasks(Board()), Buffer(WEIGHTS)
+    saver = Worker("saver", "saver", tasks, lambda task, error: None, saves=True)
+
+    def access(worker=None, **uses):
+        return tasks.declare(Task("a task", 0, FaultLocation("a worker"), worker=worker), **uses).accesses[0]
+
+    save = access(saver, reads=[buffer])
+    reads = [access(reads=[buffer]) for _ in range(3 * MOST_READERS)]
+    assert all(save not in read.after for read in reads) and save in access(writes=[buffer]).after

@@ -154,9 +154,10 @@ class Engine:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
             slots = self._program.step(lr, hyperparameters, self._next_slot)
-            self._hand_out(len(slots))
+            # First: an interrupt after the hand-out must not find a step that seems to lack its update.
             self._step += 1
             self._calls = self._rounds = 0
+            self._hand_out(len(slots))
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
@@ -207,6 +208,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
+            self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
             self._hand_out_late()
             self._passes.wait()
             for worker in (self._updater, *self._exchange.workers):

@@ -102,8 +102,8 @@ class PendingSave(Generic[T]):
 
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
-        source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
         try:
+            source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
             self._outcome = self._write(source), None
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome = None, error

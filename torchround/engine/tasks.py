@@ -121,7 +121,9 @@ class Task(Flag):
 
 
 class Tasks:
-    """The tasks of an engine. Only the controller declares them; every worker waits for and ends its own accesses."""
+    """The tasks of an engine. The controller declares them, and a device those of its reader of files. Workers wait for and end
+    their own accesses.
+    """
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -141,9 +143,14 @@ class Tasks:
 
     def _read(self, task: Task, buffer: Buffer) -> None:
         after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
-        if len(buffer.readers) >= MOST_READERS and buffer.readers[0].task is not task:
-            # In place of the next write, which waits for this read.
-            after += (buffer.readers.pop(0),)
+        if len(buffer.readers) >= MOST_READERS:
+            # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
+            oldest = next(
+                (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves)), None
+            )
+            if oldest is not None and oldest.task is not task:
+                buffer.readers.remove(oldest)
+                after += (oldest,)
         access = Access(task, buffer, False, after)
         buffer.readers.append(access)
         task.accesses.append(access)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.engine_rows import Row
+from tests.support.engine_rows import STEPS, Row
 from tests.support.faults import engine_threads
 from tests.support.machines import run_machines
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, HangError, PipelineError
+from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import BOUNDED, Ownership
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.planning.machine_shares import step_share
@@ -120,3 +122,29 @@ def test_what_several_machines_cannot_do_is_refused():
                     engine.forward_backward(*arguments)
 
     run_machines(2, run)
+
+
+def test_a_bounded_call_without_its_step_is_drained_after_its_losses():
+    """The last sums of a call wait for `step`, and other machines for these sums."""
+    row = Row(1, 2, "one", "bounded", clip="layer")
+
+    class HasLosses(Observer):
+        def __init__(self):
+            self.seen = threading.Event()
+
+        def posted(self, token):
+            if getattr(token, "kind", None) == "the losses":
+                self.seen.set()
+
+    def run(group):
+        model, observer = row.model(), HasLosses()
+        store = row.store(model, ownership=Ownership(group.rank, 2))
+        share_weights(store, group)
+        share = step_share(len(STEPS[0]), 1, group.rank, 2)
+        with row.engine(model, store, row.table, machines=group, hang_timeout_s=5.0, observer=observer) as engine:
+            batch = [STEPS[0][index] for index in share.micro_batches]
+            engine.forward_backward(batch, share, sum(each.num_labels() for each in STEPS[0]))
+            assert observer.seen.wait(20.0)
+        return store.step
+
+    assert run_machines(2, run) == [0, 0]

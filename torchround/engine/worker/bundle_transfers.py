@@ -292,7 +292,8 @@ class FileReader(Worker):
             reads.append(self._tasks.declare(read, writes=[buffer]))
             upload = Task("upload of weights in files", step, self._location)
             uploads += self._tasks.declare(upload, reads=[buffer]).accesses
-        self.put(reads)
+        if reads:
+            self.put(reads)
         return uploads
 
     def _read(self, piece: MappedRange, buffer: HostBuffer) -> None:
