@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.slots import PLAIN
 from torchround.keeping import KeptActivationError, marking, recording, replaying
 from torchround.layer import aligned
 from torchround.library.module_layer import MEMBER, WrappedNet
@@ -27,9 +28,6 @@ from torchround.library.sample_batch import SampleBatch
 from torchround.library.seeds import UnseededDrawError, is_random
 from torchround.library.watched_state import changes, remember
 from torchround.planning.costs import KeptCost
-
-# Values that may travel between layers beside tensors.
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, slice)
 
 
 @dataclass(frozen=True)
