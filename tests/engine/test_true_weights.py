@@ -7,9 +7,18 @@ import pytest
 import torch
 
 from tests.support.faults import UPLOADED, before, kind_of
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    planted_model,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
 from torchround.engine.board import Board
-from torchround.engine.store.bundles import BOUNDED, SYNC
+from torchround.engine.store.bundles import ASYNC_PREDICT, BOUNDED, SYNC
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,3 +88,27 @@ def test_a_step_that_is_dropped_before_its_update_leaves_the_newest_weights(rais
         with toy_engine(PARTITIONS["backward coarser"], store=store, **options) as engine:
             losses.append(train(engine, batches))
     assert losses[0] == losses[1]
+
+
+def test_an_exception_in_the_block_does_not_change_the_weights_of_an_evaluation_under_way(monkeypatch):
+    begin, held_out = threading.Event(), toy_batches(1, micro_batches=2, seed=5)[0]
+    begin.set()
+
+    def waiting(hidden, micro_batch):
+        assert begin.wait(60)
+        return hidden
+
+    model = planted_model(waiting)
+    store = toy_store(model, policy=ASYNC_PREDICT)
+    with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, store=store) as engine:
+        train(engine, toy_batches(2, micro_batches=2))
+        with engine.true_device_weights():
+            expected = engine.evaluate(held_out).loss()
+        before(monkeypatch, Board, "wait_for", lambda _: begin.set(), lambda board, flag, *_: kind_of(flag) == UPLOADED)
+        with pytest.raises(KeyError), engine.true_device_weights():
+            begin.clear()
+            result = engine.evaluate(held_out)
+            raise KeyError
+        begin.set()
+        assert result.loss() == expected
+        train(engine, toy_batches(1, micro_batches=2))

@@ -234,10 +234,14 @@ class Engine:
                 self._program.share_rewritten(self._step)
                 self._program.hand_out()
 
-        with self.store.true_device_weights(self._board.observer, share):
-            yield
-            under_way.append(self._begin_rewrite())
-        self._tasks.finish(under_way[-1])
+        try:
+            with self.store.true_device_weights(self._board.observer, share):
+                try:
+                    yield
+                finally:  # evaluations may still read, also after an exception
+                    under_way.append(self._begin_rewrite())
+        finally:
+            self._tasks.finish(under_way[-1])
 
     def _begin_rewrite(self) -> Task:
         """Wait until the device weights that are not the fp32 weights may be written."""

@@ -19,6 +19,7 @@ from functools import partial
 from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
+from torchround.engine.landings import layers_of
 from torchround.engine.passes import Pass, StageJob
 from torchround.engine.results import DeviceJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
@@ -70,7 +71,7 @@ class Program:
         self._accumulates = accumulates
         self._is_bounded = store.policy is BOUNDED
         self._directed = directed_bundles(store)
-        names = {b.index: ", ".join(self._names(b.layers)) for b in store.trained}
+        names = {b.index: layers_of(store, b) for b in store.trained}
         versions = range(store.policy.versions)
         self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
         self._states = {i: Buffer(STATE, name) for i, name in names.items()}
