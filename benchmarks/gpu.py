@@ -30,8 +30,8 @@ from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
+from torchround.engine.passes import StepResult
 from torchround.engine.reports import costs_from_reports, one_layer_a_stage
-from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES

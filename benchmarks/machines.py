@@ -22,7 +22,7 @@ from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.exchange import share_weights
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore

@@ -19,7 +19,7 @@ from torchround.accelerators import PLANNED_KIND
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore

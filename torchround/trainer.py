@@ -10,7 +10,7 @@ from torchround.data import DataError
 from torchround.data.opening import reads_conversations
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger

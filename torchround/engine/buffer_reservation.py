@@ -1,4 +1,4 @@
-"""The bytes of the values that stages hand on, and the host buffers for them, reserved before they are used.
+"""The bytes of the values that stages pass on, and the host buffers for them, reserved before they are used.
 
 A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever devices progress in an order
 that they had not taken before. `planning/host_buffers.py` counts for the worst order.
@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 class ValueSizes:
-    """The bytes of the values that layers hand on, by the shape of the micro-batch: boundaries and kept activations.
+    """The bytes of the values that layers pass on, by the shape of the micro-batch: boundaries and kept activations.
 
-    A layer counts them by its `work`, or the model tells them; other boundaries are measured in the first pass of a shape.
+    A layer counts them by its `work`, or the model gives them; other boundaries are measured in the first pass of a shape.
     `measured` grows with each one that turned out larger than it was known, so that buffers are reserved anew. Any thread
     may call these methods. `names` are the parts that each layer keeps, `compiles` says that layers run compiled on
     devices of this `kind`.
@@ -67,20 +67,23 @@ class ValueSizes:
         self._kept: dict[tuple[int, torch.Size], int | None] = {}
         self._lock = threading.Lock()
 
-    # Boundaries: the input of layer `cut`. After the last layer comes its output.
+    def boundary(self, cut: int, shape: torch.Size) -> int | None:
+        """Return the bytes of the input of layer `cut`, or of the model's output; None if they are not known yet."""
+        found = self._boundaries.get((cut, shape))
+        if found is None and (found := self._declared(cut, shape)) is not None:
+            found = self._boundaries.setdefault((cut, shape), found)
+        return found
 
-    def boundary(self, cut: int, shape: torch.Size) -> int:
-        """Return the bytes of the input of layer `cut`; 0 if they are not known yet."""
-        return self._boundaries[cut, shape] if self.knows(cut, shape) else 0
-
-    def knows(self, cut: int, shape: torch.Size) -> bool:
-        """Tell whether `boundary` has more than a guess."""
-        if (cut, shape) not in self._boundaries and (told := self._told(cut, shape)) is not None:
-            self._boundaries.setdefault((cut, shape), told)
-        return (cut, shape) in self._boundaries
+    def _declared(self, cut: int, shape: torch.Size) -> int | None:
+        if self._model.boundary_bytes is not None:
+            return self._model.boundary_bytes(cut - 1, shape)
+        work = getattr(self._model.layers[cut - 1], "work", None)
+        if work is None or cut == self.num_layers:  # the last layer's work is that of a loss
+            return None
+        return aligned(work(*shape, self._element_bytes).boundary_bytes)
 
     def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
-        """Take note of a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
+        """Note a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
         if nbytes <= self._boundaries.get((cut, shape), -1):
             return self._boundaries[cut, shape]
         with self._lock:
@@ -88,26 +91,12 @@ class ValueSizes:
             self.measured += 1
         return nbytes
 
-    def _told(self, cut: int, shape: torch.Size) -> int | None:
-        if self._model.boundary_bytes is not None:
-            return self._model.boundary_bytes(cut - 1, shape)
-        work = getattr(self._model.layers[cut - 1], "work", None)
-        is_output = cut == self.num_layers  # the last layer's work is that of a loss
-        if work is None or is_output:
-            return None
-        return aligned(work(*shape, self._element_bytes).boundary_bytes)
-
-    # Kept activations.
-
     def kept_names(self, layer: int) -> tuple[str, ...]:
         """Return the names of the parts that a layer keeps."""
         return self._names[layer] if self._names else ()
 
-    def kept(self, layer: int, shape: torch.Size) -> int:
-        """Return the bytes that a layer keeps of a micro-batch, packed; 0 if it does not declare its work."""
-        return self._counted_kept(layer, shape) or 0
-
-    def _counted_kept(self, layer: int, shape: torch.Size) -> int | None:
+    def kept(self, layer: int, shape: torch.Size) -> int | None:
+        """Return the bytes that a layer keeps of a micro-batch, packed; None if it does not declare its work."""
         if (layer, shape) not in self._kept:
             self._kept[layer, shape] = self._count_kept(layer, shape)
         return self._kept[layer, shape]
@@ -126,20 +115,20 @@ class ValueSizes:
 
         Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
         """
-        counted_bytes = self._counted_kept(layer, shape)
-        if counted_bytes is not None:
-            if recorded.nbytes > counted_bytes or (counted_bytes and not recorded.tensors):
-                self._warn(layer, recorded.nbytes, counted_bytes)
-            elif recorded.tensors:
-                return counted_bytes
-            return None
-        # Compiled layers record by code that a compiler may refuse, so they are recomputed.
-        if recorded.tensors or self._compiles:
-            return recorded.nbytes if recorded.tensors else None
-        raise KeptActivationError(
-            f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names(layer))}, but it names no such part "
-            "by torchround.keeping.keep; leave the layer out of the settings' kept"
-        )
+        counted_bytes = self.kept(layer, shape)
+        if counted_bytes is None:
+            # Compiled layers record by code that a compiler may refuse, so they are recomputed.
+            if recorded.tensors or self._compiles:
+                return recorded.nbytes if recorded.tensors else None
+            raise KeptActivationError(
+                f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names(layer))}, but it names no such "
+                "part by torchround.keeping.keep; leave the layer out of the settings' kept"
+            )
+        if recorded.tensors and recorded.nbytes <= counted_bytes:
+            return counted_bytes
+        if counted_bytes or recorded.nbytes:
+            self._warn(layer, recorded.nbytes, counted_bytes)
+        return None
 
     def _warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
         if not self._has_warned:
@@ -166,18 +155,15 @@ def kept_whole(work: LayerWork) -> LayerWork:
 
 
 @dataclass(frozen=True)
-class PassShape:
-    """Everything about a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
+class PassShape(HeldPass):
+    """Everything about a pass that decides which buffers it needs. `rounds` hold the micro-batches' `[B, T]`.
 
-    `step` counts only in relation to that of the previous pass.
+    `step` counts only in relation to that of the previous pass. `integer_bytes` are those of each micro-batch.
     """
 
-    training: bool
-    stages: tuple[Stage, ...]
-    rounds: tuple[range, ...]
-    shapes: tuple[torch.Size, ...]
-    integer_bytes: tuple[int, ...]
-    step: int = field(compare=False)
+    training: bool = True
+    integer_bytes: tuple[int, ...] = ()
+    step: int = field(default=0, compare=False)
     gives_outputs: bool = False
 
     @staticmethod
@@ -185,14 +171,28 @@ class PassShape:
         tasks: Sequence[StageTask],
         shapes: Sequence[torch.Size],
         integer_bytes: Sequence[int],
+        stale_layers: int,
         training: bool,
         step: int,
         gives_outputs: bool = False,
     ) -> "PassShape":
         """Return the shape of a pass that consists of `tasks`."""
         stages = tuple(task.stage for task in tasks if task.round == 0)
-        rounds = tuple(task.micro_batches for task in tasks if task.stage_index == 0)
-        return PassShape(training, stages, rounds, tuple(shapes), tuple(integer_bytes), step, gives_outputs)
+        rounds = tuple(
+            tuple(shapes[m] for m in task.micro_batches) for task in tasks if task.stage_index == 0
+        )
+        of_pass = (training, tuple(integer_bytes), step, gives_outputs)
+        return PassShape(stages, rounds, 0, stale_layers, *of_pass)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The micro-batches' `[B, T]`, in their order."""
+        return tuple(chain(*self.rounds))
+
+    @property
+    def cuts(self) -> frozenset[int]:
+        """The layers whose input is on the host at some time."""
+        return forward_inputs(self.stages) | kept_cuts(self.stages, self.stale_layers)
 
 
 def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
@@ -254,22 +254,20 @@ class BufferReservation:
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
         with it.
         """
-        # The second pass is made up here rather than met later, where it would page-lock
-        # memory in the middle of a run.
+        # The second pass is reserved for here: otherwise it would page-lock memory in the middle of a run.
         if before is None or not before.rounds:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
         oldest = self.store.oldest_version_read(this.step, this.training)
         overlaps = not before.training or oldest <= before.step
-        # Steps of a run have few shapes, so buffers for most passes are reserved
-        # already and this costs a look-up.
+        # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured
         if key not in self._reserved:
             self._stand_in_for_shorter(this)
             # Stages of frozen layers at the start read no weights that are ever updated.
             may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
-            self.pool.reserve(self._needed(this, before, len(list(may_begin))))
+            self.pool.reserve(self._needed(before, replace(this, ahead=len(list(may_begin)))))
             self._reserved[key] = self._sizes(this)
         return self._reserved[key]
 
@@ -287,14 +285,15 @@ class BufferReservation:
         Returns the staging space that devices need. Raises `HostMemoryError`.
         """
         count = len(shapes)
-        batch = [torch.Size(shape) for shape in shapes], [_integer_bytes(*shape) for shape in shapes]
+        integer_bytes = [INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes]
+        batch = list(map(torch.Size, shapes)), integer_bytes, self.store.stale_layers
         tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
-        training = PassShape.of(tasks, *batch, True, step)
+        training = PassShape.of(tasks, *batch, training=True, step=step)
         sizes = self.reserve_for(training, None)
         if not validates:
             return (sizes,)
         tasks = evaluation_tasks(partition, count, self._num_devices)
-        evaluation = PassShape.of(tasks, *batch, False, step + 1)
+        evaluation = PassShape.of(tasks, *batch, training=False, step=step + 1)
         between = self.reserve_for(evaluation, training)
         self.reserve_for(evaluation, evaluation)
         self.reserve_for(training, evaluation)
@@ -302,12 +301,14 @@ class BufferReservation:
 
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
-        cuts = self._cuts(shape) | ({self._values.num_layers} if shape.gives_outputs else set())
-        return all(self._values.knows(cut, one) for cut in cuts for one in set(shape.shapes))
+        cuts = shape.cuts | ({self._values.num_layers} if shape.gives_outputs else set())
+        return all(self._values.boundary(cut, one) is not None for cut in cuts for one in set(shape.shapes))
 
-    def _cuts(self, shape: PassShape) -> frozenset[int]:
-        """Return the layers whose input is on the host at some time."""
-        return forward_inputs(shape.stages) | kept_cuts(shape.stages, self.store.stale_layers)
+    def _boundary(self, cut: int, shape: torch.Size) -> int:
+        return self._values.boundary(cut, shape) or 0
+
+    def _kept(self, layer: int, shape: torch.Size) -> int:
+        return self._values.kept(layer, shape) or 0
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
@@ -318,51 +319,41 @@ class BufferReservation:
             if shape not in seen and shape[1:] == longest[1:] and shape < longest:
                 self.pool.stand_in(integer_bytes, seen[longest])
                 for cut in range(1, self._values.num_layers):
-                    if shorter_bytes := self._values.boundary(cut, shape):
-                        self.pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
+                    if shorter_bytes := self._boundary(cut, shape):
+                        self.pool.stand_in(shorter_bytes, self._boundary(cut, longest))
                 for layer in self._values.keeping:
-                    self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
+                    self.pool.stand_in(self._kept(layer, shape), self._kept(layer, longest))
         seen |= new
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
-            [self._values.kept(layer, shape) for layer in range(stage.start, stage.stop)]
+            [self._kept(layer, shape) for layer in range(stage.start, stage.stop)]
             for stage in this.stages
             if stage.kind is StageKind.BACKWARD
             for shape in shapes
         ]
-        boundaries = (self._values.boundary(cut, shape) for cut in self._cuts(this) for shape in shapes)
         return StagingSizes(
-            boundary_bytes=max(boundaries, default=0),
+            boundary_bytes=max(
+                (self._boundary(cut, shape) for cut in this.cuts for shape in shapes), default=0
+            ),
             integer_bytes=max(this.integer_bytes),
-            micro_batches=max(len(part) for part in this.rounds),
+            micro_batches=max(map(len, this.rounds)),
             training=this.training,
-            kept_out_bytes=max((max(of_stage) for of_stage in kept), default=0),
-            kept_in_bytes=max((sum(of_stage) for of_stage in kept), default=0),
-            restarts=max(len(restarted_layers(stage, self.store.stale_layers)) for stage in this.stages),
+            kept_out_bytes=max(map(max, kept), default=0),
+            kept_in_bytes=max(map(sum, kept), default=0),
+            restarts=max(len(restarted_layers(stage, this.stale_layers)) for stage in this.stages),
             output_bytes=max(self._output_bytes(this, shape) for shape in shapes),
         )
 
-    def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
-        """Count buffers by size. `ahead` is the number of stages of this pass that may run beside the previous one."""
-        shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
-        passes = [
-            HeldPass(
-                each.stages,
-                tuple(tuple(shapes.index(each.shapes[m]) for m in part) for part in each.rounds),
-                ahead if number else 0,
-                self.store.stale_layers,
-            )
-            for number, each in enumerate((before, this))
-        ]
+    def _needed(self, before: PassShape, this: PassShape) -> Mapping[int, int]:
+        """Count buffers by size, in whole pages: two boundaries of about a size can use one buffer in turn."""
         needed = most_buffers(
-            passes,
+            (before, this),
             self._num_devices,
-            # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
-            lambda cut, size: whole_pages(self._values.boundary(cut, shapes[size])),
-            lambda layer, size: whole_pages(self._values.kept(layer, shapes[size])),
+            lambda cut, shape: whole_pages(self._boundary(cut, shape)),
+            lambda layer, shape: whole_pages(self._kept(layer, shape)),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):
@@ -374,9 +365,4 @@ class BufferReservation:
 
     def _output_bytes(self, this: PassShape, shape: torch.Size) -> int:
         """Return the bytes of a micro-batch's output: 0 if the pass gives losses."""
-        outputs = self._values.num_layers
-        return whole_pages(self._values.boundary(outputs, shape)) if this.gives_outputs else 0
-
-
-def _integer_bytes(batch: int, tokens: int) -> int:
-    return INTEGER_TENSORS * aligned(8 * batch * tokens)
+        return whole_pages(self._boundary(self._values.num_layers, shape)) if this.gives_outputs else 0

@@ -20,9 +20,8 @@ from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.passes import UPDATED, HostTensors, Pass
+from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, Passes, StepResult
 from torchround.engine.program import Program
-from torchround.engine.results import DeviceJob, Passes, StepResult
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.settings import EngineSettings, allocate_gradients
 from torchround.engine.store.bundles import BOUNDED
@@ -98,7 +97,15 @@ class Engine:
             self.settings.accumulates,
         )
         is_compiled = compiler is not None and compiler.is_required
-        self._passes = Passes(self._reservation, queues, board.observer, self._synchronize, is_compiled)
+        self._passes = Passes(
+            self._reservation,
+            queues,
+            board.observer,
+            self._synchronize,
+            self._wait_in_call,
+            self._wait_for_in_call,
+            is_compiled,
+        )
         workers = self._make_workers(model, sizes, queues)
         watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
@@ -141,7 +148,7 @@ class Engine:
             slots, end = self._program.training_pass(pass_, tasks, first_slot)
             self._hand_out(len(tasks) + len(slots))
             self._calls, self._rounds = self._calls + 1, share.total_rounds
-            return self._track(pass_, tasks, end)
+            return self._passes.track(pass_, tasks, end)
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
@@ -185,7 +192,7 @@ class Engine:
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._program.evaluation(pass_, tasks)
             self._hand_out(len(tasks))
-            return self._track(pass_, tasks)
+            return self._passes.track(pass_, tasks)
 
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
         """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
@@ -298,15 +305,6 @@ class Engine:
         """Hand out the rest of the last step's program, if it was to come beside the next step."""
         slots = self._program.late_tasks(self._next_slot)
         self._hand_out(len(slots))
-
-    def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
-        def wait_for_end() -> None:
-            if end is not None:
-                self._wait_for_in_call(end, end)
-
-        result = StepResult(pass_, tasks, self.pool, self._wait_in_call, wait_for_end)
-        self._passes.add(result)
-        return result
 
     def _wait_for_worker(self, worker: Worker) -> None:
         if worker.last is not None:

@@ -20,8 +20,7 @@ from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
 from torchround.engine.landings import layers_of
-from torchround.engine.passes import Pass, StageJob
-from torchround.engine.results import DeviceJob
+from torchround.engine.passes import DeviceJob, Pass, StageJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import (

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchround.accelerators import kind_of
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
+from torchround.engine.passes import StepResult
 from torchround.engine.reports import DeviceSpan
-from torchround.engine.results import StepResult
 from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
 from torchround.untrusted.regular_file import write_whole
 

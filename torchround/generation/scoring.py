@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchround.engine.engine import Engine
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.layer import MicroBatch
 
 

@@ -25,7 +25,7 @@ from torchround.config import EngineTable
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import SYNC
 from torchround.engine.store.host_store import HostStore

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import Any
 
 from torchround.planning.costs import Costs
 from torchround.planning.partition import (
@@ -28,16 +29,17 @@ from torchround.planning.partition import (
 PAGE_BYTES = 4096  # a buffer of the pool starts and ends at a page
 LOSS_BYTES = 4  # the loss of a micro-batch
 
-# For each round of a pass the sizes of its micro-batches. The caller chooses what a size stands for.
-Rounds = tuple[tuple[int, ...], ...]
+# A micro-batch's size, as the caller chooses: an index, or its shape.
+Size = Any
+Rounds = tuple[tuple[Size, ...], ...]  # of a pass
 # How many micro-batches have a range of progress. A range is (pass, size, fewest, furthest): the stages that they have
 # finished at least, and begun at most.
-Window = frozenset[tuple[tuple[int, int, int, int], int]]
+Window = frozenset[tuple[tuple[int, Size, int, int], int]]
 
 
 @dataclass(frozen=True)
 class HeldPass:
-    """The stages and rounds of a pass, for counting its buffers.
+    """The stages of a pass, and its rounds by the sizes of their micro-batches, for counting its buffers.
 
     - `ahead`: how many of its stages may begin before the previous pass is finished.
     - `stale_layers`: layers at the start of the model whose inputs are all kept for their backward (`bounded`).
@@ -105,7 +107,7 @@ def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
             elif not any(begun[-num_devices:]):
                 # A slot needs its device's slot N before it or the stage before it, so no later one can begin.
                 break
-        window: Counter[tuple[int, int, int, int]] = Counter()
+        window: Counter[tuple[int, Size, int, int]] = Counter()
         for (other, its_part), most in furthest.items():
             fewest = finished if (other, its_part) == (number, part) else 0
             for size, count in sizes[other][its_part].items():
@@ -117,8 +119,8 @@ def windows(shapes: tuple[Shape, ...], num_devices: int) -> frozenset[Window]:
 def most_buffers(
     passes: Sequence[HeldPass],
     num_devices: int,
-    boundary_bytes: Callable[[int, int], int],
-    kept_bytes: Callable[[int, int], int] = lambda layer, size: 0,
+    boundary_bytes: Callable[[int, Size], int],
+    kept_bytes: Callable[[int, Size], int] = lambda layer, size: 0,
     windows_of: Callable[[tuple[Shape, ...], int], frozenset[Window]] = windows,
 ) -> Counter[int]:
     """Count the buffers for activations, by their bytes, that consecutive passes hold at once at most.
@@ -147,9 +149,9 @@ def most_buffers(
 
 def held_after(
     held: HeldPass,
-    size: int,
-    boundary_bytes: Callable[[int, int], int],
-    kept_bytes: Callable[[int, int], int],
+    size: Size,
+    boundary_bytes: Callable[[int, Size], int],
+    kept_bytes: Callable[[int, Size], int],
 ) -> dict[int, list[int]]:
     """Count the buffers that a micro-batch of a size holds after 0 to S stages, by their bytes."""
     stages, cuts = held.stages, kept_cuts(held.stages, held.stale_layers)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from torchround.config import TrainingTable
+from torchround.engine.passes import StepResult
 from torchround.engine.reports import UpdateReport
-from torchround.engine.results import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.passes import StepResult
 from torchround.engine.reports import costs_from_reports
-from torchround.engine.results import StepResult
 from torchround.planning.partition import KeptNames, Partition, PlanError
 from torchround.planning.plan import Plan, kept_before
 from torchround.planning.plan_report import plan_for, ratio_text

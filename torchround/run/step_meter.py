@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchround.engine.device import Device
+from torchround.engine.passes import StepResult
 from torchround.engine.reports import StageReport
-from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
 from torchround.planning.memory import GIB

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchround.engine.results import StepResult
+from torchround.engine.passes import StepResult
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
 from torchround.observe.reporters import duration

@@ -15,7 +15,7 @@ from torchround.config import ValidationTable
 from torchround.data import DataError, cut
 from torchround.data.step_batches import Agree, raise_agreed
 from torchround.engine.engine import Engine
-from torchround.engine.results import StepResult, mean_loss
+from torchround.engine.passes import StepResult, mean_loss
 from torchround.layer import MicroBatch
 from torchround.observe.record import PromptSample
 from torchround.planning.machine_shares import StepShare, step_share

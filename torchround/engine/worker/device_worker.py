@@ -19,9 +19,8 @@ from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.landings import Landings
-from torchround.engine.passes import StageJob
+from torchround.engine.passes import DeviceJob, StageJob
 from torchround.engine.reports import DeviceSpan, StageReport
-from torchround.engine.results import DeviceJob
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
