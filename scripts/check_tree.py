@@ -26,7 +26,7 @@ SLACK = 100
 PRODUCT = ("torchround", "torchround/models", "train.py")  # a search does not follow the link to the models
 PROGRAMS = ("scripts", "benchmarks", "simulate")
 TOP_LEVEL = frozenset(
-    "torchround models simulate configs examples tests scripts benchmarks docs train.py pyproject.toml constraints.txt README.md LICENSE"
+    "torchround models simulate configs examples tests scripts benchmarks docs train.py pyproject.toml constraints.txt README.md CHANGELOG.md CONTRIBUTING.md LICENSE"
     " Dockerfile Dockerfile.cpu".split()
 )
 

@@ -11,7 +11,6 @@ import pytest
 from tests.support.processes import ROOT, run_program
 from tests.support.toml import EXTRAS, PROJECT, tomllib
 from torchround.config import Config, load_config
-from torchround.config.key_types import KeyType
 from torchround.config.validate import all_keys
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -131,7 +130,7 @@ def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_fr
     assert text.startswith("# ")
     for name, table in tomllib.loads(text).items():
         for key, value in table.items() if isinstance(table, dict) else ():
-            default = KeyType.of_field(Config.model_fields[name]).table().model_fields[key].default
+            default = Config.model_fields[name].annotation.model_fields[key].default
             assert value != default, f"{name}.{key} = {value} is the default"
 
 

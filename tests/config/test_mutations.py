@@ -1,19 +1,14 @@
-"""Random mistakes: a mutated TOML is either taken exactly as written or refused by a message that names the key.
-
-Any value that TOML can hold is written so that it reads back.
-"""
+"""Random mistakes: a mutated TOML is either taken exactly as written or refused by a message that names the key."""
 
 import tempfile
 from pathlib import Path
 
-import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.toml import tomllib
 from torchround.config import Config, ConfigError, load_config
 from torchround.config.key_types import UNSET
-from torchround.config.toml_writer import toml_value
 from torchround.config.validate import DEFAULT_STEPS
 
 VALID = {
@@ -45,18 +40,10 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-WRITABLE = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT | st.dates() | st.times(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def text_of(tables):
-    """Write the tables as TOML. Scalars at the top come first, so that they do not fall into a table."""
-    ordered = sorted(tables.items(), key=lambda item: isinstance(item[1], dict))
-    return "\n".join(f"{name} = {toml_value(value)}" for name, value in ordered)
+    return tomli_w.dumps(tables)
 
 
 def load_text(text):
@@ -81,18 +68,6 @@ def holds(config, raw):
     if isinstance(raw, list):
         return len(config) == len(raw) and all(holds(*pair) for pair in zip(config, raw, strict=True))
     return bool(config == raw) and isinstance(config, bool) == isinstance(raw, bool)
-
-
-@given(WRITABLE)
-@settings(max_examples=100, deadline=None)
-def test_any_value_reads_back_as_it_was_written(value):
-    found = tomllib.loads(f"value = {toml_value(value)}")["value"]
-    assert found == value and type(found) is type(value)
-
-
-def test_a_value_that_toml_cannot_write_is_refused():
-    with pytest.raises(TypeError, match="no form in TOML"):
-        toml_value({"a": None})
 
 
 def check(raw, name):

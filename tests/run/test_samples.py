@@ -86,7 +86,7 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
     [
         (("--validation.prompts=['a']",), "validation.prompts, validation.interval_steps: "),
         ((*VALIDATED, "--validation.prompts=['']"), "validation.prompts[0]: "),
-        ((*VALIDATED, "--validation.prompts=a"), "legal: an array"),
+        ((*VALIDATED, "--validation.prompts=a"), "input should be a valid tuple"),
         ((*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"), "validation.prompt_tokens: given 0"),
         ((*VALIDATED, *PROMPTS, "--data.sources=[{path = 'text.jsonl', content = 'tokens'}]"), "token ids"),
     ],

@@ -4,7 +4,7 @@ from torchround.config.command_line import Options, parse_command_line
 from torchround.config.config import Config, EngineTable, PlanTable
 from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
-from torchround.config.load import load_config
+from torchround.config.load import load_config, to_toml
 from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
     CheckpointTable,
@@ -18,7 +18,6 @@ from torchround.config.tables import (
     TrainingTable,
     ValidationTable,
 )
-from torchround.config.toml_writer import to_toml
 
 __all__ = [
     "MODEL_FOLDER",

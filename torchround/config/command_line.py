@@ -1,17 +1,18 @@
 """The command line of `train.py`: the file, the overrides, and the switches that print instead of training."""
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
-from torchround.config.load import read_config, take_flag
+from torchround.config.load import read_config
 from torchround.config.reference import usage
 from torchround.config.usual_names import nearest_value, other_way, usual_key
 from torchround.config.validate import RawConfig, all_keys, validate
 
-SWITCHES = ("--print-config", "--dry-run", "--help")
-FLAGS = ("--config", *SWITCHES)
+FLAGS = ("--config", "--print-config", "--dry-run", "--help")
 
 
 @dataclass(frozen=True)
@@ -44,70 +45,47 @@ class Options:
         return self.error(key, f"given {show(given)}; legal: {legal}{nearest_value(given, names)}")
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise config_error(COMMAND_LINE, "", message)
+
+
 def parse_command_line(arguments: Sequence[str]) -> Options:
     """Parse `sys.argv[1:]`. Raises `ConfigError`. `--help` prints the usage and exits with code 0."""
-    path: str | None = None
-    switches: set[str] = set()
-    overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        name = rest[0].partition("=")[0]
-        if name in SWITCHES or rest[0] == "-h":
-            switches.add(_switch(rest.pop(0)))
-        elif name == "--config":
-            path = _config_path(rest, path)
-        else:
-            overrides.extend(_override(rest))
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    for switch in (("--print-config",), ("--dry-run",), ("--help", "-h")):
+        parser.add_argument(*switch, action="store_true")
+    options, rest = parser.parse_known_args(arguments)
     # Before the file is read: `--help` needs no config.
-    if "--help" in switches:
+    if options.help:
         print(usage())
         raise SystemExit(0)
-    if path is None:
-        raise config_error(COMMAND_LINE, "", "no configuration; write --config NAME.toml")
-    raw = read_config(path, overrides)
-    return Options(validate(raw), "--print-config" in switches, "--dry-run" in switches, raw)
+    for before, argument in zip(["", *rest], rest, strict=False):
+        flag = argument.partition("=")[0]
+        is_value = before.startswith("--") and "=" not in before and not argument.startswith("--")
+        if not is_value and not (flag.startswith("--") and "." in flag):
+            raise _unknown_argument(argument)
+    if len(options.config) != 1:
+        given = f"{len(options.config)} configurations are given" if options.config else "no configuration"
+        raise config_error(COMMAND_LINE, "", f"{given}; write --config NAME.toml once")
+    raw = read_config(options.config[0], rest)
+    return Options(validate(raw), options.print_config, options.dry_run, raw)
 
 
-def _switch(argument: str) -> str:
-    """Return the switch's long name."""
-    name, equals, value = argument.partition("=")
-    if equals:
-        raise config_error(COMMAND_LINE, "", f"{name} takes no value, given {value}")
-    return "--help" if name == "-h" else name
-
-
-def _config_path(rest: list[str], earlier: str | None) -> str:
-    """Remove `--config` and its value from the front. `earlier` is the value given before it, if any."""
-    _, value = take_flag(rest)
-    if not value:
-        raise config_error(COMMAND_LINE, "", "--config has no value; write --config NAME.toml")
-    if earlier is not None:
-        raise config_error(COMMAND_LINE, "", f"--config is given twice: {earlier} and {value}")
-    return value
-
-
-def _override(rest: list[str]) -> list[str]:
-    """Remove an override from the front. Returns it as one argument, or as a flag without a value."""
-    flag, value = take_flag(rest)
-    if not flag.startswith("--") and "." in flag and value is not None:
-        raise config_error(
-            COMMAND_LINE, "", f"unexpected argument {flag}={value}; a key is written --{flag} {value}"
-        )
-    if not flag.startswith("--") or "." not in flag:
-        raise _unknown_flag(flag)
-    return [flag] if value is None else [f"{flag}={value}"]
-
-
-def _unknown_flag(flag: str) -> ConfigError:
-    name = flag.lstrip("-")
+def _unknown_argument(argument: str) -> ConfigError:
+    flag, equals, value = argument.partition("=")
+    if not flag.startswith("--") and "." in flag and equals:
+        text = f"unexpected argument {argument}; a key is written --{flag} {value}"
+        return config_error(COMMAND_LINE, "", text)
+    name = flag.lstrip("-").rpartition(".")[2]
     keys = [f"--{table}.{key}" for table, names in all_keys().items() for key in names if key == name]
     if not keys and (meant := usual_key(name)):
         keys = [f"--{meant}"]
     hint = f"; nearest: {', '.join(keys)}" if keys else other_way(name) or nearest(flag, FLAGS)
     if not flag.startswith("--"):
-        return config_error(
-            COMMAND_LINE, "", f"unexpected argument {flag}; a file is given as --config {flag}{hint}"
-        )
+        text = f"unexpected argument {flag}; a file is given as --config {flag}, a key as --table.key VALUE"
+        return config_error(COMMAND_LINE, "", f"{text}{hint}")
     return config_error(
         COMMAND_LINE, "", f"unknown flag {flag}; legal: {', '.join(FLAGS)}, --table.key{hint}"
     )

@@ -3,14 +3,13 @@
 The engine's table is here too; the others are in `tables.py` and `data_tables.py`.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from torchround.config.data_tables import DataTable, TokenizerTable
 from torchround.config.key_types import (
     Fraction,
-    Legal,
     Many,
     Name,
     NonNegativeInt,
@@ -61,7 +60,7 @@ class PlanTable(Table):
 class EngineTable(Table):
     """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
 
-    devices: Annotated[str, Legal('"auto" or "cpu" or a kind of accelerator')] = "auto"
+    devices: str = "auto"
     """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. A kind of accelerator, by PyTorch's
     name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise
     `cpu`."""

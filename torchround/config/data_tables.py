@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
 
-from torchround.config.key_types import Fraction, Legal, Many, Name, PositiveFloat, PositiveInt, Table
+from torchround.config.key_types import Fraction, Many, Name, PositiveFloat, PositiveInt, Table
 
 TEMPLATE_INPUTS = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -18,11 +18,7 @@ def _without_inputs(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return variables
 
 
-TemplateVariables = Annotated[
-    dict[str, JsonValue],
-    AfterValidator(_without_inputs),
-    Legal(f"a table of variables, none of them {', '.join(TEMPLATE_INPUTS)}"),
-]
+TemplateVariables = Annotated[dict[str, JsonValue], AfterValidator(_without_inputs)]
 
 
 class TokenizerTable(Table):

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from torchround.config.toml_writer import toml_value
 from torchround.untrusted.terminal import terminal_safe
 
 MODEL_FOLDER = "legal: a local folder with config.json (a name on the Hugging Face hub is not downloaded)"
@@ -43,14 +42,13 @@ def config_error(source: str, key: str, message: str) -> ConfigError:
 
 
 def show(value: Any) -> str:
-    """Write a value as TOML, shortened to fit on one line of a message."""
+    """Write a value on one line of a message, shortened."""
     try:
-        text = toml_value(value)
-    except ValueError:
-        # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16.
+        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+    except (
+        ValueError
+    ):  # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16
         return "an integer too long to print"
-    except TypeError:  # a checkpoint's configuration is JSON, which has null
-        text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

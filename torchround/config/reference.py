@@ -5,16 +5,16 @@
 
 from collections.abc import Iterator
 from textwrap import dedent, indent, wrap
+from typing import Any, cast
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchround.config.config import Config, PlanTable
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
-from torchround.config.key_types import KeyType, Table, describe
+from torchround.config.key_types import MAX_INT, Table
 from torchround.config.model_shape import ShapeTable
-from torchround.config.optimizer_tables import OptimizerTable, optimizer_tables
+from torchround.config.optimizer_tables import optimizer_tables
 
 USAGE = """\
 usage: python train.py --config NAME.toml [--table.key VALUE ...]
@@ -65,10 +65,8 @@ def page() -> str:
 def _tables() -> Iterator[tuple[str, type[Table]]]:
     """Yield each table with its title. The optimizers' follow each other."""
     for name, info in Config.model_fields.items():
-        table = KeyType.of_field(info).table()
-        assert table is not None, f"{name} is a table"
-        if table is not OptimizerTable:
-            yield f"[{name}]", table
+        if name != "optimizer":
+            yield f"[{name}]", cast(type[Table], info.annotation)
             continue
         for optimizer, its_table in optimizer_tables().items():
             # A program's own optimizers are not part of this documentation.
@@ -77,35 +75,54 @@ def _tables() -> Iterator[tuple[str, type[Table]]]:
 
 
 def _usage_table(title: str, table: type[Table]) -> str:
-    lines = [f"\n{title}  {_first_line(table)}\n"]
-    for key, info in table.model_fields.items():
-        lines.append(f"  {key}: {describe(KeyType.of_field(info))}{_default(info)}\n")
-        text = " ".join(documentation(info).split())
-        lines.append(indent("\n".join(wrap(text, 100)), "      ") + "\n")
+    lines = [f"\n{title}  {documentation(table.__doc__).partition(chr(10))[0]}\n"]
+    for key, legal, text in _keys(table):
+        lines.append(f"  {key}: {legal}\n")
+        lines.append(indent("\n".join(wrap(" ".join(text.split()), 100)), "      ") + "\n")
     return "".join(lines)
 
 
 def _page_table(title: str, table: type[Table]) -> str:
-    blocks = [f"\n## {title}\n\n{documentation(table)}\n"]
+    blocks = [f"\n**`{key}`**: {legal}\n\n{text}\n" for key, legal, text in _keys(table)]
+    return f"\n## {title}\n\n{documentation(table.__doc__)}\n" + "".join(blocks)
+
+
+def _keys(table: type[Table]) -> Iterator[tuple[str, str, str]]:
+    """Yield each key, what is legal with the default, and its documentation."""
+    schemas = table.model_json_schema()["properties"]
     for key, info in table.model_fields.items():
-        legal = f"{describe(KeyType.of_field(info))}{_default(info)}"
-        blocks.append(f"\n**`{key}`**: {legal}\n\n{documentation(info)}\n")
-    return "".join(blocks)
+        is_set = info.default is not PydanticUndefined and info.default is not None
+        default = f" (default {show(info.default)})" if is_set else ""
+        yield key, describe(schemas[key]) + default, documentation(info.description)
 
 
-def documentation(documented: FieldInfo | type[Table]) -> str:
+def documentation(text: str | None) -> str:
     """Return the docstring of a key or table, without indentation."""
-    text = documented.description if isinstance(documented, FieldInfo) else documented.__doc__
-    assert text, f"{documented} has a docstring"
+    assert text, "each table and key has a docstring"
     first, _, rest = text.strip().partition("\n")
     return f"{first}\n{dedent(rest)}".strip()
 
 
-def _first_line(table: type[Table]) -> str:
-    return documentation(table).partition("\n")[0]
+_TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
+_BOUNDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
 
 
-def _default(info: FieldInfo) -> str:
-    if info.default is PydanticUndefined or info.default is None:
-        return ""
-    return f" (default {show(info.default)})"
+def describe(schema: dict[str, Any]) -> str:
+    """Say in words what a JSON schema allows, for example `an integer, at least 1, or "auto"`."""
+    if "anyOf" in schema:
+        return " or ".join(describe(each) for each in schema["anyOf"] if each.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        return " or ".join(show(choice) for choice in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        items = schema.get("items") or schema["prefixItems"][0]
+        return f"an array, each element {describe(items)}"
+    # The bound of all integers is left out: it matters only to a user who exceeds it.
+    bounds = [
+        f"{words} {schema[name]}" for name, words in _BOUNDS.items() if schema.get(name, MAX_INT) != MAX_INT
+    ]
+    return " ".join([_TYPES.get(schema.get("type", ""), "a table"), " and ".join(bounds)]).strip()

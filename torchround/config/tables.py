@@ -14,7 +14,6 @@ from torchround.config.data_tables import SourceTable
 from torchround.config.key_types import (
     Beta,
     Fraction,
-    Legal,
     Many,
     Name,
     NonNegativeFloat,
@@ -22,20 +21,22 @@ from torchround.config.key_types import (
     PositiveFloat,
     PositiveInt,
     Table,
+    matching,
 )
 from torchround.config.model_shape import ShapeTable
 
 RunName = Annotated[
     str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
-    Legal(
-        "a string of letters, digits, '.', '_' and '-' that begins with a letter or digit, at most 128 of them"
+    matching(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
+        "up to 128 letters, digits, '.', '_' and '-', of which the first is a letter or digit",
     ),
 ]
 ProjectName = Annotated[
     str,
-    Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$"),
-    Legal("a string of 1 to 128 characters, none of them a control character or one of / \\ # ? % :"),
+    matching(
+        r"[^/\\#?%:\x00-\x1f]{1,128}", "1 to 128 characters, none a control character or one of / \\ # ? % :"
+    ),
 ]
 
 

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from torchround.config import OptimizerTable
-from torchround.config.key_types import KeyType, describe
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
@@ -73,9 +72,8 @@ def _our_table(name: str, given: Mapping[str, Any]) -> OptimizerTable:
         return table.model_validate({**usual, **given})
     except ValidationError as error:
         # A wrong element is a mistake in the whole argument, as its caller sees it.
-        wrong = dict.fromkeys(str(details["loc"][0]) for details in error.errors())
-        legal = {key: describe(KeyType.of_field(table.model_fields[key])) for key in wrong}
-        problems = "; ".join(f"{key} = {given[key]!r}; legal: {legal[key]}" for key in wrong)
+        wrong = {str(details["loc"][0]): details["msg"].lower() for details in error.errors()}
+        problems = "; ".join(f"{key} = {given[key]!r}: {message}" for key, message in wrong.items())
         raise PipelineUsageError(f'optimizer = "{name}": {problems}') from error
 
 

@@ -22,7 +22,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchround.config import Config
-from torchround.config.toml_writer import toml_value
 from torchround.machines.group import START_TIMEOUT_S, HostShare, LaunchError, Machine, MachineGroup
 
 POLL_S = 0.05
@@ -231,7 +230,7 @@ def _versions() -> dict[str, str]:
 
 
 def _compared_keys(config: Config) -> dict[str, str]:
-    """Map each key that must be the same on all machines to its value as TOML."""
+    """Map each key that must be the same on all machines to its value as JSON."""
     compared = {}
     for table, keys in config.model_dump(mode="json", exclude_none=True).items():
         for key, value in keys.items():
@@ -242,7 +241,7 @@ def _compared_keys(config: Config) -> dict[str, str]:
                 ]
             is_file = name == "engine.plan" and isinstance(value, str)
             if key not in OWN_KEYS.get(table, ()) and not is_file:
-                compared[name] = _shortened(toml_value(value))
+                compared[name] = _shortened(json.dumps(value))
     return compared
 
 

@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from torchround.optim.kernel_check import check_bits
 from torchround.optim.kernel_kind import SOURCE, KernelError, KernelKind, compiler_flags
 from torchround.optim.range_threads import Range, RangeThreads
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel
-from torchround.untrusted.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CompiledUpdate:
 
     def __init__(self, library: Path, threads: RangeThreads) -> None:
         try:
-            self._update = _load(library).update
+            self._update = ctypes.CDLL(str(library)).update
         except (OSError, AttributeError) as error:
             raise KernelError(f"{library} cannot be loaded: {error}") from error
         self._update.restype = None
@@ -106,27 +106,56 @@ def get_kernels(
 
 
 def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -> None:
+    """Compile each kind into its library. Raises `KernelError` with the first error of the first compiler that fails."""
     if not libraries:
         return
     if shutil.which(cxx_compiler()) is None:
         raise KernelError(
             f"there is no C++ compiler {cxx_compiler()!r} to compile the optimizer with (CXX names another)"
         )
-    started = time.monotonic()
-    compilations = []
-    try:
-        for kind, path in libraries.items():
-            compilations.append(_Compilation(kind, path))
-        while any(compilation.is_running() for compilation in compilations):
+    deadline_s = time.monotonic() + COMPILE_LIMIT_S
+    with ExitStack() as stack:
+        compilers = {}
+        for kind, library in libraries.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=library.parent)))
+            (folder / "kind.h").write_text(kind.header())
+            output = stack.enter_context(tempfile.TemporaryFile())
+            made = folder / "update.so"
+            compilers[library] = _start(folder, made, output), made, output
+            stack.callback(_end, compilers[library][0])
+        while any(process.poll() is None for process, _, _ in compilers.values()):
             meanwhile()
-            if time.monotonic() - started > COMPILE_LIMIT_S:
+            if time.monotonic() > deadline_s:
                 raise KernelError(f"compiling the optimizer took more than {COMPILE_LIMIT_S:g} s")
             time.sleep(POLL_S)
-        for compilation in compilations:
-            compilation.finish()
-    finally:
-        for compilation in compilations:
-            compilation.close()
+        for library, (process, made, output) in compilers.items():
+            if process.returncode or not made.exists():
+                output.seek(0)
+                lines = [line.strip() for line in output.read().decode(errors="replace").split("\n")]
+                reasons = [line for line in lines if "error" in line] or [
+                    *filter(None, lines),
+                    "no reason given",
+                ]
+                raise KernelError(f"compiling the optimizer failed ({reasons[0][:300]})")
+            os.replace(made, library)
+
+
+def _start(folder: Path, made: Path, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start a compiler of low priority, in a session of its own: Ctrl-C stops the run, which then stops this."""
+    command = [cxx_compiler(), *compiler_flags(), "-I", str(folder), "-o", str(made), str(SOURCE)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    # The group's, because the compiler starts further processes.
+    with suppress(OSError):  # it has ended already
+        os.setpriority(os.PRIO_PGRP, process.pid, 10)
+    return process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+    process.wait()
 
 
 def cxx_compiler() -> str:
@@ -134,61 +163,8 @@ def cxx_compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-class _Compilation:
-    """A compiler that makes one library in a folder of its own. Its output is read only if it fails."""
-
-    def __init__(self, kind: KernelKind, library: Path) -> None:
-        self._library = library
-        self._folder = tempfile.TemporaryDirectory(dir=library.parent)
-        self._made = Path(self._folder.name, "update.so")
-        Path(self._folder.name, "kind.h").write_text(kind.header())
-        command = [
-            cxx_compiler(),
-            *compiler_flags(),
-            "-I",
-            self._folder.name,
-            "-o",
-            str(self._made),
-            str(SOURCE),
-        ]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            start_new_session=True,  # Ctrl-C stops the run, which then stops this
-        )
-        # Training has priority. The group's, because the compiler starts further processes.
-        with suppress(OSError):  # it has ended already
-            os.setpriority(os.PRIO_PGRP, self._process.pid, 10)
-
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def finish(self) -> None:
-        """Put the library in its place, or raise `KernelError` with the compiler's first error."""
-        if self._process.returncode == 0 and self._made.exists():
-            os.replace(self._made, self._library)
-            return
-        self._output.seek(0)
-        lines = [line.strip() for line in self._output.read().decode(errors="replace").split("\n")]
-        said = [line for line in lines if "error" in line] or list(filter(None, lines)) or ["no reason given"]
-        raise KernelError(f"compiling the optimizer failed ({said[0][:300]})")
-
-    def close(self) -> None:
-        if self.is_running():
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it started
-        self._process.wait()
-        self._output.close()
-        self._folder.cleanup()
-
-
 def private_folder() -> Path:
-    """Make the user's folder of libraries, and return it. Raises `KernelError` if another user could put code there.
-
-    A user who may write to a folder above could put another folder in its place.
-    """
+    """Make the user's folder of libraries, and return it. Raises `KernelError` if another user could put code there."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.path.expanduser(named)).resolve() / "torchround"
     try:
@@ -196,7 +172,6 @@ def private_folder() -> Path:
     except OSError:  # a user in a container may have no home
         folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
-    folder = folder.resolve()
     _refuse_shared(folder)
     return folder
 
@@ -210,32 +185,18 @@ def keep_inductor_private() -> None:
     folder = Path(default_cache_dir())
     try:
         folder.mkdir(exist_ok=True, mode=0o700)
-        if folder.is_symlink():
-            raise KernelError(f"{folder} is a link")
-        _refuse_shared(folder.resolve())
+        _refuse_shared(folder)
     except (KernelError, OSError) as error:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchround-")
         logger.warning("%s; compiled code is not kept for the next run", error)
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Raise `KernelError` if another user could put a file into the folder, or another folder in its place."""
-    for place in (folder, *folder.parents):
-        status = place.stat()
-        # A group with the number of its user is usually that user's alone. In a sticky folder only owners rename.
-        others = stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
-        is_shared = status.st_mode & others and (place == folder or not status.st_mode & stat.S_ISVTX)
-        if is_shared or status.st_uid not in (0, os.getuid()):
-            raise KernelError(
-                f"{folder}: another user may write to {place} (TORCHINDUCTOR_CACHE_DIR names another folder)"
-            )
-
-
-def _load(library: Path) -> ctypes.CDLL:
-    """Load a private copy of the file that was checked, even if its name has a new file by then. Raises `OSError`."""
-    with open_regular(library) as file, tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
-            raise OSError("it belongs to another user")
-        copy = Path(folder, library.name)
-        copy.write_bytes(file.readall())
-        return ctypes.CDLL(str(copy))
+    """Raise `KernelError` if the folder is another user's, or another user could put a file into it."""
+    status = folder.lstat()
+    # A group with the number of its user is usually that user's alone.
+    others = stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & others or status.st_uid not in (0, os.getuid()):
+        raise KernelError(
+            f"{folder}: another user may write there, or it is a link (TORCHINDUCTOR_CACHE_DIR names another folder)"
+        )
