@@ -94,7 +94,7 @@ class Engine:
             store,
             self.pool,
             self.devices,
-            self._exchange.landings.needed(),
+            self._exchange.landing_buffers,
             self.settings.accumulates,
         )
         is_compiled = compiler is not None and compiler.is_required
@@ -332,7 +332,6 @@ class Engine:
             board=self._board,
             tasks=self._tasks,
             pool=self.pool,
-            landings=self._exchange.landings,
             model=model,
             sizes=sizes,
             partition=self.partition,

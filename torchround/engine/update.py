@@ -27,7 +27,6 @@ from torchround.engine.board import LAYER_GATE, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
-from torchround.engine.landings import layers_of
 from torchround.engine.passes import Pass
 from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
@@ -391,7 +390,7 @@ class Updater(Worker):
             if decision.applies:
                 deepest_first = reversed(store.trained)
                 left_out = [b for b in deepest_first if not math.isfinite(self._squares[b.index])]
-                report.left_out = tuple(layers_of(store, bundle) for bundle in left_out)
+                report.left_out = tuple(bundle.name for bundle in left_out)
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)

@@ -179,7 +179,8 @@ class MappedRange:
 
 @dataclass
 class Bundle:
-    """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters.
+    """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters. `name` has
+    the layers' names.
 
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
@@ -195,6 +196,7 @@ class Bundle:
     """
 
     index: int
+    name: str
     layers: tuple[int, ...]
     trainable: bool
     parameters: tuple[FlatParameter, ...]
@@ -378,7 +380,7 @@ def collect_bundles(
         group = (tuple(layers), parameter.requires_grad, name in mapped)
         groups.setdefault(group, []).append(facts[name])
     bundles = [
-        _lay_out(index, layers, trainable, parameters, optimizer)
+        _lay_out(index, ", ".join(model.names[i] for i in layers), layers, trainable, parameters, optimizer)
         for index, ((layers, trainable, _), parameters) in enumerate(groups.items())
     ]
     places = {p.name: (bundle.index, p) for bundle in bundles for p in bundle.parameters}
@@ -414,6 +416,7 @@ def _parameter_uses(model: LayeredModel) -> dict[int, tuple[str, nn.Parameter, l
 
 def _lay_out(
     index: int,
+    name: str,
     layers: tuple[int, ...],
     trainable: bool,
     parameters: Sequence[ParameterFacts],
@@ -435,7 +438,7 @@ def _lay_out(
             stop += stored_numel(facts.shape.numel())
         segments.append(Segment(first, stop, rule, optimizer.format, tuple(placed)))
     all_placed = tuple(parameter for segment in segments for parameter in segment.parameters)
-    return Bundle(index, layers, trainable, all_placed, stop, tuple(segments) if trainable else ())
+    return Bundle(index, name, layers, trainable, all_placed, stop, tuple(segments) if trainable else ())
 
 
 def stored_numel(numel: int) -> int:

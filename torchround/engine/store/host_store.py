@@ -136,8 +136,7 @@ class HostStore:
         generator: torch.Generator,
     ) -> None:
         """Fill what this machine holds of a layer. The first layer that uses a shared parameter fills it."""
-        bundles = [self.bundles[used] for used in self.layer_bundles(index)]
-        ours = [bundle for bundle in bundles if bundle.layers[0] == index and not bundle.mapped]
+        ours = [b for b in self.layer_bundles(index) if b.layers[0] == index and not b.mapped]
         if ours and all(bundle.is_remote for bundle in ours):
             return
         with torch.no_grad(), ExitStack() as blocks:
@@ -407,18 +406,14 @@ class HostStore:
             return {}
         return bundle.saved_views(step, self.lags(bundle))
 
-    def layer_bundles(self, layer: int) -> list[int]:
+    def layer_bundles(self, layer: int) -> list[Bundle]:
         """Return the bundles that a layer uses, in the order of a weight slot."""
-        return list(dict.fromkeys(location.bundle for location in self.locations[layer]))
+        return [self.bundles[i] for i in dict.fromkeys(location.bundle for location in self.locations[layer])]
 
     def stage_bytes(self, stage: Stage) -> int:
         """Return the bytes of one upload of a stage's weights."""
-        numel = sum(
-            self.bundles[bundle].numel
-            for layer in range(stage.start, stage.stop)
-            for bundle in self.layer_bundles(layer)
-        )
-        return numel * self.dtype.itemsize
+        layers = range(stage.start, stage.stop)
+        return sum(bundle.numel for i in layers for bundle in self.layer_bundles(i)) * self.dtype.itemsize
 
     def num_parameters(self) -> int:
         """Return the number of parameters, shared ones counted once."""
