@@ -32,7 +32,7 @@ from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore, Prediction
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
 from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.optim import (
@@ -280,7 +280,7 @@ class Updater(Worker):
             # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
             self._store.applied_updates += 1
             if self._store.policy.predicts:
-                self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
+                self._store.prediction = float(decision.lr)
 
     def step_host_optimizer(self, decision: Decision) -> None:
         """Let a `HostOptimizer` update all fp32 weights by clipped gradients without loss scale, if the step applies."""

@@ -6,15 +6,14 @@ contiguous copy, an update one pass over flat memory, and a checkpoint a set of 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchround.config import AdamWTable, OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
     BOUNDED,
@@ -88,8 +87,8 @@ class HostStore:
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = SpikeBounds()
-        # Set by each update if the policy predicts.
-        self.prediction: Prediction | None = None
+        # The learning rate of the last applied update, if it predicted the newest device weights.
+        self.prediction: float | None = None
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
         mapped = mapped or {}
@@ -206,12 +205,12 @@ class HostStore:
         is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
         step of a run does. The newest device weights are predictions again if both runs predict.
         """
-        # First: it may refuse what the checkpoint says.
-        self.prediction = None
-        if prediction is not None and self.policy.predicts:
-            self.prediction = Prediction.from_state(
-                prediction, applied_updates, self.trained, self.optimizer.table
-            )
+        lr = prediction and prediction["lr"] if self.policy.predicts else None
+        if lr is not None and not (
+            type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0
+        ):
+            raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
+        self.prediction = lr
         # Version v belongs to buffer v modulo their number, but the views were filled as of the
         # store's own step: a buffer that holds version `self.step - age` must come to where `step -
         # age` belongs, `step - self.step` places on.
@@ -230,17 +229,21 @@ class HostStore:
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
 
-    def _write_newest(self, bundle: Bundle, prediction: "Prediction | None") -> None:
-        """Write an owned bundle's newest device weights: predicted ones, or the fp32 weights without a prediction."""
+    def _write_newest(self, bundle: Bundle, prediction: float | None) -> None:
+        """Write an owned bundle's newest device weights: predicted ones, or the fp32 weights without a prediction.
+
+        A step of `async` computes with version `t - 1`, and its gradient is applied to version `t`. The update that makes a
+        version knows its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction =
+        "predict"` it writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for
+        it: fp32 weights, state and learning rate give these device weights again, bit for bit.
+        """
         device_weights = bundle.version(self.step)
         if prediction is None:
             device_weights.copy_(bundle.fp32_weight)
             return
         for segment in bundle.segments:
             buffers = bundle.update_buffers(segment, device_weights, self.step)
-            # A rule is a dataclass of its settings.
-            rule = type(segment.rule)(**{**vars(segment.rule), **prediction.settings})
-            predict_(replace(buffers, rule=rule), lr=prediction.lr, update=self.applied_updates)
+            predict_(buffers, lr=prediction, update=self.applied_updates)
 
     def resume_state(self) -> dict[str, Any]:
         """Return what `resume` needs besides the views and the step, JSON-able and no longer changing.
@@ -254,7 +257,9 @@ class HostStore:
         }
         if self.policy is BOUNDED:
             state["stale_layers"] = self.stale_layers
-        return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
+        if self.prediction is not None:
+            state["prediction"] = {"lr": self.prediction}
+        return state
 
     def stale_bundles(self) -> list[Bundle]:
         """Return the bundles whose device weights lag."""
@@ -281,7 +286,7 @@ class HostStore:
             observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-        def write(prediction: Prediction | None) -> None:
+        def write(prediction: float | None) -> None:
             for bundle in rewritten:
                 observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
                 self._write_newest(bundle, prediction)
@@ -368,10 +373,8 @@ class HostStore:
     def assign_rules(self, model: LayeredModel, optimizer: Optimizer) -> None:
         """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
         rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
-        for bundle in self.trained:
-            bundle.segments = tuple(
-                cut for segment in bundle.segments for cut in segment.cut(rules, optimizer.format)
-            )
+        for segment in [segment for bundle in self.trained for segment in bundle.segments]:
+            segment.assign(rules, optimizer.format)
 
     def named_views(self) -> dict[str, Tensor]:
         """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
@@ -442,7 +445,7 @@ class HostStore:
         else:
             bundle.weight = unlocked(bundle.numel, torch.float32)
         for segment in bundle.segments:
-            segment.allocate(unlocked)
+            segment.parts = {p.name: unlocked(p.numel(segment.numel), p.dtype) for p in segment.kinds}
             if segment.rule.uses_direction:
                 segment.direction = self._flat(segment.numel, torch.bfloat16)
 
@@ -474,58 +477,3 @@ def _spare(bundle: Bundle) -> Tensor:
     if bundle.gradient is None or bundle.gradient.itemsize < weights.itemsize:
         return torch.empty_like(weights)
     return bundle.gradient.view(weights.dtype)[: bundle.numel]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The numbers of the last applied update, which made the newest device weights.
-
-    A step of `async` computes with version `t - 1`, and its gradient is applied to version `t`. The update that makes a
-    version knows its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction =
-    "predict"` it writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for
-    it: the fp32 weights, the state as it is kept, and these numbers give the newest device weights again, bit for bit.
-
-    `settings` are the fields that all its rules had in common, such as `betas` and `eps`.
-    """
-
-    lr: float
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, bundles: Iterable[Bundle], lr: float) -> "Prediction":
-        """Return the numbers of an update of these bundles by their present rules.
-
-        Weight decay is left out, also if it is one for all: a predicted step has none (`UpdateRule.next_step`).
-        """
-        rules = {segment.rule for bundle in bundles for segment in bundle.segments}
-        names = dict.fromkeys(name for rule in rules for name in vars(rule) if name != "weight_decay")
-        values = {name: {getattr(rule, name, None) for rule in rules} for name in names}
-        return cls(lr, {name: found.pop() for name, found in values.items() if len(found) == 1})
-
-    @classmethod
-    def from_state(
-        cls, state: Any, applied_updates: int, bundles: Iterable[Bundle], table: type[OptimizerTable]
-    ) -> "Prediction":
-        """Rebuild it from a checkpoint, for these bundles. Raises `ValueError` if no update can have left it.
-
-        `table` says which values of settings are legal.
-        """
-        lr = state.get("lr") if isinstance(state, Mapping) else None
-        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
-            raise ValueError(f"prediction is {str(state)[:100]}")
-        settings = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in state.items()
-            if name != "lr"
-        }
-        found, names = cls(lr, settings), cls.of(bundles, lr).settings.keys()
-        if settings.keys() != names:
-            listed = ", ".join(["lr", *names])
-            raise ValueError(f"prediction has {', '.join(map(str, state))}; legal: {listed}")
-        # A rule may have further fields that follow from its settings.
-        table.model_validate({name: settings[name] for name in names & table.model_fields.keys()})
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """Return its values, JSON-able."""
-        return {"lr": self.lr, **self.settings}
