@@ -348,7 +348,8 @@ class Engine:
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
         if self._calls and self.store.step == self._step and self._life.failure is None:
-            self.store.write_newest_device_weights()
+            self.store.set_stale_layers(0)
+            self.store.is_consistent = True
 
     def _wait_in_call(self, value: Value[T]) -> T:
         """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns.

@@ -29,7 +29,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import PART, Buffer, Tasks, Worker
 from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
-from torchround.machines.links import Link, Purpose
+from torchround.machines.links import Purpose
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.machine_shares import StepShare, ring_places, step_share
 
@@ -38,7 +38,7 @@ class StepExchange:
     """The exchange of one machine, which is alone if it has no `group`. `is_in_a_step` tells whether a step is under way.
 
     `landings` are the memory in which parts of gradients land, by bundle and use of it, and `landing_buffers` count the
-    pool's buffers for them. `gradients_to`, `weights_to` and `weights_from` are the workers for each peer. `waited_s` is the time that the optimizer's thread has waited for other machines.
+    pool's buffers for them. `gradients_to`, `weights_to` and `weights_from` are the workers for each peer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepExchange:
                 f"this is machine {self._rank} of {self._size}"
             )
         self.landing_buffers, self.landings = _make_landings(store, pool)
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._store = store
         self._board = tasks.board
         self._group = group
@@ -74,11 +74,8 @@ class StepExchange:
         self.gradients_to = {peer: worker(f"gradients to machine {peer}") for peer in owners}
         self.weights_to = {peer: worker(f"weights to machine {peer}") for peer in self.peers if store.owned}
         self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
-        self.workers = [
-            *self.gradients_to.values(),
-            *self.weights_to.values(),
-            *self.weights_from.values(),
-        ]
+        each = self.gradients_to, self.weights_to, self.weights_from
+        self.workers = [worker for by_peer in each for worker in by_peer.values()]
         self._counted_bytes = self._sent_bytes()
         if group is not None:
             group.on_fault(self.failed)
@@ -151,7 +148,9 @@ class StepExchange:
     def _arriving_chunks(self, bundle: Bundle, step: int, part: int, maker: int) -> Iterator[Tensor]:
         """Yield a part that another machine made, chunk by chunk as it arrives."""
         what = self._part(bundle, step, part)
-        chunks = self._link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self._store.gradient_dtype, what)
+        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(
+            bundle.numel, self._store.gradient_dtype, what
+        )
         while True:
             with self._waits(f"{what} from {self._name(maker)}", is_update=True):
                 _, values = next(chunks, (0, None))
@@ -166,30 +165,24 @@ class StepExchange:
             self._send(bundle.owner, Purpose.GRADIENTS, self._landed(bundle, place), what)
 
     def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
-        """Return the loss sums of all machines' micro-batches, in the order of the batch, from this machine's own."""
+        """Return the loss sums of all machines' micro-batches, in the order of the batch."""
         if self._group is None:
             return own
-        step, share = pass_.step, pass_.share
-        assert share is not None, f"step {step} was dispatched without a share"
-        gathered = self._gather(
-            dict(zip(share.micro_batches, own, strict=True)), f"the losses of step {step}"
-        )
+        share, what = pass_.share, f"the losses of step {pass_.step}"
+        assert share is not None, f"step {pass_.step} was dispatched without a share"
+        gathered = self._gather(dict(zip(share.micro_batches, own, strict=True)), what)
         sums = [gathered[index] for index in range(share.total_micro_batches)]
         self._board.post(pass_.sums, sums)
         return sums
 
     def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
-        """Return the squared norms of all bundles' gradients, by bundle, from those of this machine's own.
-
-        That of a bundle's parameters which are not clipped is apart, under `update.unclipped`.
-        """
+        """Return the squared norms of all machines' gradients, by the keys of `own`."""
         return own if self._group is None else self._gather(own, f"the norms of step {step}")
 
     def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
-        """Return the numbers of all machines, as exact doubles."""
-        assert self._group is not None, "one machine gathers nothing"
+        """Gather the numbers of all machines, as exact doubles."""
         with self._waits(f"{what} from all machines", is_update=True):
-            gathered = self._group.channel("steps").gather(sorted(own.items()), what)
+            gathered = self._machines.channel("steps").gather(sorted(own.items()), what)
         return {index: value for of_one in gathered for index, value in of_one}
 
     # Weights.
@@ -203,12 +196,12 @@ class StepExchange:
         weights, what = bundle.version(version), self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
             self._board.observer.touched(reads=(), writes=[weights])
-            self._link(bundle.owner, Purpose.WEIGHTS).receive(weights, what)
+            self._machines.link(bundle.owner, Purpose.WEIGHTS).receive(weights, what)
 
     def _send(self, peer: int, purpose: Purpose, data: Tensor, what: str) -> None:
         with self._waits(f"{self._name(peer)} to take {what}"):
             self._board.observer.touched(reads=[data], writes=())
-            self._link(peer, purpose).send(data, what)
+            self._machines.link(peer, purpose).send(data, what)
 
     @contextmanager
     def _waits(self, what: str, is_update: bool = False) -> Iterator[None]:
@@ -221,16 +214,16 @@ class StepExchange:
         with self._board.waits(f"waits for {what}"):
             yield
         if is_update:
-            self.waited_s += time.perf_counter() - begin_s
+            self._waited_s += time.perf_counter() - begin_s
         self._board.note_progress()
 
-    def _link(self, peer: int, purpose: Purpose) -> Link:
-        assert self._group is not None, "one machine has no link"
-        return self._group.link(peer, purpose)
+    @property
+    def _machines(self) -> MachineGroup:
+        assert self._group is not None, "one machine exchanges nothing"
+        return self._group
 
     def _name(self, machine: int) -> str:
-        assert self._group is not None, "one machine has no name"
-        return str(self._group.machines[machine])
+        return str(self._machines.machines[machine])
 
     def _part(self, bundle: Bundle, step: int, part: int) -> str:
         return f"part {part} of step {step}'s gradient of {bundle.name}"
@@ -240,12 +233,13 @@ class StepExchange:
 
     def _sent_bytes(self) -> int:
         both = Purpose.GRADIENTS, Purpose.WEIGHTS
-        return sum(self._link(peer, purpose).bytes_sent for peer in self.peers for purpose in both)
+        return sum(self._machines.link(peer, purpose).bytes_sent for peer in self.peers for purpose in both)
 
-    def take_bytes(self) -> int:
-        """Return the bytes that this machine has sent to others since the last call."""
+    def take_figures(self) -> tuple[float, int]:
+        """Return the seconds that the optimizer's thread has waited here, and the bytes sent, since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
         before, self._counted_bytes = self._counted_bytes, self._sent_bytes()
-        return self._counted_bytes - before
+        return waited_s, self._counted_bytes - before
 
     # Faults, and one end for all.
 
@@ -297,22 +291,17 @@ def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict
     sizes = {bundle.index: whole_pages(bundle.numel * store.gradient_dtype.itemsize) for bundle in summed}
     is_alone = store.ownership.num_machines == 1
     in_turn = [bundle.index for bundle in summed if len(bundle.layers) == 1 and not is_alone]
-    counts = ring_places([sizes[index] for index in in_turn])
-    shared = Counter(
-        sizes[bundle.index] for bundle in summed if bundle.index not in in_turn for _ in bundle.layers
-    )
-    pool.reserve(counts + shared)
+    apart = [(b.index, use) for b in summed if b.index not in in_turn for use in range(len(b.layers))]
+    ring = ring_places([sizes[index] for index in in_turn])
+    counts = ring + Counter(sizes[index] for index, _ in apart)
+    pool.reserve(counts)
+    names = {bundle.index: bundle.name for bundle in summed}
+    landings = {(i, use): Buffer(PART, names[i], pool.take(sizes[i])) for i, use in apart}
     rings = {
         nbytes: cycle([Buffer(PART, content=pool.take(nbytes)) for _ in range(count)])
-        for nbytes, count in counts.items()
+        for nbytes, count in ring.items()
     }
-    places = {index: next(rings[sizes[index]]) for index in in_turn}
-    return counts + shared, {
-        (bundle.index, use): places.get(bundle.index)
-        or Buffer(PART, bundle.name, pool.take(sizes[bundle.index]))
-        for bundle in summed
-        for use in range(len(bundle.layers))
-    }
+    return counts, landings | {(index, 0): next(rings[sizes[index]]) for index in in_turn}
 
 
 # Before the first step.

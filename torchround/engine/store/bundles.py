@@ -42,7 +42,9 @@ class UpdatePolicy:
     the gradient is computed with. The step's number alone decides that version, never timing.
 
     If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
-    that the gradient will be applied to (`Prediction`).
+    that the gradient will be applied to. The update that makes a version knows its own direction; for AdamW
+    `d = -lr * m_hat / (sqrt(v_hat) + eps)`. It writes `w + d` in place of `w` as that version's device weights, in the same
+    pass. Nothing is kept for it: fp32 weights, state and learning rate give these device weights again, bit for bit.
     """
 
     name: str
@@ -79,11 +81,9 @@ class FlatParameter:
 
     @property
     def stop(self) -> int:
-        """The element after its last one."""
         return self.start + self.shape.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter as a view of one of its bundle's flat buffers."""
         return flat[self.start : self.stop].view(self.shape)
 
 
@@ -123,10 +123,8 @@ class Segment:
             for parameter in self.parameters:
                 first, stop = parameter.start - self.start, parameter.stop - self.start
                 share = self.parts[part.name][first // part.block : part.numel(stop)]
-                yield (
-                    f"{part.name}/{parameter.name}",
-                    share.view(parameter.shape) if part.block == 1 else share,
-                )
+                share = share.view(parameter.shape) if part.block == 1 else share
+                yield f"{part.name}/{parameter.name}", share
 
     def assign(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> None:
         """Take another rule, by parameter, on the same memory.
@@ -165,8 +163,7 @@ class MappedRange:
 
 @dataclass
 class Bundle:
-    """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters. `name` has
-    the layers' names.
+    """Parameters with common flat buffers. `layers`, whose names `name` has, use it, in model order; several are tied.
 
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
@@ -223,8 +220,8 @@ class Bundle:
         if self.residual is None:
             return upper
         values = torch.empty(parameter.shape)
-        for chunk, *halves in _chunks(values, upper, parameter.view(self.residual)):
-            chunk.copy_(join(*halves))
+        for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
+            chunk.copy_(join(upper_half, residual))
         return values
 
     @contextmanager
@@ -236,10 +233,11 @@ class Bundle:
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
-            upper, residual = (parameter.view(half) for half in (self.version(version), self.residual))
-            for chunk, *halves in _chunks(values, upper, residual):
-                for half, new in zip(halves, split(chunk), strict=True):
-                    half.copy_(new)
+            upper = parameter.view(self.version(version))
+            for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
+                new_upper, new_residual = split(chunk)
+                upper_half.copy_(new_upper)
+                residual.copy_(new_residual)
 
     def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         """Return the bundle's part of a checkpoint, as views by name; `version` is the newest one.
@@ -430,9 +428,7 @@ def mapped_ranges(
         start = parameter.start
         for in_file in mapped[parameter.name]:
             memory = in_file.memory
-            assert memory.ndim == 1 and memory.dtype == dtype, (
-                f"{parameter.name}: {memory.dtype}, not {dtype}"
-            )
+            assert memory.dtype == dtype, f"{parameter.name}: {memory.dtype}, not {dtype}"
             yield MappedRange(start, memory, in_file, in_file.begin)
             start += memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
