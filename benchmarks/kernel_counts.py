@@ -256,7 +256,9 @@ def count_layers(
     store = SimpleNamespace(
         bundles=bundles,
         locations=locations,
-        layer_bundles=lambda layer: list(dict.fromkeys(place.bundle for place in locations[layer])),
+        layer_bundles=lambda layer: [
+            bundles[i] for i in dict.fromkeys(place.bundle for place in locations[layer])
+        ],
     )
     counted: list[CountedLayer] = []
     hidden: Hidden | None = None

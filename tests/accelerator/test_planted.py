@@ -26,7 +26,6 @@ REUSED = ShortRun(workers=2, tight_pool=True)
 # Which worker takes a host buffer first is chance, so there are many of them, and this fault has several tries.
 REUSED_OFTEN = replace(REUSED, partition="one layer a stage", micro_batches=4, steps=3)
 TRIES = 5
-PARTS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, tied=True)
 LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 MATRICES = ShortRun(optimizer="muon")
@@ -40,7 +39,6 @@ WAITS = {
     "an uploaded input": (ONE, starved(UP)),
     "a free slot for weights": (ONE, starved(COMPUTE)),
     "final gradients": (ONE, starved(COMPUTE)),
-    "a free landing buffer": (PARTS, hurried(GRADIENTS_DOWN)),
     "a free slot for a look-ahead": (MATRICES, starved(GRADIENTS_DOWN)),
     "an uploaded look-ahead": (MATRICES, starved(UP)),
     "a direction": (MATRICES, starved(COMPUTE)),

@@ -11,6 +11,7 @@ from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_mod
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.update import Updater
 from torchround.engine.worker.device_worker import STAGE_JOB
 
 PARTITION = PARTITIONS["forward coarser"]
@@ -39,6 +40,19 @@ def test_the_first_of_two_faults_that_an_update_overcame_is_raised():
         train(toy_engine(PARTITION, 2, store=store, **armed(TwoBombs(None))), BATCHES)
     assert store.step == 1 and store.is_consistent
     assert_same_state(store.named_views(), state_after(1))
+
+
+def test_a_skipped_step_whose_copy_fails_speaks_of_no_second_try(monkeypatch):
+    def fail(updater, bundle, step):
+        raise PlantedError
+
+    store = toy_store(toy_model(), policy=ASYNC)
+    for device_weights in store.trained[1].device_weights:
+        device_weights.fill_(torch.inf)
+    monkeypatch.setattr(Updater, "copy_version", fail)
+    with pytest.raises(PipelineError, match="PlantedError.*some layers are updated.*do not save") as told:
+        train(toy_engine(PARTITION, 2, store=store), BATCHES)
+    assert not told.value.store_is_consistent
 
 
 @pytest.mark.parametrize(("policy", "is_skipped"), [(SYNC, False), (SYNC, True), (ASYNC, True)], ids=str)

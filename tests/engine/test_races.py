@@ -16,8 +16,8 @@ from tests.support.planting import DeclaredLog, declared
 from tests.support.race_checker import Entry, Region, find_races, tasks_apart
 from tests.support.toy import ToyHead, linked, toy_batches, toy_model
 from torchround.engine.errors import PipelineError
-from torchround.engine.landings import Landings
-from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS
+from torchround.engine.program import Program
+from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Buffer
 from torchround.layer import LayeredModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
@@ -222,10 +222,15 @@ def test_an_access_that_is_not_declared_is_found(access):
     assert access in IMPLIED or access[1] == DECISION or any(log.failed for log in logs) or any(races)
 
 
-def test_parts_share_the_landing_window(monkeypatch):
-    buffers = Landings.buffers
-    # Each bundle's parts as if they had memory of their own.
-    monkeypatch.setattr(Landings, "buffers", lambda *arguments: buffers(*arguments)[:1])
+def test_parts_share_the_places_in_which_they_land(monkeypatch):
+    landing, own = Program._landing, {}
+
+    def apart(program, bundle, use):
+        """Return the same memory as if no two bundles shared it."""
+        place = landing(program, bundle, use)
+        return own.setdefault((id(program), bundle.index, use), Buffer(PART, content=place.content))
+
+    monkeypatch.setattr(Program, "_landing", apart)
     assert any(find_races(log.entries) for log in logs_of(RUNS["machines"]))
 
 

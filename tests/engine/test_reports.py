@@ -67,7 +67,7 @@ def test_weights_go_up_once_a_stage_and_gradients_come_down_once_and_nothing_is_
         allocations = device.num_allocations
         train(engine, BATCHES[2:])
         assert device.num_allocations == allocations
-    by_layer = [sum(engine.store.bundles[b].numel for b in engine.store.layer_bundles(layer)) for layer in range(7)]
+    by_layer = [sum(bundle.numel for bundle in engine.store.layer_bundles(layer)) for layer in range(7)]
     # Weights once per forward or fused stage and once per backward stage.
     weights = (2 * sum(by_layer) - by_layer[6]) * dtype.itemsize * len(BATCHES)
     gradients = sum(by_layer) * dtype.itemsize * len(BATCHES)

@@ -124,7 +124,7 @@ def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(plain, policy
     timeline, store = plain[policy]
     moved = moved_bytes(timeline)
     whole = sum(bundle.numel for bundle in store.bundles) * 4
-    head = sum(store.bundles[index].numel for index in store.layer_bundles(6)) * 4
+    head = sum(bundle.numel for bundle in store.layer_bundles(6)) * 4
     assert (moved[TaskKind.WEIGHTS], moved[TaskKind.GRADIENTS]) == (2 * whole - head, whole)
     updates = [task.layers.start for task, _, _ in own(timeline) if task.kind is TaskKind.UPDATE]
     assert updates == list(range(7))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import toy
 from tests.support.faults import (
     CONSUMED,
     ERRORS,
@@ -39,6 +40,7 @@ from torchround.engine.passes import LOSS
 from torchround.engine.store import host_store
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.layer import LayeredModel
+from torchround.optim.optimizer import make_optimizer
 
 __all__ = ["over", "planted"]
 
@@ -213,7 +215,10 @@ def engine_of(fault, store, bomb, **options):
 
 
 def store_of(fault, **options):
-    return toy_store(armed_model(fault.variant, Bomb(None)), policy=POLICIES[fault.policy], **options)
+    optimizer = make_optimizer(toy.OPTIMIZER)
+    return toy_store(
+        armed_model(fault.variant, Bomb(None)), policy=POLICIES[fault.policy], optimizer=optimizer, **options
+    )
 
 
 def whole_state(store):

@@ -309,14 +309,14 @@ def test_each_machine_holds_all_weights_and_its_share_of_the_state():
         owned = -(-7 // count) * 4 * MIB
         assert state.weight_bytes == alone.weight_bytes
         assert state.optimizer_bytes == 12 * owned
-        # The sums of owned gradients, and the window: two of seven equal parts.
+        # The sums of owned gradients, and two places for seven equal parts.
         assert state.gradient_bytes == 4 * owned + 2 * 2 * 4 * MIB
 
 
-def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
+def test_parts_of_each_size_have_a_share_of_places_and_two_of_four_or_more():
     small, large = BundleCount((MIB,)), BundleCount((50 * MIB,))
     assert landing_bytes(ParameterCounts((small,) * 100), 2, 1, 2) == int(0.12 * 2 * 100 * MIB)
-    assert landing_bytes(ParameterCounts((large, *(small,) * 50)), 2, 1, 2) == 2 * 51 * MIB
+    assert landing_bytes(ParameterCounts((large, large, *(small,) * 5)), 2, 1, 2) == 2 * (50 + 2) * MIB
 
 
 def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():

@@ -18,7 +18,7 @@ from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_
 from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
-from torchround.engine.store.host_store import HostStore, Prediction
+from torchround.engine.store.host_store import HostStore
 from torchround.optim.optimizer import make_optimizer
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
@@ -41,8 +41,8 @@ def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
     for name, view in views.items():
         drawn = torch.rand(view.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
         view.copy_(drawn if view.is_floating_point() else drawn * 127)  # codes and residuals are integers
-    store.prediction = Prediction(1e-3, {"betas": (0.9, 0.95), "eps": 1e-8}) if policy.predicts else None
-    store.resume(STEP, STEP, prediction=store.prediction and store.prediction.state())
+    store.prediction = 1e-3 if policy.predicts else None
+    store.resume(STEP, STEP, prediction=store.prediction and {"lr": store.prediction})
     return store
 
 

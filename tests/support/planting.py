@@ -161,8 +161,8 @@ def declared(dropped=None):
     """
     declare, make, content, logs = Tasks.declare, Buffer.__init__, Buffer.content, {}
 
-    def making(buffer, kind, name=""):
-        make(buffer, kind, name)
+    def making(buffer, kind, name="", content=None):
+        make(buffer, kind, name, content)
         logs[buffer] = CONTROLLER.log
         logs[buffer].made(buffer)
 

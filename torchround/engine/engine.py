@@ -93,7 +93,7 @@ class Engine:
             store,
             self.pool,
             self.devices,
-            self._exchange.landings.needed(),
+            self._exchange.landing_buffers,
             self.settings.accumulates,
         )
         is_compiled = compiler is not None and compiler.is_required
@@ -330,7 +330,6 @@ class Engine:
             board=self._board,
             tasks=self._tasks,
             pool=self.pool,
-            landings=self._exchange.landings,
             model=model,
             sizes=sizes,
             partition=self.partition,
@@ -347,7 +346,8 @@ class Engine:
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
         if self._calls and self.store.step == self._step and self._life.failure is None:
-            self.store.write_newest_device_weights()
+            self.store.set_stale_layers(0)
+            self.store.is_consistent = True
 
     def _wait_in_call(self, value: Value[T]) -> T:
         """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns.

@@ -12,31 +12,33 @@ Workers of their own send to each peer and receive weights from it, because they
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 import xxhash
 from torch import Tensor
 
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
-from torchround.engine.landings import Landings, layers_of
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Tasks, Worker
+from torchround.engine.tasks import PART, Buffer, Tasks, Worker
 from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
-from torchround.machines.links import Link, Purpose
-from torchround.planning.machine_shares import StepShare, step_share
+from torchround.machines.links import Purpose
+from torchround.planning.host_buffers import whole_pages
+from torchround.planning.machine_shares import StepShare, ring_places, step_share
 
 
 class StepExchange:
     """The exchange of one machine, which is alone if it has no `group`. `is_in_a_step` tells whether a step is under way.
 
-    `landings` are the memory of its gradients. `gradients_to`, `weights_to` and `weights_from` are the workers for each
-    peer. `waited_s` is the time that the optimizer's thread has waited for other machines.
+    `landings` are the memory in which parts of gradients land, by bundle and use of it, and `landing_buffers` count the
+    pool's buffers for them. `gradients_to`, `weights_to` and `weights_from` are the workers for each peer.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class StepExchange:
                 f"the host store is of machine {ownership.machine} of {ownership.num_machines}, "
                 f"this is machine {self._rank} of {self._size}"
             )
-        self.landings = Landings(store, pool)
-        self.waited_s = 0.0
+        self.landing_buffers, self.landings = _make_landings(store, pool)
+        self._waited_s = 0.0
         self._store = store
         self._board = tasks.board
         self._group = group
@@ -72,11 +74,8 @@ class StepExchange:
         self.gradients_to = {peer: worker(f"gradients to machine {peer}") for peer in owners}
         self.weights_to = {peer: worker(f"weights to machine {peer}") for peer in self.peers if store.owned}
         self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
-        self.workers = [
-            *self.gradients_to.values(),
-            *self.weights_to.values(),
-            *self.weights_from.values(),
-        ]
+        each = self.gradients_to, self.weights_to, self.weights_from
+        self.workers = [worker for by_peer in each for worker in by_peer.values()]
         self._counted_bytes = self._sent_bytes()
         if group is not None:
             group.on_fault(self.failed)
@@ -107,7 +106,7 @@ class StepExchange:
     # Gradients.
 
     def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
-        """Add parts of a gradient to their sum in fp32, in the order of their numbers, and give their buffers back.
+        """Add parts of a gradient to their sum in fp32, in the order of their numbers.
 
         The source of a part is the memory in which it landed, or the machine that made and sends it.
         """
@@ -125,87 +124,65 @@ class StepExchange:
         """
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        length = links.CHUNK_BYTES // self._store.gradient_dtype.itemsize
         streams = [
-            self._landed_chunks(source.content)
+            self._landed(bundle, source).split(length)
             if isinstance(source, Buffer)
             else self._arriving_chunks(bundle, step, part, source)
             for part, source in zip(parts, sources, strict=True)
         ]
-        for chunks in zip(*streams, strict=True):
+        for target, chunks in zip(gradient.split(length), zip(*streams, strict=True), strict=True):
             # Every next chunk is on its way while this one is added.
-            for part, (start, values) in zip(parts, chunks, strict=True):
-                target = gradient[start : start + values.numel()]
+            for part, values in zip(parts, chunks, strict=True):
                 self._board.observer.touched(reads=[values], writes=[target])
                 if part == 0:
                     target.copy_(values)  # what the buffer held before is the previous step's
                 else:
                     target.add_(values)
-        for source in sources:
-            if isinstance(source, Buffer):
-                self.landings.give(bundle, source.content)
 
-    def _landed_chunks(self, buffer: HostBuffer) -> Iterator[tuple[int, Tensor]]:
-        """Yield a part that landed here in the chunks in which others arrive."""
-        landed = buffer.memory.view(self._store.gradient_dtype)
-        length = links.CHUNK_BYTES // landed.dtype.itemsize
-        return ((start, landed[start : start + length]) for start in range(0, landed.numel(), length))
+    def _landed(self, bundle: Bundle, place: Buffer) -> Tensor:
+        """Return a part that has landed here."""
+        values: Tensor = place.content.memory.view(self._store.gradient_dtype)
+        return values[: bundle.numel]
 
-    def _arriving_chunks(
-        self, bundle: Bundle, step: int, part: int, maker: int
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _arriving_chunks(self, bundle: Bundle, step: int, part: int, maker: int) -> Iterator[Tensor]:
         """Yield a part that another machine made, chunk by chunk as it arrives."""
         what = self._part(bundle, step, part)
-        chunks = self._link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self._store.gradient_dtype, what)
+        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(
+            bundle.numel, self._store.gradient_dtype, what
+        )
         while True:
-            begin_s = time.perf_counter()
-            with self._waits(f"{what} from {self._name(maker)}"):
-                chunk = next(chunks, None)
-            self.waited_s += time.perf_counter() - begin_s
-            if chunk is None:
+            with self._waits(f"{what} from {self._name(maker)}", is_update=True):
+                _, values = next(chunks, (0, None))
+            if values is None:
                 return
-            yield chunk
+            yield values
 
-    def send_gradient(
-        self, bundle: Bundle, step: int, parts: Sequence[int], sources: Sequence[Buffer]
-    ) -> None:
-        """Send parts of a gradient to the bundle's owner, and give their buffers back."""
-        for part, source in zip(parts, sources, strict=True):
-            buffer: HostBuffer = source.content
-            self._send(
-                bundle.owner,
-                Purpose.GRADIENTS,
-                buffer.memory.view(self._store.gradient_dtype),
-                self._part(bundle, step, part),
-            )
-            self.landings.give(bundle, buffer)
+    def send_gradient(self, bundle: Bundle, step: int, landed: Mapping[int, Buffer]) -> None:
+        """Send parts of a gradient, by their numbers, to the bundle's owner."""
+        for part, place in landed.items():
+            what = self._part(bundle, step, part)
+            self._send(bundle.owner, Purpose.GRADIENTS, self._landed(bundle, place), what)
 
     def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
-        """Return the loss sums of all machines' micro-batches, in the order of the batch, from this machine's own."""
+        """Return the loss sums of all machines' micro-batches, in the order of the batch."""
         if self._group is None:
             return own
-        step, share = pass_.step, pass_.share
-        assert share is not None, f"step {step} was dispatched without a share"
-        gathered = self._gather(
-            dict(zip(share.micro_batches, own, strict=True)), f"the losses of step {step}"
-        )
+        share, what = pass_.share, f"the losses of step {pass_.step}"
+        assert share is not None, f"step {pass_.step} was dispatched without a share"
+        gathered = self._gather(dict(zip(share.micro_batches, own, strict=True)), what)
         sums = [gathered[index] for index in range(share.total_micro_batches)]
         self._board.post(pass_.sums, sums)
         return sums
 
     def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
-        """Return the squared norms of all bundles' gradients, by bundle, from those of this machine's own.
-
-        That of a bundle's parameters which are not clipped is apart, under `update.unclipped`.
-        """
+        """Return the squared norms of all machines' gradients, by the keys of `own`."""
         return own if self._group is None else self._gather(own, f"the norms of step {step}")
 
     def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
-        """Return the numbers of all machines, as exact doubles."""
-        assert self._group is not None, "one machine gathers nothing"
-        begin_s = time.perf_counter()
-        with self._waits(f"{what} from all machines"):
-            gathered = self._group.channel("steps").gather(sorted(own.items()), what)
-        self.waited_s += time.perf_counter() - begin_s
+        """Gather the numbers of all machines, as exact doubles."""
+        with self._waits(f"{what} from all machines", is_update=True):
+            gathered = self._machines.channel("steps").gather(sorted(own.items()), what)
         return {index: value for of_one in gathered for index, value in of_one}
 
     # Weights.
@@ -219,43 +196,50 @@ class StepExchange:
         weights, what = bundle.version(version), self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
             self._board.observer.touched(reads=(), writes=[weights])
-            self._link(bundle.owner, Purpose.WEIGHTS).receive(weights, what)
+            self._machines.link(bundle.owner, Purpose.WEIGHTS).receive(weights, what)
 
     def _send(self, peer: int, purpose: Purpose, data: Tensor, what: str) -> None:
         with self._waits(f"{self._name(peer)} to take {what}"):
             self._board.observer.touched(reads=[data], writes=())
-            self._link(peer, purpose).send(data, what)
+            self._machines.link(peer, purpose).send(data, what)
 
     @contextmanager
-    def _waits(self, what: str) -> Iterator[None]:
-        """Wait for another machine within the block; `what` names the wait. Raises `Stopped` if the engine stopped."""
+    def _waits(self, what: str, is_update: bool = False) -> Iterator[None]:
+        """Wait for another machine within the block; `what` names the wait. Raises `Stopped` if the engine stopped.
+
+        `is_update` says that the optimizer's thread waits.
+        """
         self._board.raise_if_stopped()
+        begin_s = time.perf_counter()
         with self._board.waits(f"waits for {what}"):
             yield
+        if is_update:
+            self._waited_s += time.perf_counter() - begin_s
         self._board.note_progress()
 
-    def _link(self, peer: int, purpose: Purpose) -> Link:
-        assert self._group is not None, "one machine has no link"
-        return self._group.link(peer, purpose)
+    @property
+    def _machines(self) -> MachineGroup:
+        assert self._group is not None, "one machine exchanges nothing"
+        return self._group
 
     def _name(self, machine: int) -> str:
-        assert self._group is not None, "one machine has no name"
-        return str(self._group.machines[machine])
+        return str(self._machines.machines[machine])
 
     def _part(self, bundle: Bundle, step: int, part: int) -> str:
-        return f"part {part} of step {step}'s gradient of {layers_of(self._store, bundle)}"
+        return f"part {part} of step {step}'s gradient of {bundle.name}"
 
     def _weights(self, bundle: Bundle, version: int) -> str:
-        return f"version {version} of the weights of {layers_of(self._store, bundle)}"
+        return f"version {version} of the weights of {bundle.name}"
 
     def _sent_bytes(self) -> int:
         both = Purpose.GRADIENTS, Purpose.WEIGHTS
-        return sum(self._link(peer, purpose).bytes_sent for peer in self.peers for purpose in both)
+        return sum(self._machines.link(peer, purpose).bytes_sent for peer in self.peers for purpose in both)
 
-    def take_bytes(self) -> int:
-        """Return the bytes that this machine has sent to others since the last call."""
+    def take_figures(self) -> tuple[float, int]:
+        """Return the seconds that the optimizer's thread has waited here, and the bytes sent, since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
         before, self._counted_bytes = self._counted_bytes, self._sent_bytes()
-        return self._counted_bytes - before
+        return waited_s, self._counted_bytes - before
 
     # Faults, and one end for all.
 
@@ -295,6 +279,31 @@ class StepExchange:
         self._group.abort()
 
 
+def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict[tuple[int, int], Buffer]]:
+    """Take the host memory in which parts of gradients land before they are added up or sent. Counts the buffers too.
+
+    On one machine each use of a bundle has a buffer. Of several machines each would hold a whole round of gradients in
+    that way, because the network may be far behind the devices. So bundles of one size land in a few places in turn, each
+    once the part before it is taken. Bundles that several layers share are few, and their parts wait for each other at the
+    owner, so their uses have buffers there too.
+    """
+    summed = [bundle for bundle in reversed(store.trained) if bundle.adds_up]  # as they land
+    sizes = {bundle.index: whole_pages(bundle.numel * store.gradient_dtype.itemsize) for bundle in summed}
+    is_alone = store.ownership.num_machines == 1
+    in_turn = [bundle.index for bundle in summed if len(bundle.layers) == 1 and not is_alone]
+    apart = [(b.index, use) for b in summed if b.index not in in_turn for use in range(len(b.layers))]
+    ring = ring_places([sizes[index] for index in in_turn])
+    counts = ring + Counter(sizes[index] for index, _ in apart)
+    pool.reserve(counts)
+    names = {bundle.index: bundle.name for bundle in summed}
+    landings = {(i, use): Buffer(PART, names[i], pool.take(sizes[i])) for i, use in apart}
+    rings = {
+        nbytes: cycle([Buffer(PART, content=pool.take(nbytes)) for _ in range(count)])
+        for nbytes, count in ring.items()
+    }
+    return counts, landings | {(index, 0): next(rings[sizes[index]]) for index in in_turn}
+
+
 # Before the first step.
 
 
@@ -316,7 +325,7 @@ def share_weights(
         for bundle in store.bundles:
             if bundle.owner == owner and (bundle.trainable or bundle.index in unlike[receiver]):
                 for age in range(len(bundle.device_weights)):
-                    yield bundle.version(store.step - age), f"the first weights of {layers_of(store, bundle)}"
+                    yield bundle.version(store.step - age), f"the first weights of {bundle.name}"
 
     def send(peer: int) -> None:
         for weights, what in messages(group.rank, peer):

@@ -19,7 +19,6 @@ from functools import partial
 from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
-from torchround.engine.landings import layers_of
 from torchround.engine.passes import DeviceJob, Pass, StageJob
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_store import HostStore
@@ -70,7 +69,7 @@ class Program:
         self._accumulates = accumulates
         self._is_bounded = store.policy is BOUNDED
         self._directed = directed_bundles(store)
-        names = {b.index: layers_of(store, b) for b in store.trained}
+        names = {b.index: b.name for b in store.trained}
         versions = range(store.policy.versions)
         self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
         self._states = {i: Buffer(STATE, name) for i, name in names.items()}
@@ -122,9 +121,7 @@ class Program:
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
         task = Task("stage", pass_.step, location)
-        bundles = self._store.bundles
-        uses = [(layer, bundles[i]) for layer in layers for i in self._store.layer_bundles(layer)]
-        uses = [(layer, bundle) for layer, bundle in uses if bundle.trainable]
+        uses = [(layer, b) for layer in layers for b in self._store.layer_bundles(layer) if b.trainable]
         self._tasks.declare(
             task, [self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses]
         )
@@ -162,15 +159,14 @@ class Program:
         makers = {part: (part - parts.start) // uses for part in parts}
         machine = self._store.ownership.machine
         landed = {part: self._landing(bundle, part % uses) for part in parts if makers[part] == machine}
-        reads = [buffer for buffers in landed.values() for buffer in buffers]
+        reads = list(landed.values())
         if not bundle.is_owned:
-            sources = [buffers[0] for buffers in landed.values()]
-            run = partial(self._exchange.send_gradient, bundle, step, list(landed), sources)
+            run = partial(self._exchange.send_gradient, bundle, step, landed)
             if landed:
                 self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
             return
         if bundle.adds_up:
-            given = [landed[part][0] if part in landed else makers[part] for part in parts]
+            given = [landed.get(part, makers[part]) for part in parts]
             run = partial(self._exchange.add, bundle, step, parts, given)
             self._emit(self._updater, "the sum", step, run, bundle, reads, [self._gradients[bundle.index]])
             if self._is_bounded and is_whole:
@@ -358,11 +354,9 @@ class Program:
         versions = self._weights[bundle.index]
         return versions[version % len(versions)]
 
-    def _landing(self, bundle: Bundle, use: int) -> Sequence[Buffer]:
+    def _landing(self, bundle: Bundle, use: int) -> Buffer:
         """Return where a part of a bundle's gradient lands: as the whole sum, or in memory of parts."""
-        if bundle.adds_up:
-            return self._exchange.landings.buffers(bundle, use)
-        return [self._gradients[bundle.index]]
+        return self._exchange.landings[bundle.index, use] if bundle.adds_up else self._gradients[bundle.index]
 
     def _emit(
         self,

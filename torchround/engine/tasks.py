@@ -34,14 +34,14 @@ DECISION = "decision on an update"
 
 
 class Buffer:
-    """Memory that is written again. `content` is what its writer leaves with it: the pool buffer that it took."""
+    """Memory that is written again. `content` is its pool buffer, or what its writer leaves with it."""
 
     __slots__ = ("content", "kind", "name", "readers", "writer")
 
-    def __init__(self, kind: str, name: str = "") -> None:
+    def __init__(self, kind: str, name: str = "", content: Any = None) -> None:
         self.kind = kind
         self.name = f"{kind} of {name}" if name else kind
-        self.content: Any = None
+        self.content = content
         self.writer: Access | None = None
         self.readers: list[Access] = []
 

@@ -15,9 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,13 +25,12 @@ from torchround.engine.board import LAYER_GATE, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
-from torchround.engine.landings import layers_of
 from torchround.engine.passes import Pass
 from torchround.engine.reports import BundleUpdate, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore, Prediction
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
 from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.optim import (
@@ -48,7 +45,7 @@ from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import get_kernels
 from torchround.optim.kernel_kind import KernelKind
 from torchround.optim.range_threads import RangeThreads
-from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
+from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, look_ahead_, update_
 
 
 @dataclass
@@ -115,9 +112,7 @@ class Updater(Worker):
         self._kernels: Mapping[KernelKind, UpdateKernel] = {}
         self._begun: int | None = None  # the step whose update is under way
         self._overcome: PipelineError | None = None
-        # Seconds up to the last step: of work, of waits for saves and for other machines.
-        self._seconds_before = (0.0, 0.0, 0.0)
-        # Of the step under way.
+        # Of the step under way. Squared norms are by bundle; those of parameters that are not clipped have negative keys.
         self._squares: dict[int, float] = {}
         self._losses: list[float] = []
         self._loss = 0.0
@@ -127,7 +122,14 @@ class Updater(Worker):
     def enter(self) -> None:
         use_threads_here(self._num_threads)
         if self._compiles:
-            self._kernels = get_kernels(self._kinds(), self._while_compiling, self._threads)
+            step, predicts = self._store.step, self._store.policy.predicts
+            kinds = {
+                KernelKind.of(buffers, predicts)
+                for bundle in self._store.owned
+                for buffers in self._buffers(bundle, step)
+            }
+            known = {kind for kind in kinds if kind is not None}
+            self._kernels = get_kernels(known, self._while_compiling, self._threads)
 
     def leave(self) -> None:
         self._threads.close()
@@ -148,7 +150,7 @@ class Updater(Worker):
     def _failure(self, task: Task | None, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
         if not leaves_whole:
-            why = "some layers are updated" if self._store.policy is BOUNDED else "a second try failed too"
+            why = "a second try failed too" if self._overcome else "some layers are updated"
             if self._host_optimizer is not None:
                 why = "a part of the weights may be updated"
             problem += f" ({why}: {MIXED})"
@@ -156,19 +158,6 @@ class Updater(Worker):
         failure = PipelineError(location, problem, leaves_whole)
         failure.__cause__ = error
         return failure
-
-    def _kinds(self) -> set[KernelKind]:
-        """Return the kinds of updates that steps will make."""
-        step = self._store.step
-        kinds = (
-            KernelKind.of(
-                bundle.update_buffers(segment, self._written_weights(bundle, step), step),
-                self._store.policy.predicts,
-            )
-            for bundle in self._store.owned
-            for segment in bundle.segments
-        )
-        return {kind for kind in kinds if kind is not None}
 
     def _while_compiling(self) -> None:
         self._board.raise_if_stopped()
@@ -191,14 +180,14 @@ class Updater(Worker):
     # Gradients.
 
     def measure(self, bundle: Bundle, step: int) -> None:
-        """Take the squared norms of a whole gradient, as `StepExchange.all_squares` has them, and write its look-aheads."""
+        """Take the squared norms of a whole gradient, and write its look-aheads."""
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
         # Parameter by parameter, so that the sums do not depend on the layout.
         parts: dict[int, list[float]] = {bundle.index: []}
         for parameter in bundle.parameters:
-            key = unclipped(bundle.index) if parameter.name in self._directed else bundle.index
+            key = -1 - bundle.index if parameter.name in self._directed else bundle.index
             parts.setdefault(key, []).append(float(sum_of_squares(parameter.view(gradient).reshape(-1))))
         self._squares |= {key: math.fsum(found) for key, found in parts.items()}
         for segment in bundle.segments:
@@ -246,7 +235,8 @@ class Updater(Worker):
         report = decision.report
         self._squares = self._exchange.all_squares(decision.step, self._squares)
         report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
-        decision.clipped_norm = clipped_norm(self._squares) / report.loss_scale
+        clipped = math.fsum(square for key, square in self._squares.items() if key >= 0)
+        decision.clipped_norm = math.sqrt(clipped) / report.loss_scale
         return report.grad_norm
 
     def _fault(self, norm: float, loss_scale: float) -> str:
@@ -281,7 +271,7 @@ class Updater(Worker):
             # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
             self._store.applied_updates += 1
             if self._store.policy.predicts:
-                self._store.prediction = Prediction.of(self._store.trained, float(decision.lr))
+                self._store.prediction = float(decision.lr)
 
     def step_host_optimizer(self, decision: Decision) -> None:
         """Let a `HostOptimizer` update all fp32 weights by clipped gradients without loss scale, if the step applies."""
@@ -289,17 +279,16 @@ class Updater(Worker):
             return
         assert self._host_optimizer is not None, "only a HostOptimizer has such a step"
         assert decision.hyperparameters is not None, "a step of a HostOptimizer lacks its hyperparameters"
-        with ExitStack() as gate:
-            gradients: dict[str, Tensor] = {}
-            for bundle in self._store.owned:
-                gradient, factor = bundle.gradient, self._factor(bundle, decision)
-                assert gradient is not None, "a trained bundle lacks its gradient"
-                self._board.observer.touched(reads=(), writes=[gradient, bundle.fp32_weight])
-                if factor != 1.0:
-                    gradient.mul_(factor)
-                gradients |= {parameter.name: parameter.view(gradient) for parameter in bundle.parameters}
-            # PyTorch's optimizers compute in another way while a compiler is at work in the process.
-            gate.enter_context(LAYER_GATE.entered(self._board))
+        gradients: dict[str, Tensor] = {}
+        for bundle in self._store.owned:
+            gradient, factor = bundle.gradient, self._factor(bundle, decision)
+            assert gradient is not None, "a trained bundle lacks its gradient"
+            self._board.observer.touched(reads=(), writes=[gradient, bundle.fp32_weight])
+            if factor != 1.0:
+                gradient.mul_(factor)
+            gradients |= {parameter.name: parameter.view(gradient) for parameter in bundle.parameters}
+        # PyTorch's optimizers compute in another way while a compiler is at work in the process.
+        with LAYER_GATE.entered(self._board):
             self._begin_update(decision)
             self._host_optimizer.step(decision.hyperparameters, gradients)
 
@@ -314,19 +303,27 @@ class Updater(Worker):
         return clip_scale(norm, self._max_norms[bundle.index]) / scale
 
     def update(self, decision: Decision, bundle: Bundle) -> None:
-        """Update a bundle, or skip it: make version `step + 1` equal to version `step`."""
+        """Update a bundle, or skip it: make version `step + 1` equal to version `step`. If an update fails, try once more."""
         # In `bounded` a gradient that is not finite is known only here.
-        if decision.applies and math.isfinite(self._squares[bundle.index]):
-            self._update_surely(bundle, decision)
-        else:
+        if not (decision.applies and math.isfinite(self._squares[bundle.index])):
             self.copy_version(bundle, decision.step)
+            return
+        progress = [UpdateProgress() for _ in bundle.segments]
+        start_s = time.perf_counter()
+        try:
+            self._update_bundle(bundle, decision, progress, self._kernels)
+        except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
+            self.overcome(error)
+            # Without compiled kernels, which may be what failed.
+            self._update_bundle(bundle, decision, progress, {})
+        decision.report.bundles += (BundleUpdate(bundle.layers[0], start_s, time.perf_counter()),)
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
         # From here on a checkpoint would lack the older device weights, or mix them with newer ones.
         self._mark()
         self._board.observer.touched(reads=[bundle.fp32_weight], writes=[bundle.device_weights[0]])
-        bundle.device_weights[0].copy_(bundle.fp32_weight)
+        self._store.renew(bundle)
 
     def copy_version(self, bundle: Bundle, step: int) -> None:
         """Make version `step + 1` of a bundle's device weights equal to version `step`. Any thread may call this."""
@@ -335,23 +332,15 @@ class Updater(Worker):
             self._board.observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-    def _update_surely(self, bundle: Bundle, decision: Decision) -> None:
-        """Update a bundle; if that fails, once more."""
-        progress = [UpdateProgress() for _ in bundle.segments]
-        start_s = time.perf_counter()
-        update = partial(self._update_bundle, bundle, decision, progress)
-        try:
-            update(self._kernels)
-        except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-            self.overcome(error)
-            # Without compiled kernels, which may be what failed.
-            update({})
-        decision.report.bundles += (BundleUpdate(bundle.layers[0], start_s, time.perf_counter()),)
-
     def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
         """Return the device weights that step `step`'s update writes."""
         # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
         return bundle.fp32_weight if self._store.lags(bundle) else bundle.version(step + 1)
+
+    def _buffers(self, bundle: Bundle, step: int) -> list[UpdateBuffers]:
+        """Return what the update of step `step` reads and writes, segment by segment."""
+        written = self._written_weights(bundle, step)
+        return [bundle.update_buffers(segment, written, step) for segment in bundle.segments]
 
     def _update_bundle(
         self,
@@ -361,23 +350,20 @@ class Updater(Worker):
         kernels: Mapping[KernelKind, UpdateKernel],
     ) -> None:
         """Update the segments of a bundle, one after the other. A retry continues from `progress`, one for each."""
-        step = decision.step
-        written = self._written_weights(bundle, step)
+        step, written = decision.step, self._written_weights(bundle, decision.step)
         if self._host_optimizer is not None:
             self._board.observer.touched(reads=[bundle.fp32_weight], writes=[written])
             written.copy_(bundle.fp32_weight)
             return
-        assert bundle.gradient is not None, "a trained bundle lacks its gradient"
         self._board.observer.touched(reads=bundle.inputs(step), writes=[*bundle.state(), written])
         scale, predicts = self._factor(bundle, decision), self._store.policy.predicts
-        for segment, done in zip(bundle.segments, progress, strict=True):
-            buffers = bundle.update_buffers(segment, written, step)
+        for buffers, done in zip(self._buffers(bundle, step), progress, strict=True):
             kind = KernelKind.of(buffers, predicts) if kernels else None
             update_(
                 buffers,
                 lr=decision.lr,
                 update=self._store.applied_updates,
-                gradient_scale=self._direction_scale(step) if segment.rule.uses_direction else scale,
+                gradient_scale=self._direction_scale(step) if buffers.rule.uses_direction else scale,
                 progress=done,
                 kernel=kernels.get(kind) if kind is not None else None,
                 predicts=predicts,
@@ -391,7 +377,7 @@ class Updater(Worker):
             if decision.applies:
                 deepest_first = reversed(store.trained)
                 left_out = [b for b in deepest_first if not math.isfinite(self._squares[b.index])]
-                report.left_out = tuple(layers_of(store, bundle) for bundle in left_out)
+                report.left_out = tuple(bundle.name for bundle in left_out)
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
@@ -406,25 +392,12 @@ class Updater(Worker):
         self._begun = None
         report.not_finite = tuple(i for i, loss in enumerate(self._losses) if not math.isfinite(loss))
         report.loss = self._loss
-        report.sent_bytes = self._exchange.take_bytes()
-        now = (self.busy_s, self.waited_for_saves_s, self._exchange.waited_s)
-        busy_s, report.waited_for_save_s, report.peers_wait_s = (
-            seconds - before for seconds, before in zip(now, self._seconds_before, strict=True)
-        )
-        report.seconds = busy_s - report.peers_wait_s  # they were inside its tasks
-        self._seconds_before = now
+        report.peers_wait_s, report.sent_bytes = self._exchange.take_figures()
+        report.seconds = self.busy_s - report.peers_wait_s  # it was inside its tasks
+        report.waited_for_save_s = self.waited_for_saves_s
+        self.busy_s = self.waited_for_saves_s = 0.0
         self._squares, self._losses, self._loss = {}, [], 0.0
         self._board.post(decision.updated, report)
-
-
-def clipped_norm(squares: Mapping[int, float]) -> float:
-    """Return the norm of all clipped parameters."""
-    return math.sqrt(math.fsum(square for key, square in squares.items() if key >= 0))
-
-
-def unclipped(index: int) -> int:
-    """Return the key, among squared norms by bundle, of the bundle's parameters that are not clipped."""
-    return -1 - index
 
 
 def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:

@@ -4,16 +4,18 @@ The rounds of a step are dealt to the machines in turn. So N machines with R rou
 with N * R rounds does, and every part of a gradient is the same on both.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchround.planning.costs import ParameterCounts
-from torchround.planning.host_buffers import PAGE_BYTES, whole_pages
+from torchround.planning.host_buffers import whole_pages
 from torchround.planning.partition import PlanError, split_evenly
 
-# Share of all gradient bytes of a round that may have landed without having been sent or added up, unless two
-# bundles are larger. All devices can fill it while the network is busy with what landed before.
-WINDOW_SHARE = 0.12
+# Share of the gradients of a round that may have landed without having been sent or added up. All devices can fill it
+# while the network is busy with what landed before.
+LANDED_SHARE = 0.12
 
 
 @dataclass(frozen=True)
@@ -69,25 +71,29 @@ def assign_owners(sizes: Sequence[int], num_machines: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def landing_window_bytes(part_bytes: Sequence[int]) -> int:
-    """Compute the landing window: two of the largest parts of a gradient, or a share of all of them if that is more.
+def ring_places(part_bytes: Sequence[int]) -> Counter[int]:
+    """Count the places, by their bytes, in which the parts of gradients of a round land in turn, on one of several machines.
 
-    `part_bytes` are the parts of one round in the dtype that they travel in. Two of the largest always fit, so one can
-    land while the one before it is still being sent.
+    Parts of one size share places. Of four parts or more two can be on the host, so one lands while another is sent.
     """
-    return max(sum(sorted(part_bytes)[-2:]), int(WINDOW_SHARE * sum(part_bytes)))
+    return Counter(
+        {
+            nbytes: max(min(2, count // 2), math.ceil(LANDED_SHARE * count))
+            for nbytes, count in Counter(part_bytes).items()
+        }
+    )
 
 
 def landing_bytes(parameters: ParameterCounts, gradient_bytes: int, rounds: int, num_machines: int) -> int:
     """Count the buffers on one of the machines that parts of gradients land in before they are added up.
 
-    Each use of parameters has one in the pool, if several parts come. On several machines parameters of a single use
-    share the landing window.
+    Each use of parameters has one, if several parts come. On several machines parameters of a single use share
+    `ring_places`.
     """
     pages = [
         (whole_pages(bundle.numel * gradient_bytes), len(bundle.layers)) for bundle in parameters.bundles
     ]
     if num_machines == 1:
         return sum(nbytes * uses for nbytes, uses in pages if rounds * uses > 1)
-    window = landing_window_bytes([nbytes for nbytes, uses in pages if uses == 1])
-    return window // PAGE_BYTES * PAGE_BYTES + sum(nbytes * uses for nbytes, uses in pages if uses > 1)
+    places = ring_places([nbytes for nbytes, uses in pages if uses == 1])
+    return sum(places.elements()) + sum(nbytes * uses for nbytes, uses in pages if uses > 1)

@@ -1,33 +1,17 @@
-"""The landing window: its places, who had them before, and the host memory of each of several machines."""
-
-import itertools
-import random
+"""The memory in which parts of gradients land: which parts share it, and the host memory of each of several machines."""
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.toy import toy_model
-from torchround.engine.board import Observer
-from torchround.engine.landings import Landings, ring_places, shared_pieces
+from torchround.engine.board import Board, Observer
+from torchround.engine.exchange import StepExchange
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.tasks import Tasks
 from torchround.layer import LayeredModel
-from torchround.planning.machine_shares import landing_window_bytes
-
-
-def test_places_share_pieces_exactly_if_they_overlap():
-    generator = random.Random(0)
-    for _ in range(200):
-        sizes = [generator.randrange(1, 9) for _ in range(generator.randrange(1, 12))]
-        window = landing_window_bytes(sizes) + generator.randrange(3)
-        starts = ring_places(sizes, window)
-        assert all(start >= 0 and start + size <= window for start, size in zip(starts, sizes, strict=True))
-        taken = [set(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-        pieces = [set(map(id, own)) for own in shared_pieces(starts, sizes)]
-        for first, second in itertools.combinations(range(len(sizes)), 2):
-            assert bool(taken[first] & taken[second]) is bool(pieces[first] & pieces[second])
 
 
 class Square(nn.Module):
@@ -36,28 +20,36 @@ class Square(nn.Module):
         self.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
 
 
+def landings_of(store, pool):
+    """Return the places by bundle and use, and the count of buffers, of a store that is one of several machines'."""
+    rank, size = store.ownership.machine, store.ownership.num_machines
+    group = type("Group", (), {"rank": rank, "size": size, "peers": (), "on_fault": lambda *_: None})()
+    exchange = StepExchange(store, Tasks(Board()), pool, group, print, lambda: False)
+    return exchange.landings, exchange.landing_buffers
+
+
 @pytest.mark.parametrize("num_machines", [2, 3])
 def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines):
-    """In bytes per parameter: 2 of weights, 12 / N of state, 4 / N of sums, and the landing window."""
+    """In bytes per parameter: 2 of weights, 12 / N of state, 4 / N of sums, and the places in which parts land."""
     model = LayeredModel(tuple(f"block.{index}" for index in range(64)), tuple(Square() for _ in range(64)))
     for machine in range(num_machines):
         store = HostStore(model, torch.bfloat16, ownership=Ownership(machine, num_machines))
         store.allocate_gradients(rounds=2)
         pool = HostPool(False, Observer())
-        landings = Landings(store, pool)
-        assert not landings.needed(), "no bundle of this model is shared"
+        landings_of(store, pool)
         held = store.nbytes() + pool.allocated_bytes
         assert held <= (4.3 + 12 / num_machines) * store.num_parameters()
         store.close()
 
 
-def test_parts_of_shared_bundles_land_outside_the_window():
-    store = HostStore(toy_model(tied=True), ownership=Ownership(0, 2))
+def test_parts_of_one_size_land_in_turn_and_those_of_shared_bundles_apart():
+    store, pool = HostStore(toy_model(tied=True), ownership=Ownership(0, 2)), HostPool(False, Observer())
     store.allocate_gradients(rounds=1)
-    landings = Landings(store, HostPool(False, Observer()))
-    [tied] = [bundle for bundle in store.bundles if len(bundle.layers) > 1]
-    assert landings.needed() == {tied.numel * 4: 2}
-    assert landings.take(tied) is not landings.take(tied)
-    for bundle in store.trained:
-        if bundle is not tied:
-            assert landings.take(bundle) is landings.take(bundle)
+    landings, counts = landings_of(store, pool)
+    tied, *blocks, head = [bundle.index for bundle in store.trained]
+    assert landings.keys() == {(tied, 0), (tied, 1), (head, 0)} | {(index, 0) for index in blocks}
+    for lower, one, deeper in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        assert landings[lower, 0] is landings[deeper, 0] is not landings[one, 0]
+    memory = {place.content.memory.data_ptr(): place.content.memory.numel() for place in landings.values()}
+    assert len(memory) == sum(counts.values()) == 3 + 2
+    assert sum(memory.values()) == sum(counts.elements()) == pool.allocated_bytes

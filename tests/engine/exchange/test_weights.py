@@ -15,7 +15,6 @@ from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.exchange import received_bytes, share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, Ownership
-from torchround.engine.store.host_store import Prediction
 from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
@@ -47,7 +46,7 @@ def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
             generator = torch.Generator().manual_seed(bundle.index)
             for buffer in (*bundle.state(), *bundle.device_weights):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) * 9)
-        store.resume(3, applied_updates=3, prediction=Prediction(1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}).state())
+        store.resume(3, applied_updates=3, prediction={"lr": 1e-2})
         return store
 
     options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}

@@ -23,14 +23,13 @@ CHUNK = 64 * PAGE
 
 
 class RecordingLocker:
-    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks
-    and what is larger than `largest` bytes.
+    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks.
 
     `unmapped` are the locked addresses that had no memory any more when they were unlocked.
     """
 
     def __init__(self):
-        self.capacity, self.largest = 1000, 2**40
+        self.capacity = 1000
         self.locked = {}
         self.refused = 0
         self.unmapped = []
@@ -38,7 +37,7 @@ class RecordingLocker:
     def lock_pages(self, address, nbytes):
         pages = range(address // PAGE, -(-(address + nbytes) // PAGE))
         taken = any(pages.start < held.stop and held.start < pages.stop for held in self.locked.values())
-        if taken or len(self.locked) == self.capacity or nbytes > self.largest:
+        if taken or len(self.locked) == self.capacity:
             self.refused += 1
             return 712 if taken else 2
         self.locked[address] = pages
@@ -76,7 +75,6 @@ def exit_code(process):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(host_memory, "REGISTRATION_BYTES", CHUNK)
-    monkeypatch.setattr(host_memory, "FILL_BYTES", 8 * PAGE)
 
 
 def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks, locker):
@@ -92,17 +90,15 @@ def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks
         assert locker.locked == {} and memory.locked_buffers() == 0 and not buffers[0].any()
 
 
-@pytest.mark.parametrize("largest", [2**40, CHUNK // 2])
-def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, locker, largest):
-    """CUDA refuses such a copy. A registration that is too large for the driver is tried again in halves."""
-    locker.largest = largest
+def test_no_buffer_of_a_pool_crosses_two_registrations(small_chunks, locker):
+    """CUDA refuses such a copy."""
     pool, sizes = HostPool(True, Observer()), {11 * PAGE: 9, 3 * PAGE: 20, 5 * PAGE: 4}
     pool.reserve(sizes)
     held = locker.pieces()
     for size in [size for size, number in sizes.items() for _ in range(number)]:
         start = pool.take(size).memory.data_ptr()
         assert any(first <= start and start + size <= first + nbytes for first, nbytes in held)
-    assert all(nbytes <= min(CHUNK, largest) for _, nbytes in held)
+    assert all(nbytes <= CHUNK for _, nbytes in held)
     assert sum(nbytes for _, nbytes in held) == pool.allocated_bytes and pool.num_allocations == 1
     pool.close()
     assert locker.locked == {}

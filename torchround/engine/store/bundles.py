@@ -4,8 +4,7 @@ Shared parameters (tied weights) are a bundle of their own, which belongs to eve
 parameters are placed update rule by update rule, so that an update is one pass over flat memory for each rule.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,7 +42,9 @@ class UpdatePolicy:
     the gradient is computed with. The step's number alone decides that version, never timing.
 
     If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
-    that the gradient will be applied to (`Prediction`).
+    that the gradient will be applied to. The update that makes a version knows its own direction; for AdamW
+    `d = -lr * m_hat / (sqrt(v_hat) + eps)`. It writes `w + d` in place of `w` as that version's device weights, in the same
+    pass. Nothing is kept for it: fp32 weights, state and learning rate give these device weights again, bit for bit.
     """
 
     name: str
@@ -80,11 +81,9 @@ class FlatParameter:
 
     @property
     def stop(self) -> int:
-        """The element after its last one."""
         return self.start + self.shape.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter as a view of one of its bundle's flat buffers."""
         return flat[self.start : self.stop].view(self.shape)
 
 
@@ -115,14 +114,6 @@ class Segment:
         """The parts that the rule's values have in this format."""
         return [part for value in self.rule.values for part in self.format.parts(value)]
 
-    def allocate(self, flat: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Make the buffers of all parts, zeroed, by `flat(numel, dtype)`."""
-        self.parts = {part.name: flat(part.numel(self.numel), part.dtype) for part in self.kinds}
-
-    def elements(self, part: StatePart, start: int, stop: int) -> Tensor:
-        """Return elements `[start, stop)` of the bundle in a part's buffer. `start` begins a block."""
-        return self.parts[part.name][(start - self.start) // part.block : part.numel(stop - self.start)]
-
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's share of each part, named as in checkpoints.
 
@@ -130,29 +121,22 @@ class Segment:
         """
         for part in self.kinds:
             for parameter in self.parameters:
-                share = self.elements(part, parameter.start, parameter.stop)
+                first, stop = parameter.start - self.start, parameter.stop - self.start
+                share = self.parts[part.name][first // part.block : part.numel(stop)]
                 share = share.view(parameter.shape) if part.block == 1 else share
                 yield f"{part.name}/{parameter.name}", share
 
-    def cut(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> Iterator["Segment"]:
-        """Yield segments of other rules, by parameter, on the same memory.
+    def assign(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> None:
+        """Take another rule, by parameter, on the same memory.
 
-        Raises `ValueError` if a rule keeps other values than the segment has, or in another format.
+        Raises `ValueError` if it keeps other values than the segment has, or in another format, or if there are several.
         """
-        runs = [
-            (rule, tuple(run)) for rule, run in itertools.groupby(self.parameters, lambda p: rules[p.name])
-        ]
-        stops = [run[0].start for _, run in runs[1:]] + [self.stop]
-        for (rule, run), stop in zip(runs, stops, strict=True):
-            if (rule.values, state_format.name) != (self.rule.values, self.format.name):
-                kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
-                raise ValueError(f"{run[0].name} keeps {kept}, and the optimizer asks for {asked}")
-            start = run[0].start
-            parts = {part.name: self.elements(part, start, stop) for part in self.kinds if self.parts}
-            direction = (
-                None if self.direction is None else self.direction[start - self.start : stop - self.start]
-            )
-            yield Segment(start, stop, rule, self.format, run, parts, direction)
+        rule, *others = dict.fromkeys(rules[parameter.name] for parameter in self.parameters)
+        kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
+        if others or kept != asked:
+            asked = "several rules" if others else asked
+            raise ValueError(f"{self.parameters[0].name} keeps {kept}, and the optimizer asks for {asked}")
+        self.rule = rule
 
 
 def _state_of(rule: UpdateRule, state_format: StateFormat) -> str:
@@ -179,7 +163,7 @@ class MappedRange:
 
 @dataclass
 class Bundle:
-    """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters.
+    """Parameters with common flat buffers. `layers`, whose names `name` has, use it, in model order; several are tied.
 
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
@@ -195,6 +179,7 @@ class Bundle:
     """
 
     index: int
+    name: str
     layers: tuple[int, ...]
     trainable: bool
     parameters: tuple[FlatParameter, ...]
@@ -221,11 +206,7 @@ class Bundle:
         return self.weight
 
     def version(self, version: int) -> Tensor:
-        """Return the buffer that holds, or will hold, the device weights of `version`.
-
-        Ask only for versions that are kept or being written: an older number gives the buffer of a newer
-        version.
-        """
+        """Return the buffer that holds, or will hold, the device weights of `version`, one that is kept or being written."""
         return self.device_weights[version % len(self.device_weights)]
 
     def newest(self, version: int) -> Tensor:
@@ -239,8 +220,8 @@ class Bundle:
         if self.residual is None:
             return upper
         values = torch.empty(parameter.shape)
-        for chunk, *halves in _chunks(values, upper, parameter.view(self.residual)):
-            chunk.copy_(join(*halves))
+        for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
+            chunk.copy_(join(upper_half, residual))
         return values
 
     @contextmanager
@@ -252,10 +233,11 @@ class Bundle:
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
-            upper, residual = (parameter.view(half) for half in (self.version(version), self.residual))
-            for chunk, *halves in _chunks(values, upper, residual):
-                for half, new in zip(halves, split(chunk), strict=True):
-                    half.copy_(new)
+            upper = parameter.view(self.version(version))
+            for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
+                new_upper, new_residual = split(chunk)
+                upper_half.copy_(new_upper)
+                residual.copy_(new_residual)
 
     def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         """Return the bundle's part of a checkpoint, as views by name; `version` is the newest one.
@@ -266,10 +248,8 @@ class Bundle:
         kinds = {WEIGHTS: self.newest(version)}
         if self.residual is not None:
             kinds[RESIDUAL] = self.residual
-        views = self._named(kinds)
-        for segment in self.segments:
-            views.update(segment.views())
-        return views | self.older_views(version, lags)
+        state = dict(view for segment in self.segments for view in segment.views())
+        return self._named(kinds) | state | self.older_views(version, lags)
 
     def older_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         """Return the views of device weights that are older than the newest ones."""
@@ -277,18 +257,10 @@ class Bundle:
         return self._named({f"{OLDER_WEIGHTS}{age}_old": self.version(version - age) for age in ages})
 
     def _named(self, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            f"{kind}/{parameter.name}": parameter.view(flat)
-            for kind, flat in kinds.items()
-            for parameter in self.parameters
-        }
+        return {f"{kind}/{p.name}": p.view(flat) for kind, flat in kinds.items() for p in self.parameters}
 
     def update_buffers(self, segment: Segment, written: Tensor, step: int) -> UpdateBuffers:
-        """Return what an update of a segment reads and writes, after `step` steps.
-
-        `written` are the bundle's device weights that the update makes, or the fp32 weights in place of device weights
-        that lag.
-        """
+        """Return what an update of a segment reads and writes, after `step` steps. It makes `written` of the whole bundle."""
         elements = slice(segment.start, segment.stop)
         return UpdateBuffers(
             rule=segment.rule,
@@ -377,10 +349,20 @@ def collect_bundles(
     for name, parameter, layers in uses.values():
         group = (tuple(layers), parameter.requires_grad, name in mapped)
         groups.setdefault(group, []).append(facts[name])
-    bundles = [
-        _lay_out(index, layers, trainable, parameters, optimizer)
-        for index, ((layers, trainable, _), parameters) in enumerate(groups.items())
-    ]
+    bundles: list[Bundle] = []
+    for (users, trainable, _), parameters in groups.items():
+        segments = _lay_out(parameters, optimizer)
+        bundles.append(
+            Bundle(
+                index=len(bundles),
+                name=", ".join(model.names[layer] for layer in users),
+                layers=users,
+                trainable=trainable,
+                parameters=tuple(parameter for segment in segments for parameter in segment.parameters),
+                numel=segments[-1].stop,
+                segments=tuple(segments) if trainable else (),
+            )
+        )
     places = {p.name: (bundle.index, p) for bundle in bundles for p in bundle.parameters}
     locations = [
         [
@@ -412,30 +394,23 @@ def _parameter_uses(model: LayeredModel) -> dict[int, tuple[str, nn.Parameter, l
     return uses
 
 
-def _lay_out(
-    index: int,
-    layers: tuple[int, ...],
-    trainable: bool,
-    parameters: Sequence[ParameterFacts],
-    optimizer: Optimizer,
-) -> Bundle:
+def _lay_out(parameters: Sequence[ParameterFacts], optimizer: Optimizer) -> list[Segment]:
     """Give each parameter an aligned place, rule by rule.
 
-    Those with weight decay come first: the places then do not depend on how large the decay is.
+    Those with weight decay come first, in segments of their own. So segments do not depend on how large the decay is.
     """
-    by_rule: dict[UpdateRule, list[ParameterFacts]] = {}
+    by_rule: dict[tuple[bool, UpdateRule], list[ParameterFacts]] = {}
     for facts in sorted(parameters, key=lambda facts: not facts.is_decayed):
-        by_rule.setdefault(optimizer.rule_of(facts), []).append(facts)
+        by_rule.setdefault((facts.is_decayed, optimizer.rule_of(facts)), []).append(facts)
     segments: list[Segment] = []
     stop = 0
-    for rule, alike in by_rule.items():
+    for (_, rule), alike in by_rule.items():
         first, placed = stop, []
         for facts in alike:
             placed.append(FlatParameter(facts.name, stop, facts.shape))
             stop += stored_numel(facts.shape.numel())
         segments.append(Segment(first, stop, rule, optimizer.format, tuple(placed)))
-    all_placed = tuple(parameter for segment in segments for parameter in segment.parameters)
-    return Bundle(index, layers, trainable, all_placed, stop, tuple(segments) if trainable else ())
+    return segments
 
 
 def stored_numel(numel: int) -> int:
@@ -453,9 +428,7 @@ def mapped_ranges(
         start = parameter.start
         for in_file in mapped[parameter.name]:
             memory = in_file.memory
-            assert memory.ndim == 1 and memory.dtype == dtype, (
-                f"{parameter.name}: {memory.dtype}, not {dtype}"
-            )
+            assert memory.dtype == dtype, f"{parameter.name}: {memory.dtype}, not {dtype}"
             yield MappedRange(start, memory, in_file, in_file.begin)
             start += memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"

@@ -2,7 +2,7 @@
 
 Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
 PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
-are made here: several threads fill them, then the driver registers them in pieces of whole buffers. No two buffers
+are made here: PyTorch's threads fill them, then the driver registers them in pieces of whole buffers. No two buffers
 share a page.
 
 Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,13 +27,11 @@ from torchround.accelerators import kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.errors import HostMemoryError
-from torchround.optim.range_threads import Range, RangeThreads
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.memory import GIB, size_text
 
-REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
-FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer
-MOST_FILL_THREADS = 16
+# Buffers are registered together up to this size: one registration of 512 GiB or more fails and leaves an error behind.
+REGISTRATION_BYTES = 64 * GIB
 
 
 class PinningWarning(UserWarning):
@@ -44,8 +41,8 @@ class PinningWarning(UserWarning):
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    `what` says whose memory it is, for messages. Once the driver refuses a single buffer, it warns, and everything
-    from that buffer on stays pageable.
+    `what` says whose memory it is, for messages. Once the driver refuses, it warns, and everything from there on stays
+    pageable.
     """
 
     def __init__(self, pinned: bool, what: str = "the host store") -> None:
@@ -64,26 +61,6 @@ class HostAllocator:
         """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
-        mapping = self._mapped(nbytes)
-        # Fewer page faults when it is filled, and fewer entries to look up in each copy.
-        _advise(mapping, "MADV_HUGEPAGE")
-        if not (self._pinned and for_devices):
-            return torch.frombuffer(mapping, dtype=torch.uint8)
-        # The tensor refers to this view of the mapping, and the view to the mapping.
-        view = (ctypes.c_char * nbytes).from_buffer(mapping)
-        _advise(mapping, "MADV_DONTFORK")
-        # The memory is unmapped by this call and in no other way: Python's end, which runs no finalizers, or a forked
-        # process would drop the mapping too.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-        _when_dropped(view, mapping, ctypes.pythonapi.Py_DecRef, ctypes.py_object(mapping))
-        buffer = torch.frombuffer(view, dtype=torch.uint8)
-        # Registration pins pages that exist. It would create missing ones itself, but with one thread.
-        _fill(buffer)
-        self._page_lock(mapping, view, buffer.data_ptr(), buffers or (nbytes,))
-        return buffer
-
-    def _mapped(self, nbytes: int) -> mmap.mmap:
-        """Map `nbytes` of new memory, and count them. Raises `HostMemoryError`."""
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -96,7 +73,22 @@ class HostAllocator:
         with self._lock:
             self.allocated_bytes += nbytes
             self.num_allocations += 1
-        return mapping
+        # Fewer page faults when it is filled, and fewer entries to look up in each copy.
+        _advise(mapping, "MADV_HUGEPAGE")
+        if not (self._pinned and for_devices):
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+        # The tensor refers to this view of the mapping, and the view to the mapping.
+        view = (ctypes.c_char * nbytes).from_buffer(mapping)
+        _advise(mapping, "MADV_DONTFORK")
+        # The memory is unmapped by this call and in no other way: Python's end, which runs no finalizers, or a forked
+        # process would drop the mapping too.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+        _when_dropped(view, mapping, ctypes.pythonapi.Py_DecRef, ctypes.py_object(mapping))
+        buffer = torch.frombuffer(view, dtype=torch.uint8)
+        # Registration pins pages that exist. It would create missing ones itself, but with one thread, for minutes.
+        buffer.zero_()
+        self._page_lock(mapping, view, buffer.data_ptr(), buffers or (nbytes,))
+        return buffer
 
     def _page_lock(
         self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, buffers: Sequence[int]
@@ -106,34 +98,30 @@ class HostAllocator:
         The driver refuses a copy that begins in one registration and ends in another one or in other memory.
         """
         locker = present_kind() or kind_of("cpu")  # which refuses
-        edges = [0, *accumulate(buffers)]
-        waiting = [(0, len(buffers))]
-        while waiting:
-            first, stop = waiting.pop()
-            start, size = address + edges[first], edges[stop] - edges[first]
-            if stop - first == 1 or size <= REGISTRATION_BYTES:
-                status = locker.lock_pages(start, size)
-                if status == 0:
-                    unlock = _when_dropped(view, mapping, locker.unlock_pages, start)
-                    with self._lock:
-                        self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
-                    continue
-                if stop - first == 1:
-                    self._pinned = False
-                    warnings.warn(
-                        f"could not page-lock a buffer of {size / GIB:.2f} GiB of host memory (error {status} of the "
-                        "driver). This buffer and all later ones stay pageable, so copies are slower and do not overlap "
-                        "with compute. Raise the memlock limit (ulimit -l) or use a smaller model.",
-                        PinningWarning,
-                        stacklevel=3,
-                    )
-                    return
-            # The driver may refuse a large piece and take its halves.
-            middle = (first + stop) // 2
-            waiting += [(middle, stop), (first, middle)]
+        pieces = [0]
+        for nbytes in buffers:
+            if pieces[-1] and pieces[-1] + nbytes > REGISTRATION_BYTES:
+                pieces.append(0)
+            pieces[-1] += nbytes
+        for nbytes in pieces:
+            status = locker.lock_pages(address, nbytes)
+            if status != 0:
+                self._pinned = False
+                warnings.warn(
+                    f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). They and "
+                    "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the "
+                    "memlock limit (ulimit -l) or use a smaller model.",
+                    PinningWarning,
+                    stacklevel=3,
+                )
+                return
+            unlock = _when_dropped(view, mapping, locker.unlock_pages, address)
+            with self._lock:
+                self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
+            address += nbytes
 
     def locked_buffers(self) -> int:
-        """Return the number of registrations that are in force."""
+        """Count the registrations that are in force."""
         return sum(unlock.alive for unlock in self._unlocks)
 
     def close(self) -> None:
@@ -169,22 +157,6 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
             mapping.madvise(advice)
 
 
-def _fill(buffer: Tensor) -> None:
-    """Write every page once, with several threads: with one, hundreds of GiB would take minutes."""
-    address = buffer.data_ptr()
-
-    def fill(whole: Range) -> None:
-        while (piece := whole.take(FILL_BYTES)) is not None:
-            start, stop = piece
-            ctypes.memset(address + start, 0, stop - start)  # without holding the GIL
-
-    threads = RangeThreads(min(os.cpu_count() or 1, MOST_FILL_THREADS))
-    try:
-        threads.run(buffer.numel(), FILL_BYTES, fill)
-    finally:
-        threads.close()
-
-
 class HostBuffer:
     """A pool buffer and the device events after which its bytes may be overwritten.
 
@@ -192,8 +164,7 @@ class HostBuffer:
     """
 
     def __init__(self, space: Tensor) -> None:
-        self.space = space
-        self.memory = space
+        self.space = self.memory = space
         self.busy: list[Event] = []
 
 
@@ -218,10 +189,7 @@ class HostPool(HostAllocator):
         self._buffers: list[HostBuffer] = []
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """Make sure that the pool owns at least `counts` buffers of each size in bytes.
-
-        One allocation holds all missing ones.
-        """
+        """Make sure that the pool owns at least `counts` buffers of each size in bytes. One allocation holds all new ones."""
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
             wanted[self._size(nbytes)] += number
@@ -264,15 +232,7 @@ class HostPool(HostAllocator):
         with self._lock:
             self._free[buffer.space.numel()].append(buffer)
 
-    def part_of(self, buffer: HostBuffer, start: int, nbytes: int) -> HostBuffer:
-        """Return a part of a buffer that was taken, as a buffer that is never given back."""
-        part = HostBuffer(buffer.memory[start : start + nbytes])
-        with self._lock:
-            self._buffers.append(part)
-        return part
-
     def _add(self, space: Tensor) -> HostBuffer:
-        """Return memory of whole pages as a new buffer of this pool."""
         buffer = HostBuffer(space)
         with self._lock:
             self._owned[space.numel()] += 1

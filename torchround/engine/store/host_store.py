@@ -6,15 +6,14 @@ contiguous copy, an update one pass over flat memory, and a checkpoint a set of 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchround.config import AdamWTable, OptimizerTable
+from torchround.config import AdamWTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
     BOUNDED,
@@ -88,8 +87,8 @@ class HostStore:
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = SpikeBounds()
-        # Set by each update if the policy predicts.
-        self.prediction: Prediction | None = None
+        # The learning rate of the last applied update, if it predicted the newest device weights.
+        self.prediction: float | None = None
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
         mapped = mapped or {}
@@ -117,44 +116,39 @@ class HostStore:
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
-            if fill is not None:
-                # A generator for each layer: its values do not depend on the layers before it, so a machine may leave
-                # out layers that others own. The factor is above every number of layers, so that no two seeds give two
-                # layers the same numbers.
-                self._fill_layer(index, layer, fill, torch.Generator().manual_seed(seed * 1_000_003 + index))
+            if hasattr(layer, method):
+                self._fill_layer(index, layer, getattr(layer, method), seed)
             advance(1)
         if read_weights is not None:
             read_weights(self.filling())
         self.refresh_device_weights()
 
     def _fill_layer(
-        self,
-        index: int,
-        layer: nn.Module,
-        fill: Callable[[torch.Generator], None],
-        generator: torch.Generator,
+        self, index: int, layer: nn.Module, fill: Callable[[torch.Generator], None], seed: int
     ) -> None:
         """Fill what this machine holds of a layer. The first layer that uses a shared parameter fills it."""
-        bundles = [self.bundles[used] for used in self.layer_bundles(index)]
-        ours = [bundle for bundle in bundles if bundle.layers[0] == index and not bundle.mapped]
+        ours = [b for b in self.layer_bundles(index) if b.layers[0] == index and not b.mapped]
         if ours and all(bundle.is_remote for bundle in ours):
             return
         with torch.no_grad(), ExitStack() as blocks:
             values: dict[str, Tensor] = {}
-            for bundle, parameter in [(used, p) for used in ours for p in used.parameters]:
-                # One of another machine is filled too, and dropped: the layer's next one must meet the same generator.
-                values[parameter.name] = (
-                    torch.zeros(parameter.shape)
-                    if bundle.is_remote
-                    else blocks.enter_context(bundle.writing(parameter, self.step))
-                )
+            for bundle in ours:
+                for parameter in bundle.parameters:
+                    # One of another machine is filled too, and dropped: the layer's next one needs the same generator.
+                    values[parameter.name] = (
+                        torch.zeros(parameter.shape)
+                        if bundle.is_remote
+                        else blocks.enter_context(bundle.writing(parameter, self.step))
+                    )
             for location in self.locations[index]:
                 if location.parameter.name in values:
                     module, name = owner_of(layer, location.path)
                     blocks.callback(setattr, module, name, getattr(module, name))
                     setattr(module, name, nn.Parameter(values[location.parameter.name], requires_grad=False))
-            fill(generator)
+            # A generator for each layer: its values do not depend on the layers before it, so a machine may leave out
+            # layers that others own. The factor is above every number of layers, so that no two seeds give two layers the
+            # same numbers.
+            fill(torch.Generator().manual_seed(seed * 1_000_003 + index))
 
     def refresh_device_weights(self) -> None:
         """Derive every version of the owned device weights from the newest weights, once those are written.
@@ -164,10 +158,10 @@ class HostStore:
         """
         self.refreshes += 1
         for bundle in self.owned:
-            self._renew(bundle)
+            self.renew(bundle)
 
-    def _renew(self, bundle: Bundle) -> None:
-        """Make all versions of an owned bundle's device weights the newest weights."""
+    def renew(self, bundle: Bundle) -> None:
+        """Make all versions of an owned bundle's device weights the newest weights, unpredicted."""
         newest = bundle.newest(self.step)
         for device_weights in bundle.device_weights:
             if device_weights is not newest:
@@ -183,7 +177,7 @@ class HostStore:
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
-                self._renew(bundle)
+                self.renew(bundle)
 
     def oldest_version_read(self, step: int, training: bool) -> int:
         """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
@@ -205,14 +199,13 @@ class HostStore:
         The other arguments are as in `resume_state`. A checkpoint that `holds_older_weights` has filled the older
         versions: each moves to the buffer of its number, and only the newest is derived anew. Otherwise every version
         is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
-        step of a run does. The newest device weights are predictions again if both runs predict.
+        step of a run does. The newest device weights are predictions again, by the optimizer's rules, if both runs predict.
         """
-        # First: it may refuse what the checkpoint says.
-        self.prediction = None
-        if prediction is not None and self.policy.predicts:
-            self.prediction = Prediction.from_state(
-                prediction, applied_updates, self.trained, self.optimizer.table
-            )
+        lr: Any = (prediction and prediction["lr"]) if self.policy.predicts else None
+        is_legal = type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0
+        if not (lr is None or is_legal):
+            raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
+        self.prediction = lr
         # Version v belongs to buffer v modulo their number, but the views were filled as of the
         # store's own step: a buffer that holds version `self.step - age` must come to where `step -
         # age` belongs, `step - self.step` places on.
@@ -223,31 +216,25 @@ class HostStore:
             shift = places % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             if not holds_older_weights:
-                self._renew(bundle)
+                self.renew(bundle)
+            if lr is not None:
+                self._predict(bundle)
             # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
-            if not self.lags(bundle) and bundle.residual is None:
-                self._write_newest(bundle, self.prediction)
+            elif not self.lags(bundle) and bundle.residual is None:
+                bundle.version(step).copy_(bundle.fp32_weight)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
 
-    def _write_newest(self, bundle: Bundle, prediction: "Prediction | None") -> None:
-        """Write an owned bundle's newest device weights: predicted ones, or the fp32 weights without a prediction."""
-        device_weights = bundle.version(self.step)
-        if prediction is None:
-            device_weights.copy_(bundle.fp32_weight)
-            return
+    def _predict(self, bundle: Bundle) -> None:
+        """Write an owned bundle's newest device weights again as the last update did (`UpdatePolicy.predicts`)."""
+        assert self.prediction is not None, "no update has predicted"
         for segment in bundle.segments:
-            buffers = bundle.update_buffers(segment, device_weights, self.step)
-            # A rule is a dataclass of its settings.
-            rule = type(segment.rule)(**{**vars(segment.rule), **prediction.settings})
-            predict_(replace(buffers, rule=rule), lr=prediction.lr, update=self.applied_updates)
+            buffers = bundle.update_buffers(segment, bundle.version(self.step), self.step)
+            predict_(buffers, lr=self.prediction, update=self.applied_updates)
 
     def resume_state(self) -> dict[str, Any]:
-        """Return what `resume` needs besides the views and the step, JSON-able and no longer changing.
-
-        Only between steps.
-        """
+        """Return what `resume` needs besides the views and the step, JSON-able and no longer changing. Only between steps."""
         state: dict[str, Any] = {
             "applied_updates": self.applied_updates,
             "loss_scale": self.loss_scaling.state_dict(self.step),
@@ -255,10 +242,11 @@ class HostStore:
         }
         if self.policy is BOUNDED:
             state["stale_layers"] = self.stale_layers
-        return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
+        if self.prediction is not None:
+            state["prediction"] = {"lr": self.prediction}
+        return state
 
     def stale_bundles(self) -> list[Bundle]:
-        """Return the bundles whose device weights lag."""
         return list(filter(self.lags, self.trained))
 
     def stale_or_predicted(self) -> list[Bundle]:
@@ -282,34 +270,22 @@ class HostStore:
             observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-        def write(prediction: Prediction | None) -> None:
-            for bundle in rewritten:
-                observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
-                self._write_newest(bundle, prediction)
-
         for device_weights, spare in set_aside:
             copy(device_weights, spare)
         try:
-            write(None)
+            for bundle in rewritten:
+                copy(bundle.fp32_weight, bundle.version(self.step))
             share()
             yield
         finally:
             for device_weights, spare in set_aside:
                 copy(spare, device_weights)
-            if self.prediction is not None:
-                write(self.prediction)
+            for bundle in rewritten if self.prediction is not None else ():
+                observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
+                self._predict(bundle)
         # Not after an exception: the other machines may never come to the end of the block.
         if self.prediction is not None:
             share()
-
-    def write_newest_device_weights(self) -> None:
-        """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
-
-        The next step's forward then reads the newest weights in all layers, as the first step of a run does.
-        """
-        for bundle in self.stale_bundles():
-            self._renew(bundle)
-        self.is_consistent = True
 
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
         """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.
@@ -318,8 +294,7 @@ class HostStore:
         """
         machines = self.ownership.num_machines
         for bundle in self.trained:
-            # Parts that add up are summed in fp32. A gradient in one part lands as it
-            # travels, in the gradient dtype.
+            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
             bundle.adds_up = always_add or machines * rounds * len(bundle.layers) > 1
             if bundle.is_remote:
                 continue  # its parts pass through the pool on their way to the owner
@@ -369,10 +344,8 @@ class HostStore:
     def assign_rules(self, model: LayeredModel, optimizer: Optimizer) -> None:
         """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
         rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
-        for bundle in self.trained:
-            bundle.segments = tuple(
-                cut for segment in bundle.segments for cut in segment.cut(rules, optimizer.format)
-            )
+        for segment in [segment for bundle in self.trained for segment in bundle.segments]:
+            segment.assign(rules, optimizer.format)
 
     def named_views(self) -> dict[str, Tensor]:
         """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
@@ -407,18 +380,14 @@ class HostStore:
             return {}
         return bundle.saved_views(step, self.lags(bundle))
 
-    def layer_bundles(self, layer: int) -> list[int]:
+    def layer_bundles(self, layer: int) -> list[Bundle]:
         """Return the bundles that a layer uses, in the order of a weight slot."""
-        return list(dict.fromkeys(location.bundle for location in self.locations[layer]))
+        return [self.bundles[i] for i in dict.fromkeys(location.bundle for location in self.locations[layer])]
 
     def stage_bytes(self, stage: Stage) -> int:
         """Return the bytes of one upload of a stage's weights."""
-        numel = sum(
-            self.bundles[bundle].numel
-            for layer in range(stage.start, stage.stop)
-            for bundle in self.layer_bundles(layer)
-        )
-        return numel * self.dtype.itemsize
+        layers = range(stage.start, stage.stop)
+        return sum(bundle.numel for i in layers for bundle in self.layer_bundles(i)) * self.dtype.itemsize
 
     def num_parameters(self) -> int:
         """Return the number of parameters, shared ones counted once."""
@@ -447,7 +416,7 @@ class HostStore:
         else:
             bundle.weight = unlocked(bundle.numel, torch.float32)
         for segment in bundle.segments:
-            segment.allocate(unlocked)
+            segment.parts = {p.name: unlocked(p.numel(segment.numel), p.dtype) for p in segment.kinds}
             if segment.rule.uses_direction:
                 segment.direction = self._flat(segment.numel, torch.bfloat16)
 
@@ -479,58 +448,3 @@ def _spare(bundle: Bundle) -> Tensor:
     if bundle.gradient is None or bundle.gradient.itemsize < weights.itemsize:
         return torch.empty_like(weights)
     return bundle.gradient.view(weights.dtype)[: bundle.numel]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The numbers of the last applied update, which made the newest device weights.
-
-    A step of `async` computes with version `t - 1`, and its gradient is applied to version `t`. The update that makes a
-    version knows its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. With `engine.delay_correction =
-    "predict"` it writes `w + d` in place of `w` as that version's device weights, in the same pass. Nothing is kept for
-    it: the fp32 weights, the state as it is kept, and these numbers give the newest device weights again, bit for bit.
-
-    `settings` are the fields that all its rules had in common, such as `betas` and `eps`.
-    """
-
-    lr: float
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, bundles: Iterable[Bundle], lr: float) -> "Prediction":
-        """Return the numbers of an update of these bundles by their present rules.
-
-        Weight decay is left out, also if it is one for all: a predicted step has none (`UpdateRule.next_step`).
-        """
-        rules = {segment.rule for bundle in bundles for segment in bundle.segments}
-        names = dict.fromkeys(name for rule in rules for name in vars(rule) if name != "weight_decay")
-        values = {name: {getattr(rule, name, None) for rule in rules} for name in names}
-        return cls(lr, {name: found.pop() for name, found in values.items() if len(found) == 1})
-
-    @classmethod
-    def from_state(
-        cls, state: Any, applied_updates: int, bundles: Iterable[Bundle], table: type[OptimizerTable]
-    ) -> "Prediction":
-        """Rebuild it from a checkpoint, for these bundles. Raises `ValueError` if no update can have left it.
-
-        `table` says which values of settings are legal.
-        """
-        lr = state.get("lr") if isinstance(state, Mapping) else None
-        if not (type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0):
-            raise ValueError(f"prediction is {str(state)[:100]}")
-        settings = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in state.items()
-            if name != "lr"
-        }
-        found, names = cls(lr, settings), cls.of(bundles, lr).settings.keys()
-        if settings.keys() != names:
-            listed = ", ".join(["lr", *names])
-            raise ValueError(f"prediction has {', '.join(map(str, state))}; legal: {listed}")
-        # A rule may have further fields that follow from its settings.
-        table.model_validate({name: settings[name] for name in names & table.model_fields.keys()})
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """Return its values, JSON-able."""
-        return {"lr": self.lr, **self.settings}

@@ -182,11 +182,10 @@ class GradientDownload(BundleTransfer):
         super().__init__(worker, layout.gradients[::-1])  # in the order in which a backward makes them final
         self.job = job
         self.slot = slot = worker.slots.gradients.next(layout.gradient_numel)
-        self._landings = worker.setup.landings
         self._rounding = worker.slots.rounding
         self._first_layer = layout.layers.start
         self._first_final = layout.layers.stop
-        self._landing: tuple[Tensor, HostBuffer | None] | None = None
+        self._landing: Tensor | None = None  # of the next range
         if slot.released is not None:
             self._device.wait(Stream.COMPUTE, slot.released, "a free slot for gradients")
         self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
@@ -212,30 +211,26 @@ class GradientDownload(BundleTransfer):
     def _enqueue(self, slot_range: SlotRange, numel: int) -> int:
         if self._landing is None:
             self._landing = self._open_landing(slot_range)
-        target, buffer = self._landing
         start = self._done_elements
         # The space for rounded elements holds ROUNDING_ELEMENTS.
         stop = min(start + min(numel, ROUNDING_ELEMENTS), slot_range.numel)
-        self._copy(target[start:stop], self.slot.memory[slot_range.start + start : slot_range.start + stop])
+        self._copy(
+            self._landing[start:stop], self.slot.memory[slot_range.start + start : slot_range.start + stop]
+        )
         if self._move_to(stop):
             access = self._access(slot_range)
-            access.buffer.content = buffer
             self._tasks.end(access, self._device.record(Stream.GRADIENT_DOWNLOAD, "a landed gradient"))
             self._landing = None
         return stop - start
 
-    def _open_landing(self, slot_range: SlotRange) -> tuple[Tensor, HostBuffer | None]:
-        """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
-        bundle = self._store.bundles[slot_range.bundle]
-        self._tasks.begin(self._access(slot_range))
-        if not bundle.adds_up:
-            assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
-            return bundle.gradient, None
-        buffer = self._landings.take(bundle)
-        # Devices that used the buffer for other things may still read it.
-        for event in buffer.busy:
-            self._device.wait(Stream.GRADIENT_DOWNLOAD, event, "a free landing buffer")
-        return buffer.memory.view(self._store.gradient_dtype), buffer
+    def _open_landing(self, slot_range: SlotRange) -> Tensor:
+        """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a place of the exchange."""
+        bundle, access = self._store.bundles[slot_range.bundle], self._access(slot_range)
+        self._tasks.begin(access)
+        if bundle.adds_up:
+            return access.buffer.content.memory.view(self._store.gradient_dtype)
+        assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
+        return bundle.gradient
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:

@@ -18,7 +18,6 @@ from torchround.engine.board import Board, Queue, Value
 from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
-from torchround.engine.landings import Landings
 from torchround.engine.passes import DeviceJob, StageJob
 from torchround.engine.reports import DeviceSpan, StageReport
 from torchround.engine.settings import EngineSettings
@@ -50,7 +49,6 @@ class WorkerSetup:
     board: Board
     tasks: Tasks
     pool: HostPool
-    landings: Landings
     model: LayeredModel
     sizes: ValueSizes
     partition: Partition

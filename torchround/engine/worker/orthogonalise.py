@@ -6,6 +6,7 @@ the last one goes down. The arithmetic is `torch.optim.Muon`'s, operation by ope
 computed in bands of rows, which round differently.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,8 +67,7 @@ class LandedDirection:
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
     """Return the parameters whose update needs a direction."""
-    ranges = [(s.start, s.stop) for s in bundle.segments if s.rule.uses_direction]
-    return [p for p in bundle.parameters if any(start <= p.start < stop for start, stop in ranges)]
+    return [p for segment in bundle.segments if segment.rule.uses_direction for p in segment.parameters]
 
 
 def directed_bundles(store: HostStore) -> list[Bundle]:
@@ -76,21 +76,16 @@ def directed_bundles(store: HostStore) -> list[Bundle]:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Return matrices whose singular values are all near 1, with the same singular vectors: `[n, rows, columns]` bf16.
+    """Return bf16 matrices whose singular values are all near 1, with the same singular vectors.
 
-    Each is divided by its Frobenius norm and goes through five Newton-Schulz steps. Tall ones are transposed before and
-    after, so that the products are of the shorter side.
+    `matrices` are `[n, rows, columns]`, or a single one. Each is divided by its Frobenius norm and goes through five
+    Newton-Schulz steps. Tall ones are transposed before and after, so that the products are of the shorter side.
     """
-    if matrices.device.type == "cpu":
+    if matrices.ndim == 3 and matrices.device.type == "cpu":
         # One by one: a batched product may add in another order, and then experts would not equal single matrices.
-        return torch.stack([_newton_schulz(matrix) for matrix in matrices])
-    return _newton_schulz(matrices)
-
-
-def _newton_schulz(given: Tensor) -> Tensor:
-    """Orthogonalise a matrix `[rows, columns]`, or a batch `[n, rows, columns]`, in bf16."""
-    is_tall = given.shape[-2] > given.shape[-1]
-    matrix = given.bfloat16()
+        return torch.stack([orthogonalised(matrix) for matrix in matrices])
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    matrix = matrices.bfloat16()
     matrix = matrix.mT if is_tall else matrix
     norm = matrix.norm() if matrix.ndim == 2 else matrix.flatten(1).norm(dim=1)[:, None, None]
     matrix = iterated(matrix / norm.clamp(min=LEAST_NORM))
@@ -113,41 +108,25 @@ def iterated(matrix: Tensor) -> Tensor:
             multiply(matrix[..., start:stop, :], matrix[..., :stop, :].mT, out=band)
             gram[..., :start, start:stop] = band[..., :start].mT
         for start, stop in row_bands(rows):
-            band, factors = polynomial[..., start:stop, :stop], (gram[..., start:stop, :], gram[..., :stop])
-            multiply_add(gram[..., start:stop, :stop], *factors, beta=b, alpha=c, out=band)
+            band, rows_of_gram = polynomial[..., start:stop, :stop], gram[..., start:stop, :]
+            multiply_add(rows_of_gram[..., :stop], rows_of_gram, gram[..., :stop], beta=b, alpha=c, out=band)
             polynomial[..., :start, start:stop] = band[..., :start].mT
         matrix = multiply_add(matrix, polynomial, matrix, beta=a)
     return matrix
 
 
-@dataclass(frozen=True)
-class MatrixPiece:
-    """Matrices `[rows, columns]` that are orthogonalised together. `host` is a flat bf16 view of a segment's direction."""
-
-    host: Tensor
-    rows: int
-    columns: int
-
-    @property
-    def matrices(self) -> tuple[int, int, int]:
-        """Its shape: `[matrices, rows, columns]`."""
-        return self.host.numel() // (self.rows * self.columns), self.rows, self.columns
-
-
-def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[MatrixPiece]:
-    """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces."""
+def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces `[n, rows, columns]`."""
     rows, columns = shape[-2:]
     at_once = max(PIECE_ELEMENTS // (rows * columns), 1) * rows * columns
-    for start in range(0, flat.numel(), at_once):
-        yield MatrixPiece(flat[start : start + at_once], rows, columns)
+    for piece in flat.split(at_once):
+        yield piece.view(-1, rows, columns)
 
 
 def piece_elements(shape: Sequence[int]) -> int:
-    """Return the elements of the largest piece of a parameter of `shape`, a matrix or a stack of them."""
-    size, stack = shape[-2] * shape[-1], 1
-    for extent in shape[:-2]:
-        stack *= extent
-    return size * min(max(PIECE_ELEMENTS // size, 1), stack)
+    """Return the elements of the largest piece of a parameter of `shape`."""
+    *stack, rows, columns = shape
+    return rows * columns * min(max(PIECE_ELEMENTS // (rows * columns), 1), math.prod(stack))
 
 
 def slot_bytes(shape: Sequence[int]) -> int:
@@ -160,7 +139,7 @@ def scratch_bytes(shape: Sequence[int]) -> int:
 
     Three have the size of the piece: two results and a transposed copy. Two are squares of the shorter side.
     """
-    elements, short, long = piece_elements(shape), min(shape[-2:]), max(shape[-2:])
+    elements, (short, long) = piece_elements(shape), sorted(shape[-2:])
     squares = elements // (short * long) * short * short
     return 2 * (3 * elements + 2 * squares)
 
@@ -184,42 +163,36 @@ class Orthogonaliser:
     def run(self, bundle: Bundle, access: Access) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
         self._tasks.begin(access)
-        marks = [mark for piece in _pieces_of(bundle) for mark in self._enqueue(piece)]
+        marks: list[Mark] = []
+        for segment in bundle.segments:
+            if (direction := segment.direction) is None:
+                continue
+            for parameter in segment.parameters:
+                first = parameter.start - segment.start
+                for piece in pieces(direction[first : first + parameter.shape.numel()], parameter.shape):
+                    marks += self._enqueue(piece)
         event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
         access.buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
         self._tasks.end(access, event)
         return marks[-1]
 
-    def _enqueue(self, piece: MatrixPiece) -> tuple[Mark, Mark]:
+    def _enqueue(self, piece: Tensor) -> tuple[Mark, Mark]:
         """Enqueue a piece: up, its computation, down into the same host memory. Returns marks around the computation."""
-        device, slot = self._device, self._ring.next(piece.host.numel())
+        device, slot = self._device, self._ring.next(piece.numel())
         if slot.released is not None:
             device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for a look-ahead")
-        memory = slot.memory[: piece.host.numel()]
+        memory = slot.memory[: piece.numel()].view(piece.shape)
         # Before the weights of a next stage, which may fill their own stream already.
-        device.copy(Stream.ACTIVATION_UPLOAD, memory, piece.host)
+        device.copy(Stream.ACTIVATION_UPLOAD, memory, piece)
         device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
         start = device.mark(Stream.COMPUTE)
-        device.run(Stream.COMPUTE, partial(_replace, memory, piece.matrices), reads=[memory], writes=[memory])
+        device.run(Stream.COMPUTE, partial(_replace, memory), reads=[memory], writes=[memory])
         end = device.mark(Stream.COMPUTE)
         device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
-        device.copy(Stream.GRADIENT_DOWNLOAD, piece.host, memory)
+        device.copy(Stream.GRADIENT_DOWNLOAD, piece, memory)
         slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
         return start, end
 
 
-def _pieces_of(bundle: Bundle) -> Iterator[MatrixPiece]:
-    parameters = directed_parameters(bundle)
-    for segment in bundle.segments:
-        if segment.direction is None:
-            continue
-        for parameter in parameters:
-            if segment.start <= parameter.start < segment.stop:
-                first = parameter.start - segment.start
-                flat = segment.direction[first : first + parameter.shape.numel()]
-                yield from pieces(flat, parameter.shape)
-
-
-def _replace(memory: Tensor, shape: tuple[int, int, int]) -> None:
-    matrices = memory.view(shape)
+def _replace(matrices: Tensor) -> None:
     matrices.copy_(orthogonalised(matrices))

@@ -161,7 +161,7 @@ class StageLayout:
         # In forward order, in which the optimizer completes weights: an upload stops at
         # the first incomplete bundle.
         for layer in self.layers:
-            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
+            for bundle in store.layer_bundles(layer):
                 if bundle.trainable or not trainable_only:
                     ranges.append(SlotRange(layer, bundle.index, start, bundle.numel))
                     start += bundle.numel
