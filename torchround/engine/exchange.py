@@ -141,7 +141,6 @@ class StepExchange:
                     target.add_(values)
 
     def _landed(self, bundle: Bundle, place: Buffer) -> Tensor:
-        """Return a part that has landed here."""
         values: Tensor = place.content.memory.view(self._store.gradient_dtype)
         return values[: bundle.numel]
 
@@ -188,11 +187,9 @@ class StepExchange:
     # Weights.
 
     def send_weights(self, peer: int, bundle: Bundle, version: int) -> None:
-        """Send a version of a bundle's device weights."""
         self._send(peer, Purpose.WEIGHTS, bundle.version(version), self._weights(bundle, version))
 
     def receive_weights(self, bundle: Bundle, version: int) -> None:
-        """Receive a version of a bundle's device weights from its owner."""
         weights, what = bundle.version(version), self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
             self._board.observer.touched(reads=(), writes=[weights])

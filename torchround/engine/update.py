@@ -61,7 +61,6 @@ class Decision:
 
     @property
     def applies(self) -> bool:
-        """Whether the update changes anything."""
         return not self.report.skipped
 
 

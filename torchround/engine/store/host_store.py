@@ -394,7 +394,6 @@ class HostStore:
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
-        """Return the bytes of host memory that the store holds."""
         return self._memory.allocated_bytes
 
     def close(self) -> None:
