@@ -32,7 +32,6 @@ from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
-from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.optim import (
     HostOptimizer,
     HostOptimizerError,
@@ -93,11 +92,8 @@ class Updater(Worker):
         self._exchange = exchange
         self._on_failure = on_failure
         # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
-        self._directed = {p.name for bundle in store.trained for p in directed_parameters(bundle)}
-        sizes = {
-            bundle.index: sum(p.shape.numel() for p in bundle.parameters if p.name not in self._directed)
-            for bundle in store.trained
-        }
+        clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
+        sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
         self._clips_by_layer = settings.clip == "layer"
         self._max_norms = {
             index: layer_max_norm(settings.max_norm, size, sum(sizes.values()))
@@ -183,20 +179,18 @@ class Updater(Worker):
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
-        # Parameter by parameter, so that the sums do not depend on the layout.
-        parts: dict[int, list[float]] = {bundle.index: []}
-        for parameter in bundle.parameters:
-            key = -1 - bundle.index if parameter.name in self._directed else bundle.index
-            parts.setdefault(key, []).append(float(sum_of_squares(parameter.view(gradient).reshape(-1))))
-        self._squares |= {key: math.fsum(found) for key, found in parts.items()}
+        squares: dict[int, list[float]] = {bundle.index: []}
         for segment in bundle.segments:
+            # Parameter by parameter, so that the sums do not depend on the layout.
+            found = [float(sum_of_squares(gradient[p.start : p.stop])) for p in segment.parameters]
+            key = -1 - bundle.index if segment.rule.uses_direction else bundle.index
+            squares.setdefault(key, []).extend(found)
             if segment.direction is not None:
-                self._board.observer.touched(
-                    reads=[gradient, *segment.parts.values()], writes=[segment.direction]
-                )
+                self._board.observer.touched([gradient, *segment.parts.values()], [segment.direction])
                 buffers = bundle.update_buffers(segment, bundle.version(step + 1), step)
                 # The momentum stays as it is, so a skipped step changes nothing.
                 look_ahead_(buffers, self._direction_scale(step))
+        self._squares |= {key: math.fsum(found) for key, found in squares.items()}
 
     def _direction_scale(self, step: int) -> float:
         """Return the factor on gradients of parameters with directions. It undoes the loss scale, and clips nothing."""

@@ -353,10 +353,8 @@ class HostStore:
         Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
         it, and with `stale_layers` the device weights that lag.
         """
-        views: dict[str, Tensor] = {}
-        for bundle in self.bundles:
-            views |= self.bundle_views(bundle, self.step)
-        return views
+        each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
+        return {name: view for views in each for name, view in views.items()}
 
     def loadable_views(self) -> dict[str, Tensor]:
         """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`.
