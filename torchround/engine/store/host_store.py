@@ -116,8 +116,8 @@ class HostStore:
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            if hasattr(layer, method):
-                self._fill_layer(index, layer, getattr(layer, method), seed)
+            if (fill := getattr(layer, method, None)) is not None:
+                self._fill_layer(index, layer, fill, seed)
             advance(1)
         if read_weights is not None:
             read_weights(self.filling())
