@@ -117,14 +117,10 @@ class Updater(Worker):
     def enter(self) -> None:
         use_threads_here(self._num_threads)
         if self._compiles:
-            step, predicts = self._store.step, self._store.policy.predicts
-            kinds = {
-                KernelKind.of(buffers, predicts)
-                for bundle in self._store.owned
-                for buffers in self._buffers(bundle, step)
-            }
-            known = {kind for kind in kinds if kind is not None}
-            self._kernels = get_kernels(known, self._while_compiling, self._threads)
+            store, predicts = self._store, self._store.policy.predicts
+            each = (KernelKind.of(b, predicts) for own in store.owned for b in self._buffers(own, store.step))
+            kinds = {kind for kind in each if kind is not None}
+            self._kernels = get_kernels(kinds, self._while_compiling, self._threads)
 
     def leave(self) -> None:
         self._threads.close()
@@ -368,14 +364,12 @@ class Updater(Worker):
         if store.policy is BOUNDED:
             self._take_norm(decision)
             if decision.applies:
-                deepest_first = reversed(store.trained)
-                left_out = [b for b in deepest_first if not math.isfinite(self._squares[b.index])]
-                report.left_out = tuple(bundle.name for bundle in left_out)
+                squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
+                report.left_out = tuple(name for name, square in squares if not math.isfinite(square))
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
-        overflows = not math.isfinite(report.grad_norm) and store.policy is not BOUNDED
-        store.loss_scaling.record(step, overflows)
+        store.loss_scaling.record(step, store.policy is not BOUNDED and not math.isfinite(report.grad_norm))
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._on_failure(self._overcome)
