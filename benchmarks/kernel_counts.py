@@ -256,9 +256,7 @@ def count_layers(
     store = SimpleNamespace(
         bundles=bundles,
         locations=locations,
-        layer_bundles=lambda layer: [
-            bundles[i] for i in dict.fromkeys(place.bundle for place in locations[layer])
-        ],
+        layer_bundles=lambda layer: [bundles[i] for i in dict.fromkeys(at.bundle for at in locations[layer])],
     )
     counted: list[CountedLayer] = []
     hidden: Hidden | None = None

@@ -225,8 +225,7 @@ def test_an_access_that_is_not_declared_is_found(access):
 def test_parts_share_the_places_in_which_they_land(monkeypatch):
     landing, own = Program._landing, {}
 
-    def apart(program, bundle, use):
-        """Return the same memory as if no two bundles shared it."""
+    def apart(program, bundle, use):  # the same memory, as if no two bundles shared it
         place = landing(program, bundle, use)
         return own.setdefault((id(program), bundle.index, use), Buffer(PART, content=place.content))
 

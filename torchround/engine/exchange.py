@@ -141,7 +141,6 @@ class StepExchange:
                     target.add_(values)
 
     def _landed(self, bundle: Bundle, place: Buffer) -> Tensor:
-        """Return a part that has landed here."""
         values: Tensor = place.content.memory.view(self._store.gradient_dtype)
         return values[: bundle.numel]
 
@@ -188,11 +187,9 @@ class StepExchange:
     # Weights.
 
     def send_weights(self, peer: int, bundle: Bundle, version: int) -> None:
-        """Send a version of a bundle's device weights."""
         self._send(peer, Purpose.WEIGHTS, bundle.version(version), self._weights(bundle, version))
 
     def receive_weights(self, bundle: Bundle, version: int) -> None:
-        """Receive a version of a bundle's device weights from its owner."""
         weights, what = bundle.version(version), self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
             self._board.observer.touched(reads=(), writes=[weights])
@@ -349,17 +346,13 @@ def received_bytes(store: HostStore) -> int:
 
 def _unlike_frozen(store: HostStore, group: MachineGroup) -> list[set[int]]:
     """Return, for each machine, the frozen bundles in memory that differ from their owner's."""
-    ours = {
-        str(bundle.index): xxhash.xxh3_128_hexdigest(bundle.device_weights[0].view(torch.uint8).numpy().data)
+    ours = [
+        "" if bundle.trainable or bundle.mapped else _checksum(bundle.device_weights[0])
         for bundle in store.bundles
-        if not (bundle.trainable or bundle.mapped)
-    }
-    each = group.channel("start").gather(ours, "checksums of the frozen weights")
-    return [
-        {
-            int(index)
-            for index, checksum in found.items()
-            if checksum != each[store.bundles[int(index)].owner][index]
-        }
-        for found in each
     ]
+    each = group.channel("start").gather(ours, "checksums of the frozen weights")
+    return [{b.index for b in store.bundles if found[b.index] != each[b.owner][b.index]} for found in each]
+
+
+def _checksum(weights: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(weights.view(torch.uint8).numpy().data)

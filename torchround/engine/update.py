@@ -32,7 +32,6 @@ from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Task, Tasks, Worker
-from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.optim import (
     HostOptimizer,
     HostOptimizerError,
@@ -61,7 +60,6 @@ class Decision:
 
     @property
     def applies(self) -> bool:
-        """Whether the update changes anything."""
         return not self.report.skipped
 
 
@@ -94,11 +92,8 @@ class Updater(Worker):
         self._exchange = exchange
         self._on_failure = on_failure
         # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
-        self._directed = {p.name for bundle in store.trained for p in directed_parameters(bundle)}
-        sizes = {
-            bundle.index: sum(p.shape.numel() for p in bundle.parameters if p.name not in self._directed)
-            for bundle in store.trained
-        }
+        clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
+        sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
         self._clips_by_layer = settings.clip == "layer"
         self._max_norms = {
             index: layer_max_norm(settings.max_norm, size, sum(sizes.values()))
@@ -122,14 +117,10 @@ class Updater(Worker):
     def enter(self) -> None:
         use_threads_here(self._num_threads)
         if self._compiles:
-            step, predicts = self._store.step, self._store.policy.predicts
-            kinds = {
-                KernelKind.of(buffers, predicts)
-                for bundle in self._store.owned
-                for buffers in self._buffers(bundle, step)
-            }
-            known = {kind for kind in kinds if kind is not None}
-            self._kernels = get_kernels(known, self._while_compiling, self._threads)
+            store, predicts = self._store, self._store.policy.predicts
+            each = (KernelKind.of(b, predicts) for own in store.owned for b in self._buffers(own, store.step))
+            kinds = {kind for kind in each if kind is not None}
+            self._kernels = get_kernels(kinds, self._while_compiling, self._threads)
 
     def leave(self) -> None:
         self._threads.close()
@@ -184,20 +175,18 @@ class Updater(Worker):
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
-        # Parameter by parameter, so that the sums do not depend on the layout.
-        parts: dict[int, list[float]] = {bundle.index: []}
-        for parameter in bundle.parameters:
-            key = -1 - bundle.index if parameter.name in self._directed else bundle.index
-            parts.setdefault(key, []).append(float(sum_of_squares(parameter.view(gradient).reshape(-1))))
-        self._squares |= {key: math.fsum(found) for key, found in parts.items()}
+        squares: dict[int, list[float]] = {bundle.index: []}
         for segment in bundle.segments:
+            # Parameter by parameter, so that the sums do not depend on the layout.
+            found = [float(sum_of_squares(gradient[p.start : p.stop])) for p in segment.parameters]
+            key = -1 - bundle.index if segment.rule.uses_direction else bundle.index
+            squares.setdefault(key, []).extend(found)
             if segment.direction is not None:
-                self._board.observer.touched(
-                    reads=[gradient, *segment.parts.values()], writes=[segment.direction]
-                )
+                self._board.observer.touched([gradient, *segment.parts.values()], [segment.direction])
                 buffers = bundle.update_buffers(segment, bundle.version(step + 1), step)
                 # The momentum stays as it is, so a skipped step changes nothing.
                 look_ahead_(buffers, self._direction_scale(step))
+        self._squares |= {key: math.fsum(found) for key, found in squares.items()}
 
     def _direction_scale(self, step: int) -> float:
         """Return the factor on gradients of parameters with directions. It undoes the loss scale, and clips nothing."""
@@ -375,14 +364,12 @@ class Updater(Worker):
         if store.policy is BOUNDED:
             self._take_norm(decision)
             if decision.applies:
-                deepest_first = reversed(store.trained)
-                left_out = [b for b in deepest_first if not math.isfinite(self._squares[b.index])]
-                report.left_out = tuple(bundle.name for bundle in left_out)
+                squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
+                report.left_out = tuple(name for name, square in squares if not math.isfinite(square))
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
-        overflows = not math.isfinite(report.grad_norm) and store.policy is not BOUNDED
-        store.loss_scaling.record(step, overflows)
+        store.loss_scaling.record(step, store.policy is not BOUNDED and not math.isfinite(report.grad_norm))
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._on_failure(self._overcome)

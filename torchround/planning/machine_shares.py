@@ -13,8 +13,7 @@ from torchround.planning.costs import ParameterCounts
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.partition import PlanError, split_evenly
 
-# Share of the gradients of a round that may have landed without having been sent or added up. All devices can fill it
-# while the network is busy with what landed before.
+# Share of a round's gradients that may have landed and not left yet: devices fill it while the network is busy.
 LANDED_SHARE = 0.12
 
 
@@ -72,23 +71,18 @@ def assign_owners(sizes: Sequence[int], num_machines: int) -> tuple[int, ...]:
 
 
 def ring_places(part_bytes: Sequence[int]) -> Counter[int]:
-    """Count the places, by their bytes, in which the parts of gradients of a round land in turn, on one of several machines.
+    """Count the places, by their bytes, in which the parts of a round's gradients land in turn on one of several machines.
 
     Parts of one size share places. Of four parts or more two can be on the host, so one lands while another is sent.
     """
-    return Counter(
-        {
-            nbytes: max(min(2, count // 2), math.ceil(LANDED_SHARE * count))
-            for nbytes, count in Counter(part_bytes).items()
-        }
-    )
+    counts = Counter(part_bytes)
+    return Counter({size: max(min(2, n // 2), math.ceil(LANDED_SHARE * n)) for size, n in counts.items()})
 
 
 def landing_bytes(parameters: ParameterCounts, gradient_bytes: int, rounds: int, num_machines: int) -> int:
     """Count the buffers on one of the machines that parts of gradients land in before they are added up.
 
-    Each use of parameters has one, if several parts come. On several machines parameters of a single use share
-    `ring_places`.
+    Each use of parameters has one, if several parts come. On several machines those of a single use share `ring_places`.
     """
     pages = [
         (whole_pages(bundle.numel * gradient_bytes), len(bundle.layers)) for bundle in parameters.bundles

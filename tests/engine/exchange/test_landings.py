@@ -14,12 +14,6 @@ from torchround.engine.tasks import Tasks
 from torchround.layer import LayeredModel
 
 
-class Square(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
-
-
 def landings_of(store, pool):
     """Return the places by bundle and use, and the count of buffers, of a store that is one of several machines'."""
     rank, size = store.ownership.machine, store.ownership.num_machines
@@ -31,7 +25,8 @@ def landings_of(store, pool):
 @pytest.mark.parametrize("num_machines", [2, 3])
 def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines):
     """In bytes per parameter: 2 of weights, 12 / N of state, 4 / N of sums, and the places in which parts land."""
-    model = LayeredModel(tuple(f"block.{index}" for index in range(64)), tuple(Square() for _ in range(64)))
+    squares = tuple(nn.Linear(256, 256, bias=False, device="meta") for _ in range(64))
+    model = LayeredModel(tuple(f"block.{index}" for index in range(64)), squares)
     for machine in range(num_machines):
         store = HostStore(model, torch.bfloat16, ownership=Ownership(machine, num_machines))
         store.allocate_gradients(rounds=2)

@@ -57,7 +57,6 @@ class UpdatePolicy:
         return not self.predicts and self.name != "bounded"
 
     def version_read(self, step: int) -> int:
-        """Return the version that step `step` computes with."""
         return max(step - (self.versions - 1), 0)
 
 
@@ -111,7 +110,6 @@ class Segment:
 
     @property
     def kinds(self) -> list[StatePart]:
-        """The parts that the rule's values have in this format."""
         return [part for value in self.rule.values for part in self.format.parts(value)]
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +154,6 @@ class MappedRange:
     begin: int = 0
 
     def part(self, start: int, stop: int) -> "MappedRange":
-        """Return elements `[start, stop)` of the range."""
         begin = self.begin + start * self.memory.itemsize
         return MappedRange(self.start + start, self.memory[start:stop], self.file, begin)
 
@@ -201,7 +198,6 @@ class Bundle:
 
     @property
     def fp32_weight(self) -> Tensor:
-        """The fp32 weights of a bundle that keeps them as they are."""
         assert self.weight is not None, f"{self.parameters[0].name} has no fp32 weights here"
         return self.weight
 
@@ -252,7 +248,6 @@ class Bundle:
         return self._named(kinds) | state | self.older_views(version, lags)
 
     def older_views(self, version: int, lags: bool) -> dict[str, Tensor]:
-        """Return the views of device weights that are older than the newest ones."""
         ages = range(1, 2 if lags else len(self.device_weights))
         return self._named({f"{OLDER_WEIGHTS}{age}_old": self.version(version - age) for age in ages})
 

@@ -2,8 +2,8 @@
 
 Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
 PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
-are made here: PyTorch's threads fill them, then the driver registers them in pieces of whole buffers. No two buffers
-share a page.
+are made here: PyTorch's threads fill them, then the driver registers them, those of the pool many at once. No two
+buffers share a page.
 
 Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
 buffer is unregistered before it is unmapped, even if its last tensor is simply dropped. Its finalizer cannot
@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -30,7 +30,8 @@ from torchround.engine.errors import HostMemoryError
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.memory import GIB, size_text
 
-# Buffers are registered together up to this size: one registration of 512 GiB or more fails and leaves an error behind.
+# Buffers of the pool are registered together up to this size: a registration of 512 GiB or more fails and leaves an error
+# behind. The driver refuses a copy that begins in one registration and ends in another, so none holds a part of a buffer.
 REGISTRATION_BYTES = 64 * GIB
 
 
@@ -53,11 +54,10 @@ class HostAllocator:
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
-    def allocate(self, nbytes: int, for_devices: bool, buffers: Sequence[int] = ()) -> Tensor:
+    def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
         """Return zeroed uint8 memory of exactly `nbytes`; `for_devices` asks for page-locked memory.
 
-        `buffers` are the bytes of the consecutive buffers that it will be split into: whole pages each. No copy may
-        cross from one into the next. Without them it is one buffer. Raises `HostMemoryError`.
+        Raises `HostMemoryError`.
         """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
@@ -87,38 +87,22 @@ class HostAllocator:
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread, for minutes.
         buffer.zero_()
-        self._page_lock(mapping, view, buffer.data_ptr(), buffers or (nbytes,))
-        return buffer
-
-    def _page_lock(
-        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, buffers: Sequence[int]
-    ) -> None:
-        """Page-lock consecutive buffers, given in bytes, in pieces of whole buffers.
-
-        The driver refuses a copy that begins in one registration and ends in another one or in other memory.
-        """
         locker = present_kind() or kind_of("cpu")  # which refuses
-        pieces = [0]
-        for nbytes in buffers:
-            if pieces[-1] and pieces[-1] + nbytes > REGISTRATION_BYTES:
-                pieces.append(0)
-            pieces[-1] += nbytes
-        for nbytes in pieces:
-            status = locker.lock_pages(address, nbytes)
-            if status != 0:
-                self._pinned = False
-                warnings.warn(
-                    f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). They and "
-                    "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the "
-                    "memlock limit (ulimit -l) or use a smaller model.",
-                    PinningWarning,
-                    stacklevel=3,
-                )
-                return
-            unlock = _when_dropped(view, mapping, locker.unlock_pages, address)
+        status = locker.lock_pages(buffer.data_ptr(), nbytes)
+        if status == 0:
+            unlock = _when_dropped(view, mapping, locker.unlock_pages, buffer.data_ptr())
             with self._lock:
                 self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
-            address += nbytes
+        else:
+            self._pinned = False
+            warnings.warn(
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This memory and "
+                "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
+                "limit (ulimit -l) or use a smaller model.",
+                PinningWarning,
+                stacklevel=2,
+            )
+        return buffer
 
     def locked_buffers(self) -> int:
         """Count the registrations that are in force."""
@@ -189,15 +173,23 @@ class HostPool(HostAllocator):
         self._buffers: list[HostBuffer] = []
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """Make sure that the pool owns at least `counts` buffers of each size in bytes. One allocation holds all new ones."""
+        """Make sure that the pool owns at least `counts` buffers of each size in bytes, by as few allocations as may be."""
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
             wanted[self._size(nbytes)] += number
-        sizes = list((wanted - self._owned).elements())
-        space = self.allocate(sum(sizes), for_devices=True, buffers=sizes)
-        self.reserved_bytes += space.numel()
-        for part in space.split(sizes) if sizes else ():
-            self.give(self._add(part), busy=[])
+        groups: list[list[int]] = []
+        free = 0
+        for size in (wanted - self._owned).elements():
+            if not groups or size > free:
+                groups.append([])
+                free = REGISTRATION_BYTES
+            groups[-1].append(size)
+            free -= size
+        for sizes in groups:
+            space = self.allocate(sum(sizes), for_devices=True)
+            self.reserved_bytes += space.numel()
+            for part in space.split(sizes):
+                self.give(self._add(part), busy=[])
 
     def stand_in(self, nbytes: int, larger_bytes: int) -> None:
         """Let buffers of `larger_bytes` stand in for those of `nbytes`, unless the pool has some of that size."""

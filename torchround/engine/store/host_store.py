@@ -116,8 +116,8 @@ class HostStore:
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            if hasattr(layer, method):
-                self._fill_layer(index, layer, getattr(layer, method), seed)
+            if (fill := getattr(layer, method, None)) is not None:
+                self._fill_layer(index, layer, fill, seed)
             advance(1)
         if read_weights is not None:
             read_weights(self.filling())
@@ -353,10 +353,8 @@ class HostStore:
         Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
         it, and with `stale_layers` the device weights that lag.
         """
-        views: dict[str, Tensor] = {}
-        for bundle in self.bundles:
-            views |= self.bundle_views(bundle, self.step)
-        return views
+        each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
+        return {name: view for views in each for name, view in views.items()}
 
     def loadable_views(self) -> dict[str, Tensor]:
         """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`.
@@ -394,7 +392,6 @@ class HostStore:
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
-        """Return the bytes of host memory that the store holds."""
         return self._memory.allocated_bytes
 
     def close(self) -> None:

@@ -66,7 +66,6 @@ class LandedDirection:
 
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
-    """Return the parameters whose update needs a direction."""
     return [p for segment in bundle.segments if segment.rule.uses_direction for p in segment.parameters]
 
 
