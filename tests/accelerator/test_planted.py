@@ -48,7 +48,6 @@ WAITS = {
     "a free slot for gradients": (ONE, starved(GRADIENTS_DOWN)),
 }
 EVENTS = {
-    "the end of a stage": (LATE, starved(COMPUTE)),
     "inputs that are read": (ONE, hurried(UP)),
     "sent tensors": (ONE, starved(DOWN)),
     "an uploaded input": (ONE, starved(UP)),

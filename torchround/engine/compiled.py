@@ -35,7 +35,7 @@ from torchround import keeping
 from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.slots import FLAT, SINGLE, as_tuple, flatten
+from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler, keep_inductor_private
 
@@ -142,7 +142,7 @@ class LayerKind:
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
         """Return the layer's output, None if this kind cannot be compiled."""
-        inputs = () if hidden is None else as_tuple(hidden)
+        inputs = () if hidden is None else flatten(hidden)[0]
         # Only the last layer may compute something else without gradients: the others share one code for
         # both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self.code[0]

@@ -12,7 +12,7 @@ from torchround.engine.passes import UPDATED, HostTensors, Pass, StageJob
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.orthogonalise import DirectionJob
-from torchround.engine.worker.slots import FLAT, Packing, fill, unflatten
+from torchround.engine.worker.slots import Packing, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
@@ -182,7 +182,7 @@ class Passes:
             raise EngineUsageError(problem)
         if num_labels is None:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
-        packings = [Packing.laid_out(batch.tensors(), FLAT) for batch in batches]
+        packings = [Packing.of(batch.tensors()) for batch in batches]
         shapes, integer_bytes = [batch.shape for batch in batches], [each.nbytes for each in packings]
         shape = PassShape.of(tasks, shapes, integer_bytes, share is not None, step, gives_outputs)
         before = self._under_way[-1].shape if self._under_way else None

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchround.engine.board import Board, Queue, Value
+from torchround.engine.board import Queue, Value
 from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
@@ -27,12 +27,11 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Tasks
-from torchround.engine.worker.activation_transfers import ActivationTransfers
-from torchround.engine.worker.bundle_transfers import FileReader, GradientDownload, WeightUpload
 from torchround.engine.worker.compute import unbind
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import DeviceConstants, StageSlots
 from torchround.engine.worker.stage_run import StageRun
+from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
 from torchround.layer import LayeredModel
 from torchround.planning.partition import Partition, StageKind
 
@@ -48,7 +47,6 @@ class WorkerSetup:
     """Everything that the workers of an engine share."""
 
     store: HostStore
-    board: Board
     tasks: Tasks
     pool: HostPool
     landings: Landings
@@ -68,13 +66,14 @@ class DeviceWorker:
         self.setup = setup
         self.skeletons = list(copy.deepcopy(nn.ModuleList(setup.model.layers)))
         self._store = setup.store
+        self._board = setup.tasks.board
         self._queue = setup.queues[index]
-        self._next_slot = index
+        self._next_stage_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | DirectionJob | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
-        self.activations = ActivationTransfers(device, setup.board, setup.pool, setup.sizes)
+        self.activations = ActivationTransfers(self)
         self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
@@ -93,7 +92,7 @@ class DeviceWorker:
         )
         self._orthogonaliser.allocate()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all device memory. The thread must have ended, and the device must be idle."""
         self.device.free()
         unbind(self.skeletons)
@@ -106,8 +105,8 @@ class DeviceWorker:
             self._constants.upload()
             while True:
                 if self._queue.peek() is None:
-                    self._flush()  # as in `_await`
-                job = self._queue.take(STAGE_JOB.format(self._next_slot))
+                    self._flush()  # as in `wait`
+                job = self._queue.take(STAGE_JOB.format(self._next_stage_slot))
                 if isinstance(job, StagingSizes):
                     self.activations.prepare(job)
                     continue
@@ -115,7 +114,7 @@ class DeviceWorker:
                     self._run(job)
                 else:
                     self._orthogonalise(job)
-                self._next_slot += len(self.setup.queues)  # slots are dealt to devices in turn
+                self._next_stage_slot += len(self.setup.queues)  # slots are dealt to devices in turn
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
@@ -141,13 +140,12 @@ class DeviceWorker:
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self.device.mark(Stream.WEIGHT_UPLOAD)
         stage, micro_batches = job.task.stage, job.task.micro_batches
-        gradients = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
-        on_final = partial(self._send_early, gradients) if gradients and self._is_waited_for(job) else None
-        slot = None if gradients is None else gradients.slot
-        stage_run = StageRun(self, job, upload, slot, self._await, on_final)
+        download = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
+        on_final = partial(self._send_early, download) if download and self._is_waited_for(job) else None
+        stage_run = StageRun(self, job, upload, download, on_final)
         for position, micro_batch in enumerate(micro_batches):
             self._micro_batch = micro_batch
-            self.setup.board.raise_if_stopped()
+            self._board.raise_if_stopped()
             # Chunks first: their copies then run beside this micro-batch's computation, not after it.
             self._advance_transfers(len(micro_batches) - position)
             stage_run.run(micro_batch)
@@ -155,12 +153,11 @@ class DeviceWorker:
         upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
         if self.setup.model.own_dtypes:
             unbind(self.skeletons[stage.start : stage.stop])  # copies take memory beside the slot
-        self.activations.end_stage()
-        if gradients is None:
+        if download is None:
             self._flush()
         else:
-            self._begin_download(gradients)
-            gradients.layers_final(stage.start)
+            self._begin_download(download)
+            download.layers_final(stage.start)
         self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
 
@@ -176,13 +173,24 @@ class DeviceWorker:
             self._idle_since = self._orthogonaliser.run(bundle, job.accesses[position])
             self._begin_next_upload()
             if self._upload is not None:
-                self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
-        self._micro_batch = None
-        self._job = None
+                self._upload.advance(len(job.bundles) - position)
+        if self._download is not None:
+            self._begin_step(self._download.job, Stream.GRADIENT_DOWNLOAD)  # the rest of it
+        self._micro_batch = self._job = None
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
         # An evaluation has the number of the next training step, whose trace must not show its copies.
         self.device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
+
+    def _start_upload(self, job: StageJob) -> WeightUpload:
+        self._begin_step(job, Stream.WEIGHT_UPLOAD)
+        return WeightUpload(self, job)
+
+    def _begin_next_upload(self) -> None:
+        """Begin the upload for the next job, if that is a stage job that is handed out already."""
+        # Looked for in every window, because it may be handed out while this job is under way.
+        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
+            self._upload = self._start_upload(job)
 
     def _is_waited_for(self, job: StageJob) -> bool:
         """Tell whether a stage job sends off each layer's gradients as soon as they are final.
@@ -200,14 +208,14 @@ class DeviceWorker:
         """Send off the gradients of a layer, to which the computation enqueued so far is the last that adds."""
         # An earlier download that waits for the optimizer comes first. This thread must not wait here:
         # its device would run out of work.
-        if self._download in (None, gradients) or self._download.complete:
+        if self._download in (None, gradients) or not self._download.remaining:
             self._begin_download(gradients)
             gradients.layers_final(layer)
             # Behind the activations already on their way, as every chunk.
             self.device.follow(
                 Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
             )
-            gradients.advance(gradients.remaining)
+            gradients.advance()
 
     def _begin_download(self, gradients: GradientDownload) -> None:
         """Begin to send a stage's gradients, unless that is begun.
@@ -236,16 +244,12 @@ class DeviceWorker:
             versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self.setup.board.post(job.pass_.reports.at(job.slot), report)
+        self._board.post(job.pass_.reports.at(job.slot), report)
 
-    def _start_upload(self, job: StageJob) -> WeightUpload:
-        self._begin_step(job, Stream.WEIGHT_UPLOAD)
-        return WeightUpload(self, job)
-
-    def _advance_transfers(self, remaining: int) -> None:
+    def _advance_transfers(self, windows: int) -> None:
         """Enqueue one transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
 
-        `remaining` counts the windows left in this stage, this one included.
+        `windows` are left in this stage, this one included.
         """
         self._begin_next_upload()
         # Each chunk queues behind the activations already on their way. A chunk has until the end of the
@@ -253,18 +257,12 @@ class DeviceWorker:
         # from waiting for a whole stage's weights.
         if self._upload is not None:
             self.device.follow(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, "activations before weights")
-            self._upload.advance(-(-self._upload.remaining // remaining))
+            self._upload.advance(windows)
         if self._download is not None:
             self.device.follow(
                 Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before gradients"
             )
-            self._download.advance(-(-self._download.remaining // remaining))
-
-    def _begin_next_upload(self) -> None:
-        """Begin the upload for the next job, if that is a stage job that is handed out already."""
-        # Looked for in every window, because it may be handed out while this job is under way.
-        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
-            self._upload = self._start_upload(job)
+            self._download.advance(windows)
 
     def _flush(self) -> None:
         """Send off the gradients that this thread still holds."""
@@ -272,12 +270,13 @@ class DeviceWorker:
             self._download.finish()
             self._download = None
 
-    def _await(self, value: Value[T]) -> T:
+    def wait(self, value: Value[T]) -> T:
+        """Wait for a value of another device."""
         # Held gradients go first: what is awaited may depend on an update that needs
         # them, and then both would hang.
         if not value.happened:
             self._flush()
-        return self.setup.board.wait(value)
+        return self._board.wait(value)
 
     # What the watchdog and error messages ask for, from any thread.
 
