@@ -5,13 +5,13 @@ While one stage computes, the next one's weights arrive beside its weights, and 
 leave beside its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory
 that was freed and allocated again could be written by one stream while another still uses it.
 
-A value between two layers is a tensor, or tuples, lists, dicts and other containers of `torch.utils._pytree`, with
-tensors and plain values as leaves. Its tensors travel in a fixed order, and its structure travels without them. A tensor
-that comes twice travels once and is one object again on the other side, so that its gradient adds up as if it had never
-left. Our own models return one tensor or a flat tuple; these take a short way.
+A value between two layers is a tensor, or containers of `torch.utils._pytree` with tensors and plain values as leaves.
+Its tensors travel in a fixed order, and its structure travels without them. A tensor that comes twice travels once and is
+one object again on the other side, so that its gradient adds up as if it had never left. Our own models return one
+tensor or a flat tuple; these take a short way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -187,20 +187,21 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def weight_bytes(stage: Stage) -> int:
-            return aligned(self.layout(stage).weight_numel * store.dtype.itemsize)
+        def two_slots(numel: Callable[[Stage], int], dtype: torch.dtype, of_gradients: bool) -> TwoSlots:
+            space = slot_space(
+                partition, num_devices, lambda stage: aligned(numel(stage) * dtype.itemsize), of_gradients
+            )
+            return TwoSlots(device.allocate(space).view(dtype))
 
-        def gradient_bytes(stage: Stage) -> int:
-            return aligned(self.layout(stage).gradient_numel * accumulate_dtype.itemsize)
+        def gradient_numel(stage: Stage) -> int:
+            return self.layout(stage).gradient_numel
 
-        space = slot_space(partition, num_devices, weight_bytes)
-        self.weights = TwoSlots(device.allocate(space).view(store.dtype))
-        space = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
-        self.gradients = TwoSlots(device.allocate(space).view(accumulate_dtype))
+        self.weights = two_slots(lambda stage: self.layout(stage).weight_numel, store.dtype, False)
+        self.gradients = two_slots(gradient_numel, accumulate_dtype, True)
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
             stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
-            numel = min(max(self.layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
+            numel = min(max(map(gradient_numel, stages)), ROUNDING_ELEMENTS)
             memory = device.allocate(numel * store.gradient_dtype.itemsize)
             self.rounding = memory.view(store.gradient_dtype)
 
@@ -212,27 +213,20 @@ class StageSlots:
         return self._layouts[key]
 
 
-class DeviceConstants:
-    """The buffers of a worker's own copy of the layers, which move to its device once and stay there.
+def place_constants(device: Device, layers: Sequence[nn.Module]) -> None:
+    """Move the buffers of a worker's own copy of the layers to its device, where they stay.
 
     Buffers that layers share are one tensor on the device too.
     """
-
-    def __init__(self, device: Device, layers: Sequence[nn.Module]) -> None:
-        self._device = device
-        self._modules = nn.ModuleList(layers)
-        self._packing = Packing.of(tuple(self._modules.buffers()))  # each once
-        self._memory = device.allocate(self._packing.nbytes) if self._packing.tensors else None
-
-    def upload(self) -> None:
-        """Copy the values to the device, and give the layers the copies. In the thread that drives the device."""
-        if self._memory is None:
-            return
-        views, on_host = self._packing.views(self._memory), tuple(self._modules.buffers())
+    modules = nn.ModuleList(layers)
+    if on_host := tuple(modules.buffers()):  # each once
+        packing = Packing.of(on_host)
+        memory = device.allocate(packing.nbytes)
+        views = packing.views(memory)
         # Before any computation and on its stream, so that no layer has to wait for them.
-        self._device.run(Stream.COMPUTE, partial(fill, views, on_host), writes=[self._memory])
+        device.run(Stream.COMPUTE, partial(fill, views, on_host), writes=[memory])
         copies = {id(old): view for old, view in zip(on_host, views, strict=True)}
-        for module in self._modules.modules():
+        for module in modules.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 module._buffers[name] = copies[id(buffer)]
 
@@ -241,21 +235,20 @@ class DeviceConstants:
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.Size, range, slice, type, type(None))
 
 
+class TensorNumber(int):
+    """The place of a tensor among the different tensors of a value."""
+
+
 @dataclass(frozen=True)
 class Structure:
-    """The form of a value without its tensors.
-
-    `spec` is the tree of containers. For each leaf, `numbers` has the number of its tensor, or -1 for a plain value, which
-    is at the same place of `plain`.
-    """
+    """The form of a value without its tensors: the tree of containers, and its leaves with numbers in place of tensors."""
 
     spec: Any
-    numbers: tuple[int, ...]
-    plain: tuple[Any, ...]
+    leaves: tuple[Any, ...] = ()
 
 
-SINGLE: Final = Structure(None, (0,), (None,))  # a tensor by itself
-FLAT: Final = Structure(None, (), ())  # a tuple of different tensors
+SINGLE: Final = Structure("a tensor by itself")
+FLAT: Final = Structure("a tuple of different tensors")
 
 
 def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
@@ -270,20 +263,16 @@ def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
         return hidden, FLAT
     # PyTorch takes a size apart, and makes a tuple of it again.
     leaves, spec = pytree.tree_flatten(hidden, is_leaf=lambda part: isinstance(part, torch.Size))
-    tensors: dict[int, tuple[int, Tensor]] = {}
-    numbers = []
-    for leaf in leaves:
+    tensors: dict[int, tuple[TensorNumber, Tensor]] = {}
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            numbers.append(tensors.setdefault(id(leaf), (len(tensors), leaf))[0])
-        elif isinstance(leaf, PLAIN):
-            numbers.append(-1)
-        else:
+            leaves[position] = tensors.setdefault(id(leaf), (TensorNumber(len(tensors)), leaf))[0]
+        elif not isinstance(leaf, PLAIN):
             raise TypeError(
                 f"a {type(leaf).__module__}.{type(leaf).__qualname__} between two layers: only tensors and plain values "
                 "(None, numbers, texts) can go there, in tuples, lists, dicts or named tuples"
             )
-    plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return tuple(tensor for _, tensor in tensors.values()), Structure(spec, tuple(numbers), plain)
+    return tuple(tensor for _, tensor in tensors.values()), Structure(spec, tuple(leaves))
 
 
 def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
@@ -292,8 +281,7 @@ def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
         return tensors[0]
     if structure is FLAT:
         return tuple(tensors)
-    pairs = zip(structure.numbers, structure.plain, strict=True)
-    leaves = [plain if number < 0 else tensors[number] for number, plain in pairs]
+    leaves = [tensors[leaf] if type(leaf) is TensorNumber else leaf for leaf in structure.leaves]
     return pytree.tree_unflatten(leaves, structure.spec)
 
 

@@ -4,9 +4,8 @@ Chunked transfers advance by one equal chunk in each transfer window, which is o
 paper, section 4.2). The bundle is the unit of every access: it is complete, uploaded or consumed as a whole.
 
 A boundary activation is kept in a pool buffer on the host, from the stage that made it to the last stage that
-reads it. A layer may keep the results of parts of it too (`torchround/keeping.py`). Its forward stage records them and
-sends them to the host. Its backward stage brings them up ahead of their use, and its recomputation takes them instead of
-running those parts again. All that a layer keeps of a micro-batch travels as one.
+reads it. So is what layers keep for their backward (`torchround/keeping.py`), which comes up ahead of its use. All that
+a layer keeps of a micro-batch travels as one.
 """
 
 import itertools
@@ -14,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,12 +22,12 @@ from torch import Tensor
 
 from torchround.engine.board import Value, WaitForValue
 from torchround.engine.buffer_reservation import StagingSizes
-from torchround.engine.device import Device, Event, Stream
+from torchround.engine.device import Event, Stream
 from torchround.engine.errors import FaultLocation
 from torchround.engine.passes import HostTensors, Pass, StageJob
 from torchround.engine.store.bundles import MappedRange
-from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.tasks import Access, Buffer, Task, Tasks, Worker
+from torchround.engine.store.host_memory import HostBuffer
+from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.worker.slots import (
     DeviceSlot,
     Packing,
@@ -252,20 +251,11 @@ class FileReader(Worker):
     map itself: if the file was cut short meanwhile, this gives an error, and the map would end the process.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        tasks: Tasks,
-        pool: HostPool,
-        on_fault: Callable[[FaultLocation, BaseException], None],
-    ) -> None:
-        self._location = FaultLocation(f"reader of device {device.name}")
-        super().__init__(
-            f"torchround reads for {device.name}",
-            self._location.actor,
-            tasks,
-            lambda task, error: on_fault(self._location, error),
-        )
+    def __init__(self, worker: "DeviceWorker") -> None:
+        self._location = location = FaultLocation(f"reader of device {worker.device.name}")
+        name = f"torchround reads for {worker.device.name}"
+        tasks, pool = worker.setup.tasks, worker.setup.pool
+        super().__init__(name, location.actor, tasks, lambda _, error: worker.fail(location, error))
         ring = [Buffer("buffer of weights in files") for _ in range(READER_BUFFERS)]
         for buffer in ring:
             buffer.content = pool.take(READER_BUFFER_BYTES)
@@ -322,21 +312,23 @@ class ActivationTransfers:
     """The transfers of one device's activations.
 
     What is brought up is valid until `end_micro_batch`, on the compute stream. `inputs` are the slots that hold it.
+    `bring` fills those of the three public rings.
     """
 
     def __init__(self, worker: "DeviceWorker") -> None:
         self._device = device = worker.device
-        self._board = worker.setup.tasks.board
+        self._board = worker.board
+        self._wait: WaitForValue = worker.wait
         self._pool = worker.setup.pool
         self._sizes = worker.setup.sizes
-        self._hidden_in, self._gradients_in, self._kept_in = (SlotRing(device) for _ in range(3))
+        self.hidden_in, self.gradients_in, self._kept_in = (SlotRing(device) for _ in range(3))
         self._out, self._kept_out = SlotRing(device), SlotRing(device)
         # By position in the round: space for a micro-batch's integers, and the
         # micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, Batch]] = {}
-        # Room for two micro-batches: one computes while the inputs of the next one arrive.
-        self._restarts_in = SlotRing(device, depth=0)
+        # For inputs of layers inside a stage, of two micro-batches: one computes while those of the next one arrive.
+        self.restarts_in = SlotRing(device, depth=0)
         self._ahead: BroughtUp | None = None  # of the next micro-batch
         self.inputs: list[DeviceSlot] = []
 
@@ -345,11 +337,11 @@ class ActivationTransfers:
         for position in range(sizes.micro_batches):
             self._integers.at(position, sizes.integer_bytes)
         for position in range(2 * sizes.restarts):
-            self._restarts_in.at(position, sizes.boundary_bytes)
+            self.restarts_in.at(position, sizes.boundary_bytes)
         if sizes.boundary_bytes:
-            self._hidden_in.reserve(sizes.boundary_bytes)
+            self.hidden_in.reserve(sizes.boundary_bytes)
             if sizes.training:
-                self._gradients_in.reserve(sizes.boundary_bytes)
+                self.gradients_in.reserve(sizes.boundary_bytes)
         self._out.reserve(max(sizes.boundary_bytes, sizes.output_bytes, aligned(LOSS_BYTES)))
         if sizes.kept_out_bytes:
             self._kept_out.reserve(sizes.kept_out_bytes)
@@ -372,28 +364,18 @@ class ActivationTransfers:
         self.inputs.append(slot)
         return cached[1]
 
-    def bring_hidden(self, boundary: HostTensors, restarts: bool = False) -> Hidden:
-        """Upload the input of a stage, or, with `restarts`, the input of a layer inside it that begins anew."""
-        return self._bring(boundary, self._restarts_in if restarts else self._hidden_in)
-
-    def bring_gradients(self, gradients: HostTensors) -> tuple[Tensor | None, ...]:
-        """Upload the gradients of a stage's output. None stands for a tensor that the loss does not depend on."""
-        found: tuple[Tensor | None, ...] = self._bring(gradients, self._gradients_in)
-        return found
-
-    def _bring(self, value: HostTensors, ring: SlotRing) -> Hidden:
+    def bring(self, value: HostTensors, ring: SlotRing) -> Hidden:
+        """Upload a stage's input through a ring, or the gradients of its output."""
         slot = ring.next(value.packing.nbytes)
         self._device.wait(Stream.COMPUTE, self._upload([value], slot), "an uploaded input")
         self.inputs.append(slot)
         return unflatten(slot.views([value.packing])[0], value.packing.structure)
 
-    def bring_kept(
-        self, pass_: Pass, layers: Iterable[int], m: int, wait: WaitForValue
-    ) -> dict[int, tuple[Tensor, ...]]:
+    def bring_kept(self, pass_: Pass, layers: Iterable[int], m: int) -> dict[int, tuple[Tensor, ...]]:
         """Bring up what the layers keep of micro-batch `m`, unless that is done."""
         brought, self._ahead = self._ahead, None
         if brought is None:
-            brought = self._upload_kept({layer: wait(pass_.kept.at(layer, m)) for layer in layers})
+            brought = self._upload_kept({layer: self._wait(pass_.kept.at(layer, m)) for layer in layers})
         if brought is None:
             return {}
         tensors, slot, uploaded = brought
