@@ -270,10 +270,10 @@ def count_layers(
             layers = bind(store, list(model.layers), layout, *slots, {})  # type: ignore[arg-type]
             with CountingMode() as mode:
                 if index == len(model.layers) - 1:
-                    StageComputation(layers, hidden, micro_batch, 0, loss_factor=0.5).backward(())
+                    StageComputation(layers, {0: hidden}, micro_batch, 0, loss_factor=0.5).backward(())
                     counted.append(CountedLayer(name, mode.counted, Counted()))
                     break
-                run = StageComputation(layers, hidden, micro_batch, graphs_from=0)
+                run = StageComputation(layers, {0: hidden}, micro_batch, graphs_from=0)
                 outputs, structure = flatten(run.run_to(len(layers)))
                 forward, mode.counted = mode.counted, Counted()
                 hidden = unflatten([part.detach() for part in outputs], structure)

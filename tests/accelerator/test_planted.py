@@ -61,8 +61,8 @@ EVENTS = {
 }
 # These stand for a wait for an event that is recorded on the spot: without either, the same is missing.
 ON_THE_SPOT = {"packed tensors", "final gradients", "an uploaded look-ahead", "a direction"}
-# These decide which copy goes first. Bits do not depend on them, and tests of the worker show the order.
-ONLY_FOR_SPEED = {"activations before early gradients", "activations before weights", "activations before gradients"}
+# It decides which copy goes first. Bits do not depend on it, and tests of the worker show the order.
+ONLY_FOR_SPEED = {"activations on their way"}
 FINEST = ShortRun("one layer a stage", workers=3)
 
 FAULTS = {

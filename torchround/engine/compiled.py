@@ -72,7 +72,7 @@ class LayerCompiler:
         return "engine.compile = true" if self.is_required else 'engine.compile = "auto"'
 
     def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
-        """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
+        """Compile layer `index` of the model, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
@@ -102,7 +102,7 @@ class LayerCompiler:
         return call
 
     def _compiles_for(self, device: str) -> bool:
-        """Return whether there is a compiler for this type of device. Warns once if not."""
+        """Look for a compiler for this type of device. Warns once if there is none."""
         with self._looking:
             if device not in self._compiles:
                 missing = None
@@ -138,7 +138,7 @@ class LayerKind:
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
-        """Return the layer's output, None if this kind cannot be compiled."""
+        """Run the layer. Returns None if this kind cannot be compiled."""
         inputs = () if hidden is None else flatten(hidden)[0]
         # Only the last layer may compute something else without gradients: the others share one code for
         # both, so that a forward and its recomputation give the same bits.
@@ -156,8 +156,7 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        # Numbers that change from batch to batch go in as tensors, so that no new
-        # number is a new compilation.
+        # Numbers that change from batch to batch go in as tensors, so that no new number is a new compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
@@ -206,7 +205,7 @@ class LayerKind:
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
-        """Return the layer as a function of tensors, with a code object of its own.
+        """Make a function of tensors of the layer, with a code object of its own.
 
         Dynamo limits the number of compilations for each code object, so shapes must not share one.
         """
@@ -257,7 +256,7 @@ class CompiledShape:
     def forward(
         self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return leaves in the place of `tensors`, and the outputs computed from them."""
+        """Compute the outputs from leaves in the place of `tensors`. Returns both."""
         pairs = zip(tensors, self._wants, strict=True)
         inner = [tensor.detach().requires_grad_(wanted) for tensor, wanted in pairs]
         with torch.set_grad_enabled(any(self._wants)):
@@ -272,7 +271,7 @@ class CompiledShape:
     def backward(
         self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return a gradient for each leaf of `inner`, None for a leaf without one."""
+        """Differentiate by each leaf of `inner`."""
         pairs = [
             (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
         ]
@@ -334,7 +333,7 @@ class ReturnedTensor(NamedTuple):
     offset: int
 
     def view_of(self, source: Tensor) -> Tensor:
-        """Return the tensor as a view of its source, or the source itself if it is the whole of it."""
+        """View the tensor in its source, which is the source itself if it is the whole of it."""
         if source.dtype != self.dtype:
             size = self.dtype.itemsize
             source = source[: source.nbytes // size * size].view(self.dtype)
@@ -375,7 +374,6 @@ class KeptForward:
         return returned
 
     def _rebuilt(self, inputs: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
-        """Return the values for these inputs and this kept memory, flat uint8 tensors."""
         assert self._form is not None, "the rehearsal comes first, and does not replay"
         values, sizes = self._form
         found = [piece.nbytes for piece in memory]
@@ -405,7 +403,7 @@ def _put_in_front(outputs: Sequence[Tensor]) -> bool:
 
 
 def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return the returned values as `KeptForward` rebuilds them, and the memory to keep for that: flat uint8 tensors."""
+    """Describe returned values as `KeptForward` rebuilds them, and find the memory for that: flat uint8 tensors."""
     # By addresses and not by storages: the storage of each weight is the slot that holds the whole stage.
     places = [_place(value) if isinstance(value, Tensor) else (0, 0) for value in inputs]
     pieces: dict[int, Tensor] = {}  # by the address where a storage begins
@@ -430,7 +428,7 @@ def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], l
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and the one behind its last byte."""
+    """Find the address of a tensor's first byte, and the one behind its last byte."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -438,15 +436,11 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
-    """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
 
 
 def _structure(layer: nn.Module) -> object:
-    """Return a value that is equal for layers of the same code.
-
-    It holds classes, settings, hooks, shapes, and which parameters are trained.
-    """
+    """Describe what the code of a layer depends on: classes, settings, hooks, shapes, and what is trained."""
     own = set(vars(nn.Module()))
     modules = []
     for path, module in layer.named_modules():

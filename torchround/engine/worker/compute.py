@@ -1,7 +1,7 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, has_gradient, unflatten
-from torchround.keeping import recording, replaying, without_output
+from torchround.keeping import ActivationRecord, without_output
 from torchround.layer import Batch, Hidden
 
 # A layer with its parameters bound, compiled or not.
 LayerCall = Callable[[Hidden | None, Batch], Hidden]
+# A recording of what a layer keeps, or a replay of it.
+LayerContext = Callable[[], AbstractContextManager[ActivationRecord | None]]
 
 
 def bind(
@@ -73,9 +75,10 @@ class StageComputation:
     Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients are final, and its
     activations gone, before the backward of the layer below begins.
 
-    `restarts` gives, by the stage's layer number, inputs that take the place of what the layer below returns. Only
-    values are replaced: the layer below still receives the gradient of its output. `receives` says, by the stage's layer
-    number, which tensors of a layer's input receive gradients (`LayeredModel.receives_gradients`). If nothing
+    `inputs` gives, by the stage's layer number, values from outside: the stage's input, and those that take the place of
+    what the layer below returns. That layer still receives the gradient of its output. `receives` says, by the stage's
+    layer number, which tensors of a layer's input receive gradients (`LayeredModel.receives_gradients`). A layer runs
+    inside of what its entry in `around` makes; what a `recording` collects there is in `kept`. If nothing
     `reads_output`, the last layer may leave its values out: only its graph is needed.
 
     With a `loss_factor` the last layer returns a loss, multiplied by it before the backward. The first call of `backward`
@@ -85,27 +88,29 @@ class StageComputation:
     def __init__(
         self,
         layers: Sequence[LayerCall],
-        hidden: Hidden | None,
+        inputs: Mapping[int, Hidden | None],
         micro_batch: Batch,
         graphs_from: int,
         receives: Mapping[int, Sequence[bool]] | None = None,
-        restarts: Mapping[int, Hidden] | None = None,
+        around: Mapping[int, LayerContext] | None = None,
         reads_output: bool = True,
         loss_factor: float | None = None,
     ) -> None:
         self._layers = layers
-        self._hidden = hidden  # input of the next layer to run
+        self._inputs = inputs
         # If the backward follows the forward, the loss may make its gradients in the forward.
         self._micro_batch = micro_batch if loss_factor is None else micro_batch.for_training(loss_factor)
         self._graphs_from = graphs_from
         self._receives = receives or {}
-        self._restarts = restarts or {}
+        self._around = around or {}
         self._reads_output = reads_output
         self._loss_factor = loss_factor
+        self._hidden: Hidden | None = None  # what the last layer that ran returned
         self._next = 0  # the next layer to run; from then on the layer above the next one to differentiate
-        self._inputs: list[Hidden | None] = []  # of layers that run again before their backward
+        self._repeated: list[Hidden | None] = []  # inputs of layers that run again before their backward
         self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
         self.loss: Tensor | None = None
+        self.kept: dict[int, list[Tensor]] = {}
 
     def run_to(self, stop: int) -> Hidden:
         """Run the layers up to the stage's layer number `stop`, and return the input of that one.
@@ -113,13 +118,12 @@ class StageComputation:
         All have to run before `backward`.
         """
         while self._next < stop:
-            layer = self._layers[self._next]
-            below, hidden = self._hidden, self._restarts.get(self._next, self._hidden)
+            below, hidden = self._hidden, self._inputs.get(self._next, self._hidden)
             if self._next < self._graphs_from:
                 if self._graphs_from < len(self._layers):
-                    self._inputs.append(hidden)
+                    self._repeated.append(hidden)
                 with torch.no_grad():
-                    self._hidden = _some(layer(hidden, self._micro_batch))
+                    self._hidden = self._call(self._next, hidden)
             else:
                 # Below the first trained layer of a model no gradient is needed, and the output of a layer that
                 # was run with gradients knows that. The stage's input, made without, does not.
@@ -129,7 +133,7 @@ class StageComputation:
                     else self._receives.get(self._next)
                 )
                 is_read = self._reads_output or self._next + 1 < len(self._layers)
-                self._graphs.append(self._run(layer, hidden, wanted, is_read))
+                self._graphs.append(self._run(self._next, hidden, wanted, is_read))
                 self._hidden = self._graphs[-1][1]
             # Otherwise these names would hold a layer's input while the next ones run: the memory of a boundary is free
             # again as soon as the next layer has read it.
@@ -157,8 +161,8 @@ class StageComputation:
             if self._graphs:
                 leaf, output = self._graphs.pop()
             else:
-                layer, wanted = self._layers[self._next], self._receives.get(self._next)
-                leaf, output = self._run(layer, self._inputs.pop(), wanted, is_read=False)
+                wanted = self._receives.get(self._next)
+                leaf, output = self._run(self._next, self._repeated.pop(), wanted, is_read=False)
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -168,7 +172,7 @@ class StageComputation:
         return tuple(gradients)
 
     def _run(
-        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
+        self, number: int, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
 
@@ -182,13 +186,20 @@ class StageComputation:
             leaves = [part.detach().requires_grad_(wish) for part, wish in zip(tensors, wants, strict=True)]
             leaf = unflatten(leaves, structure)
         with torch.enable_grad(), nullcontext() if is_read else without_output():
-            return leaf, _some(layer(leaf, self._micro_batch))
+            return leaf, self._call(number, leaf)
 
-
-def _some(output: Hidden | None) -> Hidden:
-    if output is None:  # the layer above would take itself for the first one, whose input has no gradient
-        raise TypeError("a layer returned None; it must return its output")
-    return output
+    def _call(self, number: int, hidden: Hidden | None) -> Hidden:
+        layer, around = self._layers[number], self._around.get(number)
+        if around is None:
+            output = layer(hidden, self._micro_batch)
+        else:
+            with around() as record:
+                output = layer(hidden, self._micro_batch)
+            if record is not None:
+                self.kept[number] = record.tensors
+        if output is None:  # the layer above would take itself for the first one, whose input has no gradient
+            raise TypeError("a layer returned None; it must return its output")
+        return output
 
 
 def checked_loss(output: Hidden) -> Tensor:
@@ -210,34 +221,3 @@ def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:
     ]
     if pairs:  # there are none if every layer of the stage is frozen and its input is the tokens
         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-
-
-# Functions with arguments rather than ones that take tensors from around them: after a fault the variables of the
-# traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
-
-
-def recorded(
-    names: Sequence[str],
-    call: LayerCall,
-    kept: dict[int, list[Tensor]],
-    layer: int,
-    hidden: Hidden | None,
-    micro_batch: Batch,
-) -> Hidden:
-    """Run a layer, and leave in `kept` what it keeps."""
-    with recording(names) as record:
-        output = call(hidden, micro_batch)
-    kept[layer] = record.tensors
-    return output
-
-
-def replayed(
-    names: Sequence[str],
-    call: LayerCall,
-    kept: Sequence[Tensor],
-    hidden: Hidden | None,
-    micro_batch: Batch,
-) -> Hidden:
-    """Run a layer with what it kept in place of the parts that made it."""
-    with replaying(names, kept):
-        return call(hidden, micro_batch)

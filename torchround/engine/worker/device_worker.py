@@ -34,15 +34,13 @@ from torchround.engine.worker.compute import (
     StageComputation,
     bind,
     checked_loss,
-    recorded,
-    replayed,
     unbind,
     with_own_seed,
 )
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
 from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
-from torchround.keeping import marking
+from torchround.keeping import marking, recording, replaying
 from torchround.layer import Batch, Hidden, LayeredModel
 from torchround.planning.host_buffers import restarted_layers
 from torchround.planning.partition import Partition, StageKind
@@ -158,8 +156,12 @@ class DeviceWorker:
         for position, micro_batch in enumerate(micro_batches):
             self._micro_batch = micro_batch
             self.board.raise_if_stopped()
-            # Chunks first: their copies then run beside this micro-batch's computation, not after it.
-            self._advance_transfers(len(micro_batches) - position)
+            self._begin_next_upload()
+            # A transfer window: an equal chunk of the next stage's weights and of the last one's gradients. Chunks first:
+            # their copies then run beside this micro-batch's computation, not after it.
+            for transfer in (self._upload, self._download):
+                if transfer is not None:
+                    transfer.advance(len(micro_batches) - position)
             stage_run.run(micro_batch)
         self._micro_batch = None
         upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
@@ -223,10 +225,6 @@ class DeviceWorker:
         if self._download in (None, gradients) or not self._download.remaining:
             self._begin_download(gradients)
             gradients.layers_final(layer)
-            # Behind the activations already on their way, as every chunk.
-            self.device.follow(
-                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
-            )
             gradients.advance()
 
     def _begin_download(self, gradients: GradientDownload) -> None:
@@ -257,24 +255,6 @@ class DeviceWorker:
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self.board.post(job.pass_.reports.at(job.slot), report)
-
-    def _advance_transfers(self, windows: int) -> None:
-        """Enqueue one transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
-
-        `windows` are left in this stage, this one included.
-        """
-        self._begin_next_upload()
-        # Each chunk queues behind the activations already on their way. A chunk has until the end of the
-        # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
-        # from waiting for a whole stage's weights.
-        if self._upload is not None:
-            self.device.follow(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, "activations before weights")
-            self._upload.advance(windows)
-        if self._download is not None:
-            self.device.follow(
-                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before gradients"
-            )
-            self._download.advance(windows)
 
     def _flush(self) -> None:
         """Send off the gradients that this thread still holds."""
@@ -340,15 +320,20 @@ class StageRun:
 
     def _bind(self) -> list[LayerCall]:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings say so."""
-        setup, skeletons, dtypes = (
-            self._worker.setup,
-            self._worker.skeletons,
-            self._worker.setup.model.own_dtypes,
-        )
+        setup, weights = self._worker.setup, self._weights
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
-        binding = partial(bind, setup.store, skeletons, self._layout, self._weights, self._gradients, dtypes)
+        binding = partial(
+            bind,
+            setup.store,
+            self._worker.skeletons,
+            self._layout,
+            weights,
+            self._gradients,
+            setup.model.own_dtypes,
+        )
         # It copies parameters with dtypes of their own.
-        modules = self._device.run(Stream.COMPUTE, binding, [self._weights.memory]) if dtypes else binding()
+        copies = bool(setup.model.own_dtypes)
+        modules = self._device.run(Stream.COMPUTE, binding, [weights.memory]) if copies else binding()
         calls: Sequence[LayerCall] = modules
         if compiler := setup.settings.compiler:
             board = self._worker.board
@@ -371,14 +356,10 @@ class StageRun:
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
         stage, pass_ = self._job.task.stage, self._job.pass_
-        micro_batch, hidden = self._bring_inputs(m)
+        micro_batch, inputs = self._bring_inputs(m)
         names = self._names if pass_.training else {}
-        found: dict[int, list[Tensor]] = {}  # what layers keep
-        calls = [
-            partial(recorded, names[layer], call, found, layer) if layer in names else call
-            for layer, call in zip(self._own, self._layers, strict=True)
-        ]
-        forward = StageComputation(calls, hidden, micro_batch, graphs_from=len(calls))
+        records = {layer - stage.start: partial(recording, kept) for layer, kept in names.items()}
+        forward = StageComputation(self._layers, inputs, micro_batch, len(self._layers), around=records)
         # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
         # need not hold all of it at once.
         layers = range(stage.start + 1, stage.stop + 1)
@@ -393,8 +374,9 @@ class StageRun:
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in names:
+                tensors = forward.kept.pop(layer - 1 - stage.start)
                 kept = pass_.kept.at(layer - 1, m)
-                self._activations.send_kept(kept, found.pop(layer - 1), layer - 1, micro_batch.shape)
+                self._activations.send_kept(kept, tensors, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
@@ -418,20 +400,15 @@ class StageRun:
     def _backward(self, m: int) -> None:
         """Recompute the stage from its input, all but what its layers keep, then run its backward."""
         stage, pass_ = self._job.task.stage, self._job.pass_
-        micro_batch, hidden = self._bring_inputs(m)
-        restarts = {
-            layer - stage.start: self._bring(layer, m, self._activations.restarts_in)
-            for layer in restarted_layers(stage, pass_.stale_layers)
-        }
+        micro_batch, inputs = self._bring_inputs(m)
+        for layer in restarted_layers(stage, pass_.stale_layers):
+            inputs[layer - stage.start] = self._bring(layer, m, self._activations.restarts_in)
         kept = self._activations.bring_kept(pass_, self._names, m)
-        layers = [
-            partial(replayed, self._names[layer], call, kept[layer]) if layer in kept else call
-            for layer, call in zip(self._own, self._layers, strict=True)
-        ]
+        replays = {i - stage.start: partial(replaying, self._names[i], kept[i]) for i in kept}
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
         recomputed = StageComputation(
-            layers, hidden, micro_batch, self._graphs_from, self._receives, restarts, reads_output=False
+            self._layers, inputs, micro_batch, self._graphs_from, self._receives, replays, reads_output=False
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
@@ -504,12 +481,12 @@ class StageRun:
     def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
         marks.append((name, self._device.mark(Stream.COMPUTE)))
 
-    def _bring_inputs(self, m: int) -> tuple[Batch, Hidden | None]:
+    def _bring_inputs(self, m: int) -> tuple[Batch, dict[int, Hidden]]:
         """Upload the micro-batch and the stage's input, which is None for the first layer."""
         first, packed = self._job.task.micro_batches.start, self._job.pass_.micro_batches[m]
         micro_batch = self._activations.bring_micro_batch(packed, m - first)
         start = self._own.start
-        return micro_batch, self._bring(start, m, self._activations.hidden_in) if start else None
+        return micro_batch, {0: self._bring(start, m, self._activations.hidden_in) if start else None}
 
     def _bring(self, layer: int, m: int, ring: SlotRing) -> Hidden:
         """Upload the input of a layer, once another device has made it."""

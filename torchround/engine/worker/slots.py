@@ -47,11 +47,8 @@ class DeviceSlot:
         self._views: list[tuple[Tensor, ...]] = []
 
     def views(self, packings: "Sequence[Packing]") -> list[tuple[Tensor, ...]]:
-        """Return the tensors of packings that fill this buffer one after the other.
-
-        They are the same objects as last time while the packings stay.
-        """
-        # Kept, because views cost host time in every micro-batch, and layouts rarely change.
+        """View the tensors of packings that fill this buffer one after the other."""
+        # The same objects as last time: views cost host time in every micro-batch, and layouts rarely change.
         if packings != self._packings:
             starts = accumulate((packing.nbytes for packing in packings), initial=0)
             self._views = [
@@ -79,12 +76,12 @@ class SlotRing:
             self.at(position, numel)
 
     def next(self, numel: int) -> DeviceSlot:
-        """Return the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
+        """Take the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
         self._newest = (self._newest + 1) % len(self._slots)
         return self.at(self._newest, numel)
 
     def at(self, position: int, numel: int) -> DeviceSlot:
-        """Return the slot at a position of the caller's choice, of at least `numel` elements."""
+        """Take the slot at a position of the caller's choice, of at least `numel` elements."""
         self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
@@ -107,7 +104,7 @@ class TwoSlots:
         self._newest = 0
 
     def next(self, numel: int) -> DeviceSlot:
-        """Return a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
+        """Take a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
 
         `released` is the event of the slot before the newest one, at the same end. This slot may also cover
         older ones of the other end. Those need no event of their own: slots are released in their order, by one
@@ -164,7 +161,7 @@ class StageLayout:
                     self.gradient_numel += bundle.numel
 
     def gradients_of(self, layers: range) -> slice:
-        """Return the elements of a gradient slot that hold the gradients of consecutive layers of the stage."""
+        """Find the elements of a gradient slot for consecutive layers of the stage."""
         used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
         return slice(used[0].start, used[-1].start + used[-1].bundle.numel) if used else slice(0)
 
@@ -206,7 +203,6 @@ class StageSlots:
             self.rounding = memory.view(store.gradient_dtype)
 
     def layout(self, stage: Stage) -> StageLayout:
-        """Return the layout of a stage, which need not be one of the partition."""
         key = stage.start, stage.stop
         if key not in self._layouts:
             self._layouts[key] = StageLayout(self._store, range(*key))
@@ -252,7 +248,7 @@ FLAT: Final = Structure("a tuple of different tensors")
 
 
 def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
-    """Return the different tensors of a value and its structure.
+    """Take a value apart into its different tensors and its structure.
 
     Raises `TypeError` for a leaf that is neither a tensor nor a plain value: it could not follow to another device.
     """
@@ -286,12 +282,11 @@ def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Tell whether a tensor of this dtype can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense copy of a tensor: its own ones if it fills its memory.
+    """Choose the strides of a dense copy of a tensor: its own ones if it fills its memory.
 
     A copy with the same strides lets the next layer run the same kernels as without the copy. Strides of dimensions of
     size 1 count too: they change nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors
@@ -334,7 +329,6 @@ class Packing:
         return Packing(tuple(packed), start, structure)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors as views of `buffer`."""
         return tuple(
             buffer[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.strides)
             for place in self.tensors

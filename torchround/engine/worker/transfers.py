@@ -62,9 +62,10 @@ class Piece(NamedTuple):
 
 
 class BundleTransfer(ABC):
-    """A transfer of a stage's weights or gradients, piece by piece in chunks. `remaining` elements are not enqueued yet."""
+    """A transfer of a stage's weights or gradients, piece by piece in chunks, beside the stream of `activations`."""
 
     stream: Stream
+    activations: Stream
 
     def __init__(self, worker: "DeviceWorker", slot: DeviceSlot, pieces: Iterable[Piece]) -> None:
         self.slot = slot
@@ -72,13 +73,18 @@ class BundleTransfer(ABC):
         self._tasks = worker.setup.tasks
         self._pieces = deque(pieces)
         self._done = 0  # elements of the first piece
-        self.remaining = sum(piece.numel for piece in self._pieces)
+        self.remaining = sum(piece.numel for piece in self._pieces)  # elements that are not enqueued yet
 
     def advance(self, windows: int = 1, waits: bool = False) -> None:
         """Enqueue what is left, or an equal part of it for each of so many transfer windows.
 
         Unless it `waits`, stops at a piece that has to wait for another thread.
         """
+        # A chunk queues behind the activations already on their way. It has until the end of the stage, but a computation
+        # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage's
+        # weights.
+        if self._pieces and not waits:
+            self._device.follow(self.stream, self.activations, "activations on their way")
         numel = -(-self.remaining // windows)
         while self._pieces and (numel > 0 or waits):
             piece, start = self._pieces[0], self._done
@@ -97,7 +103,6 @@ class BundleTransfer(ABC):
                     self._tasks.end(piece.access, self._device.record(self.stream, piece.what))
 
     def _is_ready(self, piece: Piece) -> bool:
-        """Tell whether `_begin` would wait for no other thread."""
         return piece.access is None or piece.access.is_ready
 
     @abstractmethod
@@ -117,7 +122,7 @@ class WeightUpload(BundleTransfer):
     there is none.
     """
 
-    stream = Stream.WEIGHT_UPLOAD
+    stream, activations = Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD
 
     def __init__(self, worker: "DeviceWorker", job: StageJob) -> None:
         self.layout = layout = worker.slots.layout(job.task.stage)
@@ -179,7 +184,7 @@ class GradientDownload(BundleTransfer):
     `layers_final`. `job` is the stage job that makes them; its `parts` are the accesses to their places on the host.
     """
 
-    stream = Stream.GRADIENT_DOWNLOAD
+    stream, activations = Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD
 
     def __init__(self, worker: "DeviceWorker", job: StageJob, layout: StageLayout) -> None:
         pieces = (
