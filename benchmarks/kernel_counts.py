@@ -267,16 +267,17 @@ def count_layers(
                 DeviceSlot(torch.empty(layout.weight_numel, dtype=dtype, device="meta")),
                 DeviceSlot(torch.empty(layout.gradient_numel, dtype=torch.float32, device="meta")),
             )
-            layers = bind(store, list(model.layers), layout, *slots, {})  # type: ignore[arg-type]
+            layers = {index: bind(store, list(model.layers), layout, *slots, {})[0]}  # type: ignore[arg-type]
             with CountingMode() as mode:
                 if index == len(model.layers) - 1:
-                    StageComputation(layers, {0: hidden}, micro_batch, 0, loss_factor=0.5).backward(())
+                    run = StageComputation(layers, {index: hidden}, micro_batch, index, loss_factor=0.5)
+                    run.backward((), index)
                     counted.append(CountedLayer(name, mode.counted, Counted()))
                     break
-                run = StageComputation(layers, {0: hidden}, micro_batch, graphs_from=0)
-                outputs, structure = flatten(run.run_to(len(layers)))
+                run = StageComputation(layers, {index: hidden}, micro_batch, graphs_from=index)
+                outputs, structure = flatten(run.run_to(index + 1))
                 forward, mode.counted = mode.counted, Counted()
                 hidden = unflatten([part.detach() for part in outputs], structure)
-                run.backward([torch.empty_like(part) for part in outputs])
+                run.backward([torch.empty_like(part) for part in outputs], index)
             counted.append(CountedLayer(name, forward, mode.counted))
     return counted

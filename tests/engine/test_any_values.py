@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs, second
+from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs
 from tests.support.race_checker import AccessLog, find_races
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
@@ -123,24 +123,6 @@ def test_each_device_has_constants_of_its_own_and_gives_them_back():
     assert len(threads) == len(addresses) == len(tables) == 2
     assert model.layers[0].table.data_ptr() not in addresses
     assert all(torch.equal(layer.table, table) for layer, table in zip(model.layers, before, strict=True))
-
-
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_only_tensors_that_need_gradients_get_them(layerwise):
-    """A mask of floating-point numbers stays without a gradient if the model says so."""
-    seen = []
-
-    def looking(layer, hidden, batch):
-        seen.append((hidden["value"].requires_grad, hidden["scale"].requires_grad, torch.is_grad_enabled()))
-        return second(layer, hidden, batch)
-
-    model = any_model(receives_gradients={1: [True, True, False, False, False]})
-    model.layers[1].compute = looking
-    with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, layerwise_recompute=layerwise) as engine:
-        engine.forward_backward(any_batches(1)).loss()
-        engine.step(0.0)
-    assert (True, False, True) in seen
-    assert not any(scale for _, scale, _ in seen)
 
 
 @pytest.mark.parametrize(("num_devices", "partition"), [(1, "one stage"), (2, "one layer a stage"), (2, "several")])

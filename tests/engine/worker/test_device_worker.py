@@ -310,7 +310,7 @@ def test_a_layer_that_runs_again_finds_the_input_and_output_of_the_layer_above_g
         return output
 
     [micro_batch] = toy_batches(1, micro_batches=1)[0]
-    computation = StageComputation([layer] * 4, {0: torch.ones(8)}, micro_batch, graphs_from=3)
+    computation = StageComputation(dict.fromkeys(range(4), layer), {0: torch.ones(8)}, micro_batch, graphs_from=3)
     computation.run_to(4)
-    computation.backward([torch.ones(8)])
+    computation.backward([torch.ones(8)], 0)
     assert alive == [[4, 0], [3, 0], [2, 0], [1, 0]], alive

@@ -59,27 +59,21 @@ def unbind(skeletons: Iterable[nn.Module]) -> None:
             parameter.data = parameter.new_empty(0)
 
 
-def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
-    """Let layer `index` of the model draw its dropout masks from numbers of its own."""
-    return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
-
-
 class StageComputation:
     """A stage's layers for one micro-batch: their forward, and their backward if there are graphs.
 
-    `run_to` makes the forward, at once or layer by layer. Layers below `graphs_from`, by the stage's layer number, run
-    without gradients: all of them in a forward stage, none for a backward of the whole stage. With the last layer's graph
-    alone, the others keep their inputs only and run again in the backward, as gradient checkpointing does. It costs one
-    more forward and holds the activations of one layer instead of the stage's.
+    Layers have their numbers in the model. `run_to` makes the forward, at once or layer by layer. Layers below
+    `graphs_from` run without gradients: all of them in a forward stage, none for a backward of the whole stage. With the
+    last layer's graph alone, the others keep their inputs only and run again in the backward, as gradient checkpointing
+    does. It costs one more forward and holds the activations of one layer instead of the stage's.
 
     Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients are final, and its
     activations gone, before the backward of the layer below begins.
 
-    `inputs` gives, by the stage's layer number, values from outside: the stage's input, and those that take the place of
-    what the layer below returns. That layer still receives the gradient of its output. `receives` says, by the stage's
-    layer number, which tensors of a layer's input receive gradients (`LayeredModel.receives_gradients`). A layer runs
-    inside of what its entry in `around` makes; what a `recording` collects there is in `kept`. If nothing
-    `reads_output`, the last layer may leave its values out: only its graph is needed.
+    `inputs` gives values from outside: the stage's input, and those that take the place of what the layer below returns.
+    That layer still receives the gradient of its output. A layer runs inside of what its entry in `around` makes; what a
+    `recording` collects there is in `kept`. If nothing `reads_output`, the last layer may leave its values out: only its
+    graph is needed.
 
     With a `loss_factor` the last layer returns a loss, multiplied by it before the backward. The first call of `backward`
     then finishes the forward, and leaves the `loss`.
@@ -87,52 +81,51 @@ class StageComputation:
 
     def __init__(
         self,
-        layers: Sequence[LayerCall],
+        layers: Mapping[int, LayerCall],
         inputs: Mapping[int, Hidden | None],
         micro_batch: Batch,
         graphs_from: int,
-        receives: Mapping[int, Sequence[bool]] | None = None,
         around: Mapping[int, LayerContext] | None = None,
         reads_output: bool = True,
         loss_factor: float | None = None,
     ) -> None:
         self._layers = layers
+        self._stop = max(layers) + 1
         self._inputs = inputs
         # If the backward follows the forward, the loss may make its gradients in the forward.
         self._micro_batch = micro_batch if loss_factor is None else micro_batch.for_training(loss_factor)
         self._graphs_from = graphs_from
-        self._receives = receives or {}
         self._around = around or {}
         self._reads_output = reads_output
         self._loss_factor = loss_factor
         self._hidden: Hidden | None = None  # what the last layer that ran returned
-        self._next = 0  # the next layer to run; from then on the layer above the next one to differentiate
+        self._next = min(
+            layers
+        )  # the next layer to run; from then on the layer above the next one to differentiate
         self._repeated: list[Hidden | None] = []  # inputs of layers that run again before their backward
         self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
         self.loss: Tensor | None = None
         self.kept: dict[int, list[Tensor]] = {}
 
     def run_to(self, stop: int) -> Hidden:
-        """Run the layers up to the stage's layer number `stop`, and return the input of that one.
+        """Run the layers below `stop`, and return what the last one returned.
 
         All have to run before `backward`.
         """
         while self._next < stop:
             below, hidden = self._hidden, self._inputs.get(self._next, self._hidden)
             if self._next < self._graphs_from:
-                if self._graphs_from < len(self._layers):
+                if self._graphs_from < self._stop:
                     self._repeated.append(hidden)
                 with torch.no_grad():
                     self._hidden = self._call(self._next, hidden)
             else:
                 # Below the first trained layer of a model no gradient is needed, and the output of a layer that
                 # was run with gradients knows that. The stage's input, made without, does not.
-                wanted = (
-                    [tensor.requires_grad for tensor in flatten(below)[0]]
-                    if self._graphs and below is not None
-                    else self._receives.get(self._next)
-                )
-                is_read = self._reads_output or self._next + 1 < len(self._layers)
+                wanted = None
+                if self._graphs and below is not None:
+                    wanted = [tensor.requires_grad for tensor in flatten(below)[0]]
+                is_read = self._reads_output or self._next + 1 < self._stop
                 self._graphs.append(self._run(self._next, hidden, wanted, is_read))
                 self._hidden = self._graphs[-1][1]
             # Otherwise these names would hold a layer's input while the next ones run: the memory of a boundary is free
@@ -140,12 +133,12 @@ class StageComputation:
             del below, hidden
             self._next += 1
         output = self._hidden
-        if stop == len(self._layers):
+        if stop == self._stop:
             self._hidden = None  # otherwise the last layer's output would stay through the whole backward
         return output
 
-    def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
-        """Differentiate the layers from the last call's `stop` down to the stage's layer number `stop`.
+    def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
+        """Differentiate the layers from the last call's `stop` down to layer `stop`.
 
         Returns the gradients of that layer's input, or None if it has none because it starts the model. The
         next call takes them. `gradients` belong to the tensors of the output that can have one, in order. None
@@ -153,7 +146,7 @@ class StageComputation:
         loss. Parameter gradients are accumulated into the leaves' `.grad`.
         """
         if self._loss_factor is not None and self.loss is None:
-            loss = checked_loss(self.run_to(len(self._layers)))
+            loss = checked_loss(self.run_to(self._stop))
             self.loss, gradients = loss.detach(), [torch.full_like(loss, self._loss_factor)]
             del loss  # its graph
         while self._next > stop:
@@ -161,8 +154,7 @@ class StageComputation:
             if self._graphs:
                 leaf, output = self._graphs.pop()
             else:
-                wanted = self._receives.get(self._next)
-                leaf, output = self._run(self._next, self._repeated.pop(), wanted, is_read=False)
+                leaf, output = self._run(self._next, self._repeated.pop(), wanted=None, is_read=False)
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -176,7 +168,7 @@ class StageComputation:
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
 
-        The leaf is the same memory. `wanted` says which tensors of the input receive gradients; all that can have one do
+        The leaf is the same memory. `wanted` lists which tensors of the input receive gradients; all that can have one do
         if it is None. Unless the output `is_read`, it may have no values.
         """
         leaf = None
@@ -190,11 +182,12 @@ class StageComputation:
 
     def _call(self, number: int, hidden: Hidden | None) -> Hidden:
         layer, around = self._layers[number], self._around.get(number)
+        micro_batch = self._micro_batch.for_layer(number)  # dropout masks from numbers of its own
         if around is None:
-            output = layer(hidden, self._micro_batch)
+            output = layer(hidden, micro_batch)
         else:
             with around() as record:
-                output = layer(hidden, self._micro_batch)
+                output = layer(hidden, micro_batch)
             if record is not None:
                 self.kept[number] = record.tensors
         if output is None:  # the layer above would take itself for the first one, whose input has no gradient

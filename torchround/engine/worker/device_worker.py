@@ -35,7 +35,6 @@ from torchround.engine.worker.compute import (
     bind,
     checked_loss,
     unbind,
-    with_own_seed,
 )
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
@@ -311,15 +310,13 @@ class StageRun:
         self._gradients = None if download is None else download.slot
         self._on_final = on_final
         self._layers = self._bind()
-        receives = setup.model.receives_gradients
-        self._receives = {layer - stage.start: receives[layer] for layer in own if layer in receives}
-        # Of the stage's layers, the first one whose activations stay for its backward.
-        self._graphs_from = len(own) - 1 if setup.settings.layerwise_recompute else 0
+        # The first layer whose activations stay for its backward.
+        self._graphs_from = stage.stop - 1 if setup.settings.layerwise_recompute else stage.start
         self._times_layers = setup.settings.times_layers
         self._names = {layer: setup.sizes.kept_names(layer) for layer in own if layer in setup.sizes.keeping}
 
-    def _bind(self) -> list[LayerCall]:
-        """Put the parameters of the stage's layers in slots, and compile the layers if the settings say so."""
+    def _bind(self) -> dict[int, LayerCall]:
+        """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""
         setup, weights = self._worker.setup, self._weights
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
         binding = partial(
@@ -334,11 +331,10 @@ class StageRun:
         # It copies parameters with dtypes of their own.
         copies = bool(setup.model.own_dtypes)
         modules = self._device.run(Stream.COMPUTE, binding, [weights.memory]) if copies else binding()
-        calls: Sequence[LayerCall] = modules
-        if compiler := setup.settings.compiler:
-            board = self._worker.board
-            calls = [compiler.compiled(i, one, board) for i, one in zip(self._own, modules, strict=True)]
-        return [with_own_seed(index, call) for index, call in zip(self._own, calls, strict=True)]
+        layers, compiler = dict(zip(self._own, modules, strict=True)), setup.settings.compiler
+        if compiler is None:
+            return {**layers}
+        return {index: compiler.compiled(index, one, self._worker.board) for index, one in layers.items()}
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
@@ -349,7 +345,7 @@ class StageRun:
             self._fused(micro_batch)
         else:
             self._backward(micro_batch)
-        # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
+        # After everything is sent: a layer may pass a part of its input on unchanged, and then the copy that
         # `send` makes of the result still reads the input's slot.
         self._activations.end_micro_batch()
 
@@ -358,37 +354,30 @@ class StageRun:
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, inputs = self._bring_inputs(m)
         names = self._names if pass_.training else {}
-        records = {layer - stage.start: partial(recording, kept) for layer, kept in names.items()}
-        forward = StageComputation(self._layers, inputs, micro_batch, len(self._layers), around=records)
+        records = {layer: partial(recording, kept) for layer, kept in names.items()}
+        forward = StageComputation(self._layers, inputs, micro_batch, stage.stop, around=records)
         # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
         # need not hold all of it at once.
         layers = range(stage.start + 1, stage.stop + 1)
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
         first = stage.start
         for layer in layers if self._times_layers else sorted({*sent, *(layer + 1 for layer in names)}):
-            run = partial(forward.run_to, layer - stage.start)
-            output = self._compute(TaskKind.FORWARD, m, range(first, layer), run)
+            output = self._compute(TaskKind.FORWARD, m, range(first, layer), partial(forward.run_to, layer))
             first = layer
             if layer in sent:
                 self._send_output(m, layer, output)
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in names:
-                tensors = forward.kept.pop(layer - 1 - stage.start)
-                kept = pass_.kept.at(layer - 1, m)
+                kept, tensors = pass_.kept.at(layer - 1, m), forward.kept.pop(layer - 1)
                 self._activations.send_kept(kept, tensors, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         pass_ = self._job.pass_
-        micro_batch, hidden = self._bring_inputs(m)
+        micro_batch, inputs = self._bring_inputs(m)
         fused = StageComputation(
-            self._layers,
-            hidden,
-            micro_batch,
-            self._graphs_from,
-            self._receives,
-            loss_factor=pass_.loss_factor,
+            self._layers, inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor
         )
         if self._times_layers:
             self._run_to(TaskKind.FORWARD, m, fused, self._own[1:])
@@ -402,13 +391,13 @@ class StageRun:
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, inputs = self._bring_inputs(m)
         for layer in restarted_layers(stage, pass_.stale_layers):
-            inputs[layer - stage.start] = self._bring(layer, m, self._activations.restarts_in)
+            inputs[layer] = self._bring(layer, m, self._activations.restarts_in)
         kept = self._activations.bring_kept(pass_, self._names, m)
-        replays = {i - stage.start: partial(replaying, self._names[i], kept[i]) for i in kept}
+        replays = {layer: partial(replaying, self._names[layer], kept[layer]) for layer in kept}
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
         recomputed = StageComputation(
-            self._layers, inputs, micro_batch, self._graphs_from, self._receives, replays, reads_output=False
+            self._layers, inputs, micro_batch, self._graphs_from, replays, reads_output=False
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
@@ -421,9 +410,9 @@ class StageRun:
 
     def _run_to(self, kind: TaskKind, m: int, graph: StageComputation, stops: Iterable[int]) -> None:
         """Run a forward with graph up to each of these layers in turn."""
-        first = start = self._own.start
+        first = self._own.start
         for stop in stops:
-            self._compute(kind, m, range(first, stop), partial(graph.run_to, stop - start))
+            self._compute(kind, m, range(first, stop), partial(graph.run_to, stop))
             first = stop
 
     def _differentiate(
@@ -438,7 +427,7 @@ class StageRun:
         found: Gradients | None = gradients
         for layer in reversed(self._own) if one_by_one else [stage.start]:
             assert found is not None, "only the layer that starts the model has no input"
-            layers, run = range(layer, above), partial(graph.backward, found, layer - stage.start)
+            layers, run = range(layer, above), partial(graph.backward, found, layer)
             added_to = self._gradients.memory[self._layout.gradients_of(layers)]
             found = self._compute(kind, m, layers, run, [added_to] if added_to.numel() else [])
             above = layer
@@ -462,7 +451,7 @@ class StageRun:
         traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
         """
         part_marks: list[tuple[str, Mark]] = []
-        # Recomputations may take what is kept in place of their parts, so forwards alone tell how long these are.
+        # Recomputations may take what is kept in place of their parts, so forwards alone show how long these are.
         marks_parts = self._times_layers and kind is TaskKind.FORWARD
         marks = marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext()
         reads = [self._weights.memory, *(slot.memory for slot in self._activations.inputs)]
@@ -486,7 +475,7 @@ class StageRun:
         first, packed = self._job.task.micro_batches.start, self._job.pass_.micro_batches[m]
         micro_batch = self._activations.bring_micro_batch(packed, m - first)
         start = self._own.start
-        return micro_batch, {0: self._bring(start, m, self._activations.hidden_in) if start else None}
+        return micro_batch, {start: self._bring(start, m, self._activations.hidden_in) if start else None}
 
     def _bring(self, layer: int, m: int, ring: SlotRing) -> Hidden:
         """Upload the input of a layer, once another device has made it."""

@@ -477,7 +477,7 @@ class ActivationTransfers:
         device.run(
             Stream.COMPUTE,
             partial(fill, slot.views([packing])[0], tensors),
-            # A layer may hand a part of its input on as it came.
+            # A layer may pass a part of its input on unchanged.
             reads=[one.memory for one in self.inputs if one.memory.untyped_storage().data_ptr() in addresses],
             writes=[slot.memory],
         )
