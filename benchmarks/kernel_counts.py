@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
-from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, bind
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
+from torchround.engine.worker.compute import StageComputation, bind
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, unflatten
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.optim import NO_STATE
 
@@ -267,16 +267,17 @@ def count_layers(
                 DeviceSlot(torch.empty(layout.weight_numel, dtype=dtype, device="meta")),
                 DeviceSlot(torch.empty(layout.gradient_numel, dtype=torch.float32, device="meta")),
             )
-            layers = bind(store, list(model.layers), layout, *slots)  # type: ignore[arg-type]
+            layers = {index: bind(store, list(model.layers), layout, *slots, {})[0]}  # type: ignore[arg-type]
             with CountingMode() as mode:
                 if index == len(model.layers) - 1:
-                    FusedStage(layers, hidden, micro_batch, layerwise=False, loss_factor=0.5).backward((), 0)
+                    run = StageComputation(layers, {index: hidden}, micro_batch, index, loss_factor=0.5)
+                    run.backward((), index)
                     counted.append(CountedLayer(name, mode.counted, Counted()))
                     break
-                run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False).run_to(len(layers))
+                run = StageComputation(layers, {index: hidden}, micro_batch, graphs_from=index)
+                outputs, structure = flatten(run.run_to(index + 1))
                 forward, mode.counted = mode.counted, Counted()
-                outputs = as_tuple(run.output)
-                hidden = as_hidden([part.detach() for part in outputs], isinstance(run.output, Tensor))
-                run.backward([torch.empty_like(part) for part in outputs])
+                hidden = unflatten([part.detach() for part in outputs], structure)
+                run.backward([torch.empty_like(part) for part in outputs], index)
             counted.append(CountedLayer(name, forward, mode.counted))
     return counted

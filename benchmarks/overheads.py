@@ -20,8 +20,8 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import TaskKind
 from torchround.engine.tracing import StepTraces
-from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepMeter

@@ -150,8 +150,6 @@ class LayeredModel:
     - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor
       `aligned`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
       in the first pass of a shape.
-    - `receives_gradients`: by layer, which tensors of its input receive gradients, in the order of
-      `engine/worker/slots.py`. All floating-point ones do if it does not say.
     - `decayed`: stored names with weight decay. None means all matrices (`decayed_names`).
     """
 
@@ -159,7 +157,6 @@ class LayeredModel:
     layers: tuple[nn.Module, ...]
     own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, kw_only=True)
     boundary_bytes: Callable[[int, torch.Size], int | None] | None = field(default=None, kw_only=True)
-    receives_gradients: Mapping[int, Sequence[bool]] = field(default_factory=dict, kw_only=True)
     decayed: frozenset[str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

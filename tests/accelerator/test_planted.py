@@ -46,7 +46,6 @@ WAITS = {
     "a free slot for gradients": (ONE, starved(GRADIENTS_DOWN)),
 }
 EVENTS = {
-    "the end of a stage": (LATE, starved(COMPUTE)),
     "inputs that are read": (ONE, hurried(UP)),
     "sent tensors": (ONE, starved(DOWN)),
     "an uploaded input": (ONE, starved(UP)),
@@ -60,8 +59,8 @@ EVENTS = {
 }
 # These stand for a wait for an event that is recorded on the spot: without either, the same is missing.
 ON_THE_SPOT = {"packed tensors", "final gradients", "an uploaded look-ahead", "a direction"}
-# These decide which copy goes first. Bits do not depend on them, and tests of the worker show the order.
-ONLY_FOR_SPEED = {"activations before early gradients", "activations before weights", "activations before gradients"}
+# It decides which copy goes first. Bits do not depend on it, and tests of the worker show the order.
+ONLY_FOR_SPEED = {"activations on their way"}
 FINEST = ShortRun("one layer a stage", workers=3)
 
 FAULTS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs, second
+from tests.support.any_layers import any_batches, any_model, assert_same_value, first, outputs
 from tests.support.race_checker import AccessLog, find_races
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
@@ -125,24 +125,6 @@ def test_each_device_has_constants_of_its_own_and_gives_them_back():
     assert all(torch.equal(layer.table, table) for layer, table in zip(model.layers, before, strict=True))
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_only_tensors_that_need_gradients_get_them(layerwise):
-    """A mask of floating-point numbers stays without a gradient if the model says so."""
-    seen = []
-
-    def looking(layer, hidden, batch):
-        seen.append((hidden["value"].requires_grad, hidden["scale"].requires_grad, torch.is_grad_enabled()))
-        return second(layer, hidden, batch)
-
-    model = any_model(receives_gradients={1: [True, True, False, False, False]})
-    model.layers[1].compute = looking
-    with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, layerwise_recompute=layerwise) as engine:
-        engine.forward_backward(any_batches(1)).loss()
-        engine.step(0.0)
-    assert (True, False, True) in seen
-    assert not any(scale for _, scale, _ in seen)
-
-
 @pytest.mark.parametrize(("num_devices", "partition"), [(1, "one stage"), (2, "one layer a stage"), (2, "several")])
 def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partition):
     def half(layer, hidden, batch):
@@ -194,8 +176,6 @@ def test_a_fault_in_a_forward_pass_is_located_and_earlier_outputs_stay(num_devic
 def test_strides_of_dimensions_of_size_1_survive_a_packing_because_kernels_are_chosen_by_them():
     # One channel in the order of channels last: contiguous either way, and a convolution looks at the strides.
     image = torch.randn(2, 1, 4, 3).as_strided((2, 1, 4, 3), (12, 1, 3, 1))
-    packing = Packing.of(image)
+    packing = Packing.of([image])
     [found] = packing.views(torch.empty(packing.nbytes, dtype=torch.uint8))
     assert found.stride() == image.stride() == (12, 1, 3, 1)
-    plain = Packing.of(image.clone(memory_format=torch.contiguous_format).view(2, 1, 4, 3))
-    assert plain.tensors[0].strides is None, "an ordinary tensor costs nothing"

@@ -13,7 +13,7 @@ from tests.support.toy import toy_batches
 from torchround import keeping
 from torchround.engine.board import Board
 from torchround.engine.compiled import KeptForward, LayerCompiler
-from torchround.engine.worker.slots import as_tuple
+from torchround.engine.worker.slots import flatten
 from torchround.layer import KEEPABLE, with_dropout_seeds
 
 pytestmark = pytest.mark.compiles
@@ -66,7 +66,7 @@ class Case:
         self.block.zero_grad()
         hidden = self.hidden(seed).requires_grad_()
         with context or nullcontext():
-            outputs = as_tuple(self.compiled(hidden, self.micro_batch))
+            outputs = flatten(self.compiled(hidden, self.micro_batch))[0]
         numbers = torch.Generator().manual_seed(2)
         gradients = [torch.randn(output.shape, generator=numbers).to(output.dtype) for output in outputs]
         torch.autograd.backward(outputs, gradients)

@@ -1,10 +1,23 @@
 """Muon's jobs on the devices: when they run, and what a fault in one leaves. Its results are in `test_rows.py`."""
 
+import threading
+from collections import Counter
+
 import pytest
 
 from tests.support.faults import Bomb, armed
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+    watched,
+)
 from torchround.config.optimizer_tables import MuonTable
+from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.timeline import TaskKind
@@ -41,6 +54,27 @@ def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_
             engine.drain()
     assert store.is_consistent and store.step == 1
     assert_same_state(store.named_views(), before)
+
+
+class DownloadedBytes(DeviceWatcher):
+    """The bytes of gradients and directions that leave devices, by the step that a trace shows them in."""
+
+    def __init__(self):
+        self.by_step, self._lock = Counter(), threading.Lock()
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        if stream is Stream.GRADIENT_DOWNLOAD:
+            with self._lock:
+                self.by_step[device.step_of[stream]] += copied_bytes
+
+
+def test_a_direction_job_leaves_the_gradients_on_their_way_to_their_own_step():
+    """With more devices than stages, a device has computed gradients of the next step before its job."""
+    model, watcher = toy_model(), DownloadedBytes()
+    store, partition = muon_store(model, policy=ASYNC), PARTITIONS["one stage"]
+    with muon_engine(model, store, 3, partition, wrap=lambda device: watched(device, watcher)) as engine:
+        train(engine, toy_batches(STEPS, micro_batches=2), LR)
+    assert len(watcher.by_step) == STEPS and len(set(watcher.by_step.values())) == 1
 
 
 def test_a_model_without_matrices_in_blocks_trains_with_adamw_alone():

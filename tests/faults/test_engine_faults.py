@@ -61,12 +61,12 @@ OF_KEPT = ("an uploaded input", "inputs that are read", ("posts", KEPT_ACTIVATIO
 # Layers have them in forwards and recomputations, recorded and replayed if they keep activations.
 IN_DEVICES = (
     *(*Stream, "a part", "an allocation", "packed tensors", "sent tensors", "inputs that are read", "uploaded weights"),
-    *("an uploaded version", "a landed gradient", "the end of a stage", *OF_KEPT),
+    *("an uploaded version", "a landed gradient", *OF_KEPT),
 )
 # Between an update and its announcement, and so on: the fault may leave layers of two versions.
 MAY_MIX = (("posts", CONSUMED), ("posts", WRITTEN))
 IN_OPTIMIZER = (*("a norm", "an update", "update_", ("has", LOSS), ("has", LANDED)), *(("has", UPLOADED), *MAY_MIX))
-ONCE_A_STAGE = ("uploaded weights", "the end of a stage")
+ONCE_A_STAGE = ("uploaded weights",)
 
 
 @dataclass(frozen=True)

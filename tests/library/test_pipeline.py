@@ -13,7 +13,7 @@ from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from tests.support.processes import run_program
 from torchround import CpuDevice, Pipeline
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.worker import activation_transfers
+from torchround.engine.worker import device_worker
 from torchround.keeping import keep, replaying
 from torchround.library.refusals import PipelineUsageError
 from torchround.planning.partition import Partition
@@ -67,7 +67,7 @@ class Named(nn.Module):
 def test_parts_that_layers_name_are_kept_and_change_no_bit(monkeypatch):
     replayed = []
     monkeypatch.setattr(
-        activation_transfers, "replaying", lambda names, tensors: replayed.append(names) or replaying(names, tensors)
+        device_worker, "replaying", lambda names, tensors: replayed.append(names) or replaying(names, tensors)
     )
     torch.manual_seed(0)
     net = nn.Sequential(Named(), nn.Tanh(), Named(), Named(), nn.Linear(6, 3))

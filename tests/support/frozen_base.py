@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 from tests.support.toy import toy_model, toy_store
 from torchround.engine import buffer_reservation
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker import bundle_transfers
+from torchround.engine.worker import transfers
 from torchround.hf.tensor_folder import map_file, read_header, view_of
 
 FROZEN = (0, 1, 2, 4)
@@ -13,7 +13,7 @@ FROZEN = (0, 1, 2, 4)
 
 def shrink_ring(monkeypatch):
     """Let each upload go through the ring several times, in buffers that end inside parameters."""
-    for module in (bundle_transfers, buffer_reservation):
+    for module in (transfers, buffer_reservation):
         monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
         monkeypatch.setattr(module, "READER_BUFFERS", 3)
 

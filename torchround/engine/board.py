@@ -7,6 +7,7 @@ The locks inside are held for a few instructions only; threads sleep on events o
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torchround.engine.errors import Stopped
 
 T = TypeVar("T")
 
+COMPILE_LIMIT_S = 1800.0  # a compilation that takes longer counts as a hang
 LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
 
 
@@ -235,6 +237,7 @@ class LayerGate:
         self._changed = threading.Condition()
         self._inside: set[int] = set()  # threads that run layers
         self._compiles = False
+        self.compiles_until_s = 0.0  # by the monotonic clock; a thread that compiles moves until then
 
     @contextmanager
     def entered(self, board: Board) -> Iterator[None]:
@@ -264,8 +267,10 @@ class LayerGate:
         try:
             with self._changed:
                 self._wait(board, "waits until no thread runs a layer", lambda: not self._inside)
+            self.compiles_until_s = time.monotonic() + COMPILE_LIMIT_S
             yield
         finally:
+            self.compiles_until_s = 0.0
             with self._changed:
                 self._compiles = False
                 if was_inside:

@@ -8,25 +8,20 @@ one kind at a time, while no other thread runs a layer (`LayerGate`).
 Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
 round differently, and results would depend on the plan.
 
-A compiled layer keeps everything that its compiled forward returns: its output, and all tensors that its compiled backward
-reads. One piece of code makes them together, so a compiled layer keeps all or nothing. The same compiled backward reads
-them, whichever call made them, so results have the same bits by construction.
-
-Some returned tensors are inputs, such as weights, or views of inputs. These stay where they are, and `ReturnedTensor`
-notes which input it is. Others share memory with each other, for example query, key and value cut from one product. Such
-memory is kept once.
+A compiled layer keeps everything that its compiled forward returns, or nothing: its output, and all tensors that its
+compiled backward reads. The same compiled backward reads them, whichever call made them, so results have the same bits
+by construction. Returned inputs, such as weights, and views of them stay where they are. Others share memory with each
+other, for example query, key and value cut from one product. Such memory is kept once.
 """
 
 import copy
 import logging
 import shutil
 import threading
-import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +30,12 @@ from torchround import keeping
 from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.slots import FLAT, SINGLE, as_tuple, flatten
+from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler, keep_inductor_private
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1
-COMPILE_LIMIT_S = 1800.0  # a compilation that takes longer counts as a hang
 COST = (
     "run uncompiled: equal except for rounding, but slower, because each elementwise step goes through memory"
 )
@@ -75,11 +68,11 @@ class LayerCompiler:
 
     @property
     def setting(self) -> str:
-        """The setting that layers are compiled for, as the config says it."""
+        """The setting that layers are compiled for, as the config has it."""
         return "engine.compile = true" if self.is_required else 'engine.compile = "auto"'
 
     def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
-        """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
+        """Compile layer `index` of the model, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
@@ -109,10 +102,14 @@ class LayerCompiler:
         return call
 
     def _compiles_for(self, device: str) -> bool:
-        """Return whether there is a compiler for this type of device. Warns once if not."""
+        """Look for a compiler for this type of device. Warns once if there is none."""
         with self._looking:
             if device not in self._compiles:
-                missing = _missing_compiler(device) if self.backend == "inductor" else None
+                missing = None
+                if self.backend == "inductor" and device != "cpu":
+                    missing = kind_of(device).missing_compiler()
+                elif self.backend == "inductor" and shutil.which(cxx_compiler()) is None:
+                    missing = f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
                 if missing is not None:
                     logger.warning("%s: no layer can be compiled (%s); they %s", self.setting, missing, COST)
                 self._compiles[device] = missing is None
@@ -141,8 +138,8 @@ class LayerKind:
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
-        """Return the layer's output, None if this kind cannot be compiled."""
-        inputs = () if hidden is None else as_tuple(hidden)
+        """Run the layer. Returns None if this kind cannot be compiled."""
+        inputs = () if hidden is None else flatten(hidden)[0]
         # Only the last layer may compute something else without gradients: the others share one code for
         # both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self.code[0]
@@ -159,8 +156,7 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        # Numbers that change from batch to batch go in as tensors, so that no new
-        # number is a new compilation.
+        # Numbers that change from batch to batch go in as tensors, so that no new number is a new compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
@@ -178,9 +174,7 @@ class LayerKind:
                     floating = [tensor.is_floating_point() for tensor in inputs]
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
                     new = CompiledShape(function, wants, self._compiler.backend)
-                    # A compilation takes longer than the watchdog waits.
-                    with _counted_as_progress(board):
-                        self._compile(key, new, micro_batch, tensors)
+                    self._compile(key, new, micro_batch, tensors)
                 shape = self.shapes.get(key)
         return None if shape is None else shape(micro_batch, tensors)
 
@@ -211,7 +205,7 @@ class LayerKind:
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
-        """Return the layer as a function of tensors, with a code object of its own.
+        """Make a function of tensors of the layer, with a code object of its own.
 
         Dynamo limits the number of compilations for each code object, so shapes must not share one.
         """
@@ -237,9 +231,7 @@ class CompiledShape:
             # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
             # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
             # in the cached code.
-            wanted: dict[str, Any] = {"deterministic": True, "cpp.threads": 1}
-            known = torch._inductor.list_options()
-            options = {name: value for name, value in wanted.items() if name in known}
+            options = {"deterministic": True, "cpp.threads": 1}
         self._compiled = torch.compile(
             function, fullgraph=True, dynamic=False, backend=backend, options=options
         )
@@ -264,7 +256,7 @@ class CompiledShape:
     def forward(
         self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return leaves in the place of `tensors`, and the outputs computed from them."""
+        """Compute the outputs from leaves in the place of `tensors`. Returns both."""
         pairs = zip(tensors, self._wants, strict=True)
         inner = [tensor.detach().requires_grad_(wanted) for tensor, wanted in pairs]
         with torch.set_grad_enabled(any(self._wants)):
@@ -279,18 +271,15 @@ class CompiledShape:
     def backward(
         self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return a gradient for each leaf of `inner`, None for a leaf without one."""
+        """Differentiate by each leaf of `inner`."""
         pairs = [
             (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
         ]
         wanted = [leaf for leaf in inner if leaf.requires_grad]
         if not pairs or not wanted:
             return [None] * len(inner)
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
-            )
-        )
+        differentiated, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(differentiated, wanted, given, allow_unused=True))
         return [next(found) if leaf.requires_grad else None for leaf in inner]
 
 
@@ -330,8 +319,7 @@ def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
     return None
 
 
-@dataclass(frozen=True)
-class ReturnedTensor:
+class ReturnedTensor(NamedTuple):
     """One tensor that a compiled forward returns, as a part of an input or of a piece of kept memory.
 
     `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element, counted from the
@@ -345,7 +333,7 @@ class ReturnedTensor:
     offset: int
 
     def view_of(self, source: Tensor) -> Tensor:
-        """Return the tensor as a view of its source, or the source itself if it is the whole of it."""
+        """View the tensor in its source, which is the source itself if it is the whole of it."""
         if source.dtype != self.dtype:
             size = self.dtype.itemsize
             source = source[: source.nbytes // size * size].view(self.dtype)
@@ -355,21 +343,20 @@ class ReturnedTensor:
 
 
 class KeptForward:
-    """A part in front of the code of a compiled forward, which can record what the code returns and return it again.
-
-    `_form` says how to rebuild that: a `ReturnedTensor` for each tensor, the value itself for everything else, and the
-    bytes of the pieces of kept memory. It is the same for each call, because the code is.
-    """
+    """A part in front of the code of a compiled forward, which can record what the code returns and return it again."""
 
     def __init__(self, code: Callable[[list[Any]], Sequence[Any]]) -> None:
         self._code = code
-        self._form: tuple[list[Any], tuple[int, ...]] | None = (
-            None  # from the second call of the rehearsal on
-        )
+        # From the second call of the rehearsal on: a `ReturnedTensor` for each returned tensor, the value itself for
+        # everything else, and the bytes of the pieces of kept memory. The same for each call, because the code is.
+        self._form: tuple[list[Any], list[int]] | None = None
         self._boxed_call = True  # PyTorch then gives the inputs as one list, which the code may empty
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the code, or return what it returned before if this thread replays."""
+        """Run the code, or return what it returned before if this thread replays.
+
+        Raises `KeptActivationError` for kept memory of other sizes.
+        """
         record, memory = keeping.whole_record(KEEPABLE), keeping.whole_replay()
         if memory:
             return self._rebuilt(inputs, memory)
@@ -378,7 +365,7 @@ class KeptForward:
         given = list(inputs)
         returned = self._code(inputs)
         values, pieces = _split(given, returned)
-        form = values, tuple(piece.nbytes for piece in pieces)
+        form = values, [piece.nbytes for piece in pieces]
         if self._form is None:
             self._form = form
         # Other values than before are not kept; then the layer is recomputed, which is right in any case.
@@ -387,21 +374,16 @@ class KeptForward:
         return returned
 
     def _rebuilt(self, inputs: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
-        """Return the values for these inputs and this kept memory, flat uint8 tensors.
-
-        Raises `KeptActivationError` for memory of other sizes.
-        """
         assert self._form is not None, "the rehearsal comes first, and does not replay"
         values, sizes = self._form
-        found = tuple(piece.nbytes for piece in memory)
+        found = [piece.nbytes for piece in memory]
         if found != sizes:
             raise keeping.KeptActivationError(
                 f"a compiled layer got kept tensors of {found} bytes; its code returns {sizes}"
             )
         sources = [*inputs, *memory]
         return [
-            value.view_of(sources[value.source]) if isinstance(value, ReturnedTensor) else value
-            for value in values
+            one.view_of(sources[one.source]) if isinstance(one, ReturnedTensor) else one for one in values
         ]
 
 
@@ -421,7 +403,8 @@ def _put_in_front(outputs: Sequence[Tensor]) -> bool:
 
 
 def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return the returned values as `KeptForward` rebuilds them, and the memory to keep for that: flat uint8 tensors."""
+    """Describe returned values as `KeptForward` rebuilds them, and find the memory for that: flat uint8 tensors."""
+    # By addresses and not by storages: the storage of each weight is the slot that holds the whole stage.
     places = [_place(value) if isinstance(value, Tensor) else (0, 0) for value in inputs]
     pieces: dict[int, Tensor] = {}  # by the address where a storage begins
     values: list[Any] = []
@@ -430,14 +413,10 @@ def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], l
             values.append(value)
             continue
         start, stop = _place(value)
-        # By addresses and not by storages: the storage of each weight is the slot that holds the whole stage.
-        holders = (
-            (index, begin)
-            for index, (begin, end) in enumerate(places)
-            if begin <= start < stop <= end and inputs[index].dtype == value.dtype
-        )
-        source, begin = next(holders, (None, 0))
-        if source is None:
+        for source, (begin, end) in enumerate(places):
+            if begin <= start < stop <= end and inputs[source].dtype == value.dtype:
+                break
+        else:
             begin = value.untyped_storage().data_ptr()
             if begin not in pieces or pieces[begin].nbytes < stop - begin:
                 numel = (stop - begin) // value.itemsize
@@ -449,7 +428,7 @@ def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], l
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and the one behind its last byte."""
+    """Find the address of a tensor's first byte, and the one behind its last byte."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -457,20 +436,16 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
-    """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
 
 
 def _structure(layer: nn.Module) -> object:
-    """Return a value that is equal for layers of the same code.
-
-    It holds classes, settings, hooks, shapes, and which parameters are trained.
-    """
+    """Describe what the code of a layer depends on: classes, settings, hooks, shapes, and what is trained."""
     own = set(vars(nn.Module()))
     modules = []
     for path, module in layer.named_modules():
         settings = [
-            (name, value if _compares(value) else id(value))
+            (name, id(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value)
             for name, value in sorted(vars(module).items())
             if name not in own
         ]
@@ -481,34 +456,3 @@ def _structure(layer: nn.Module) -> object:
         for path, parameter in layer.named_parameters(remove_duplicate=False)
     ]
     return modules, parameters
-
-
-def _compares(value: object) -> bool:
-    return not isinstance(value, Tensor) and type(value).__hash__ is not None
-
-
-@contextmanager
-def _counted_as_progress(board: Board) -> Iterator[None]:
-    """Keep the watchdog quiet in the block, in which nothing is handed over for long."""
-    done, deadline_s = threading.Event(), time.monotonic() + COMPILE_LIMIT_S
-
-    def note_progress() -> None:
-        while not done.wait(POLL_S) and time.monotonic() < deadline_s:
-            board.note_progress()
-
-    thread = threading.Thread(target=note_progress, name="torchround compiles a layer", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _missing_compiler(device: str) -> str | None:
-    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, and Triton for most accelerators."""
-    if device != "cpu":
-        return kind_of(device).missing_compiler()
-    if shutil.which(cxx_compiler()) is None:
-        return f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
-    return None

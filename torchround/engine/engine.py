@@ -327,7 +327,6 @@ class Engine:
     ) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
-            board=self._board,
             tasks=self._tasks,
             pool=self.pool,
             model=model,

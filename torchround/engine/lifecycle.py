@@ -193,7 +193,7 @@ class Lifecycle:
             finally:
                 # Also if the device has failed: it computes no more.
                 if worker is not None:
-                    worker.let_go()
+                    worker.release()
             # After the buffers are dropped, because a device may hand free memory back to its driver here.
             device.release()
         except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)

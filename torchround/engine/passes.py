@@ -18,7 +18,7 @@ from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Task
 from torchround.engine.worker.orthogonalise import DirectionJob
-from torchround.engine.worker.slots import FLAT, Packing, Structure, fill, unflatten
+from torchround.engine.worker.slots import Packing, Structure, fill, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
@@ -332,7 +332,7 @@ class Passes:
             raise EngineUsageError(problem)
         if num_labels is None:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
-        packings = [Packing.laid_out(batch.tensors(), FLAT) for batch in batches]
+        packings = [Packing.of(batch.tensors()) for batch in batches]
         shape = PassShape.of(
             tasks,
             [batch.shape for batch in batches],

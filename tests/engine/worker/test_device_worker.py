@@ -20,7 +20,7 @@ from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.worker.compute import ForwardWithGraph
+from torchround.engine.worker.compute import StageComputation
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
 from torchround.run.engine_parts import build_engine, build_store
@@ -310,6 +310,7 @@ def test_a_layer_that_runs_again_finds_the_input_and_output_of_the_layer_above_g
         return output
 
     [micro_batch] = toy_batches(1, micro_batches=1)[0]
-    graph = ForwardWithGraph([layer] * 4, torch.ones(8), micro_batch, layerwise=True)
-    graph.run_to(4).backward([torch.ones(8)])
+    computation = StageComputation(dict.fromkeys(range(4), layer), {0: torch.ones(8)}, micro_batch, graphs_from=3)
+    computation.run_to(4)
+    computation.backward([torch.ones(8)], 0)
     assert alive == [[4, 0], [3, 0], [2, 0], [1, 0]], alive

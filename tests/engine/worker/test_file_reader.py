@@ -3,17 +3,21 @@
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.faults import LANDED
 from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
 from tests.support.race_checker import AccessLog, find_races
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
+from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.worker.transfers import FileReader
 
 BATCHES = toy_batches(3, micro_batches=4)
 
@@ -60,7 +64,7 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
 
     def locking(device):
         devices.append(LockingDevice(len(devices)))
-        return watched(devices[-1], log) if log else devices[-1]
+        return watched(devices[-1], log) if isinstance(log, DeviceWatcher) else devices[-1]
 
     store = mapped_store(model, base, policy=policy)
     partition = PARTITIONS[partition]
@@ -152,3 +156,32 @@ def test_a_buffer_is_filled_again_only_after_its_upload(base):
     with mapped_engine(base, num_devices=1, log=log) as engine:
         train(engine, BATCHES[:2])
     assert find_races(log.entries) == []
+
+
+class LandedGradients(Observer):
+    """The number of gradients that have landed."""
+
+    def __init__(self):
+        self.number = 0
+
+    def posted(self, token):
+        self.number += getattr(token, "kind", None) == LANDED
+
+
+def test_a_device_sends_its_gradients_before_it_waits_for_its_reader(base, monkeypatch):
+    """The gradients of the two deepest layers land, although the frozen layer below them is not read before."""
+    landed, read, reads, of_a_pass = LandedGradients(), FileReader._read, [], 1000
+    end_s = time.monotonic() + 60
+
+    def late(*arguments):
+        while len(reads) >= 2 * of_a_pass and landed.number < 2 and time.monotonic() < end_s:  # in the backward
+            time.sleep(0.005)
+        reads.append(landed.number)
+        read(*arguments)
+
+    monkeypatch.setattr(FileReader, "_read", late)
+    with mapped_engine(base, 1, "one layer a stage", log=landed) as engine:
+        engine.evaluate(BATCHES[0]).wait()
+        of_a_pass = len(reads)
+        train(engine, BATCHES[:1])
+    assert reads[2 * of_a_pass] == 2

@@ -18,7 +18,7 @@ Pair = namedtuple("Pair", ["one", "two"])
 def travelled(value):
     """Pack a value into a buffer, and unpack it on the other side."""
     tensors, structure = flatten(value)
-    packing = Packing.laid_out(tensors, structure)
+    packing = Packing.of(tensors, structure)
     buffer = torch.full((packing.nbytes,), 255, dtype=torch.uint8)
     fill(packing.views(buffer), tensors)
     return unflatten(packing.views(buffer.clone()), packing.structure)

@@ -280,17 +280,9 @@ class Bundle:
         found = [flat for flat in (self.weight, self.residual) if flat is not None]
         return found + [flat for segment in self.segments for flat in segment.parts.values()]
 
-    def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:
-        """Yield the host memory that elements `[start, stop)` of a version are uploaded from.
-
-        Gaps between parameters in mapped files have no memory and are left out.
-        """
-        if not self.mapped:
-            yield MappedRange(start, self.version(version)[start:stop])
-        for mapped in self.mapped:
-            first, last = max(start, mapped.start), min(stop, mapped.start + mapped.memory.numel())
-            if first < last:
-                yield mapped.part(first - mapped.start, last - mapped.start)
+    def sources(self, version: int) -> Sequence[MappedRange]:
+        """Return the host memory that a version is uploaded from. Gaps between parameters in mapped files have none."""
+        return self.mapped or (MappedRange(0, self.version(version)),)
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

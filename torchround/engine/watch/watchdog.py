@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Board, Flag, Value
+from torchround.engine.board import LAYER_GATE, Board, Flag, Value
 from torchround.engine.device import Device, DeviceWatcher, Event, PastEvent, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
@@ -154,7 +154,8 @@ class Watchdog:
 
     def _look(self) -> None:
         moves = self._board.posts + sum(watch.moves() for watch in self._queues)
-        self._looks = self._looks + 1 if moves == self._last_moves else 0
+        is_still = moves == self._last_moves and time.monotonic() >= LAYER_GATE.compiles_until_s
+        self._looks = self._looks + 1 if is_still else 0
         self._last_moves = moves
         if self._looks == LOOKS:
             self._on_hang(HangError(self._timeout_s, self._report()))

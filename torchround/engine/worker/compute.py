@@ -1,19 +1,21 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_tuple, flatten, has_gradient, unflatten
-from torchround.keeping import without_output
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, has_gradient, unflatten
+from torchround.keeping import ActivationRecord, without_output
 from torchround.layer import Batch, Hidden
 
 # A layer with its parameters bound, compiled or not.
 LayerCall = Callable[[Hidden | None, Batch], Hidden]
+# A recording of what a layer keeps, or a replay of it.
+LayerContext = Callable[[], AbstractContextManager[ActivationRecord | None]]
 
 
 def bind(
@@ -22,16 +24,15 @@ def bind(
     layout: StageLayout,
     weights: DeviceSlot,
     gradients: DeviceSlot | None,
-    own_dtypes: Mapping[str, torch.dtype] | None = None,
+    own_dtypes: Mapping[str, torch.dtype],
 ) -> list[nn.Module]:
     """Return the stage's layers with their parameters as views of the slots.
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
     accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream.
     """
-    own_dtypes = own_dtypes or {}
-    weight_start = {(used.layer, used.bundle): used.start for used in layout.weights}
-    gradient_start = {(used.layer, used.bundle): used.start for used in layout.gradients}
+    weight_start = {used.use: used.start for used in layout.weights}
+    gradient_start = {used.use: used.start for used in layout.gradients}
     for layer in layout.layers:
         for location in store.locations[layer]:
             use = (layer, location.bundle)
@@ -58,180 +59,140 @@ def unbind(skeletons: Iterable[nn.Module]) -> None:
             parameter.data = parameter.new_empty(0)
 
 
-def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
-    """Let layer `index` of the model draw its dropout masks from numbers of its own."""
-    return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
+class StageComputation:
+    """A stage's layers for one micro-batch: their forward, and their backward if there are graphs.
 
+    Layers have their numbers in the model. `run_to` makes the forward, at once or layer by layer. Layers below
+    `graphs_from` run without gradients: all of them in a forward stage, none for a backward of the whole stage. With the
+    last layer's graph alone, the others keep their inputs only and run again in the backward, as gradient checkpointing
+    does. It costs one more forward and holds the activations of one layer instead of the stage's.
 
-class StageForward:
-    """A stage's forward without gradients. It pauses where the stage has made something to send."""
+    Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients are final, and its
+    activations gone, before the backward of the layer below begins.
 
-    def __init__(self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: Batch) -> None:
-        self._layers = layers
-        self._micro_batch = micro_batch
-        self._hidden = hidden  # input of the next layer
-        self._next = 0
+    `inputs` gives values from outside: the stage's input, and those that take the place of what the layer below returns.
+    That layer still receives the gradient of its output. A layer runs inside of what its entry in `around` makes; what a
+    `recording` collects there is in `kept`. If nothing `reads_output`, the last layer may leave its values out: only its
+    graph is needed.
 
-    def run_to(self, stop: int) -> Hidden:
-        """Run the layers up to the stage's layer number `stop`, and return the input of that one."""
-        with torch.no_grad():
-            for layer in self._layers[self._next : stop]:
-                # Nothing but the layer holds its input meanwhile, so the memory of a boundary is free again
-                # as soon as the next layer has read it.
-                self._hidden = _some(layer(self._hidden, self._micro_batch))
-        self._next = stop
-        return self._hidden
-
-
-class ForwardWithGraph:
-    """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
-
-    Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by
-    it. `run_to` makes the forward, at once or layer by layer. Each layer has a graph of its own, so that its
-    backward is a step of its own: the layer's gradients are final, and its activations gone, before the backward of
-    the layer below begins.
-
-    Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
-    checkpointing does. It costs one more forward and holds the activations of one layer instead of the
-    stage's.
-
-    `restarts` gives, by the stage's layer number, inputs that take the place of what the layer below returns. Only
-    values are replaced: the layer below still receives the gradient of its output.
-
-    `receives` says, by the stage's layer number, which tensors of a layer's input receive gradients
-    (`LayeredModel.receives_gradients`).
-
-    If nothing `reads_output`, the last layer may leave its values out: only its graph is needed.
+    With a `loss_factor` the last layer returns a loss, multiplied by it before the backward. The first call of `backward`
+    then finishes the forward, and leaves the `loss`.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerCall],
-        hidden: Hidden | None,
+        layers: Mapping[int, LayerCall],
+        inputs: Mapping[int, Hidden | None],
         micro_batch: Batch,
-        layerwise: bool,
-        restarts: Mapping[int, Hidden] | None = None,
-        receives: Mapping[int, Sequence[bool]] | None = None,
+        graphs_from: int,
+        around: Mapping[int, LayerContext] | None = None,
         reads_output: bool = True,
+        loss_factor: float | None = None,
     ) -> None:
         self._layers = layers
-        self._restarts = restarts or {}
-        self._receives = receives or {}
+        self._stop = max(layers) + 1
+        self._inputs = inputs
+        # If the backward follows the forward, the loss may make its gradients in the forward.
+        self._micro_batch = micro_batch if loss_factor is None else micro_batch.for_training(loss_factor)
+        self._graphs_from = graphs_from
+        self._around = around or {}
         self._reads_output = reads_output
-        self._micro_batch = micro_batch
-        self._hidden = hidden  # input of the next layer to run
-        # All layers but the last run without gradients if layerwise: their activations are made anew in the backward.
-        self._num_run_again = len(layers) - 1 if layerwise else 0
-        self._next = 0  # the next layer to run; from then on the layer above the next one to differentiate
-        self._inputs: list[Hidden | None] = []  # of layers that run again before their backward
+        self._loss_factor = loss_factor
+        self._hidden: Hidden | None = None  # what the last layer that ran returned
+        self._next = min(
+            layers
+        )  # the next layer to run; from then on the layer above the next one to differentiate
+        self._repeated: list[Hidden | None] = []  # inputs of layers that run again before their backward
         self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
+        self.loss: Tensor | None = None
+        self.kept: dict[int, list[Tensor]] = {}
 
-    def run_to(self, stop: int) -> "ForwardWithGraph":
-        """Run the layers up to the stage's layer number `stop`. All have to run before `backward`."""
+    def run_to(self, stop: int) -> Hidden:
+        """Run the layers below `stop`, and return what the last one returned.
+
+        All have to run before `backward`.
+        """
         while self._next < stop:
-            layer = self._layers[self._next]
-            below, hidden = self._hidden, self._restarts.get(self._next, self._hidden)
-            if self._next < self._num_run_again:
-                self._inputs.append(hidden)
+            below, hidden = self._hidden, self._inputs.get(self._next, self._hidden)
+            if self._next < self._graphs_from:
+                if self._graphs_from < self._stop:
+                    self._repeated.append(hidden)
                 with torch.no_grad():
-                    self._hidden = _some(layer(hidden, self._micro_batch))
+                    self._hidden = self._call(self._next, hidden)
             else:
                 # Below the first trained layer of a model no gradient is needed, and the output of a layer that
                 # was run with gradients knows that. The stage's input, made without, does not.
-                wanted = (
-                    [tensor.requires_grad for tensor in as_tuple(below)]
-                    if self._graphs and below is not None
-                    else self._receives.get(self._next)
-                )
-                is_read = self._reads_output or self._next + 1 < len(self._layers)
-                self._graphs.append(self._run(layer, hidden, wanted, is_read))
+                wanted = None
+                if self._graphs and below is not None:
+                    wanted = [tensor.requires_grad for tensor in flatten(below)[0]]
+                is_read = self._reads_output or self._next + 1 < self._stop
+                self._graphs.append(self._run(self._next, hidden, wanted, is_read))
                 self._hidden = self._graphs[-1][1]
-            del below, hidden  # otherwise these names would hold a layer's input while the next ones run
+            # Otherwise these names would hold a layer's input while the next ones run: the memory of a boundary is free
+            # again as soon as the next layer has read it.
+            del below, hidden
             self._next += 1
-        if stop == len(self._layers):
+        output = self._hidden
+        if stop == self._stop:
             self._hidden = None  # otherwise the last layer's output would stay through the whole backward
-        return self
+        return output
 
-    @property
-    def output(self) -> Hidden:
-        """The output of the stage, until `backward` takes its graph."""
-        # Not kept beside the graphs: it would hold the last layer's input through the whole backward.
-        return self._graphs[-1][1]
-
-    def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
-        """Differentiate the layers from the last call's `stop` down to the stage's layer number `stop`.
+    def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
+        """Differentiate the layers from the last call's `stop` down to layer `stop`.
 
         Returns the gradients of that layer's input, or None if it has none because it starts the model. The
         next call takes them. `gradients` belong to the tensors of the output that can have one, in order. None
-        among them stands for a tensor that the loss does not depend on. Parameter gradients are accumulated into the
-        leaves' `.grad`.
+        among them stands for a tensor that the loss does not depend on. The first call ignores them if the output is a
+        loss. Parameter gradients are accumulated into the leaves' `.grad`.
         """
+        if self._loss_factor is not None and self.loss is None:
+            loss = checked_loss(self.run_to(self._stop))
+            self.loss, gradients = loss.detach(), [torch.full_like(loss, self._loss_factor)]
+            del loss  # its graph
         while self._next > stop:
             self._next -= 1
             if self._graphs:
                 leaf, output = self._graphs.pop()
             else:
-                layer = self._layers[self._next]
-                leaf, output = self._run(
-                    layer, self._inputs.pop(), self._receives.get(self._next), is_read=False
-                )
+                leaf, output = self._run(self._next, self._repeated.pop(), wanted=None, is_read=False)
             _backward(output, gradients)
             if leaf is None:
                 return None
-            gradients = [tensor.grad for tensor in as_tuple(leaf) if has_gradient(tensor)]
+            gradients = [tensor.grad for tensor in flatten(leaf)[0] if has_gradient(tensor)]
             # Otherwise these names would hold the layer's input and output while the layer below runs again.
             del leaf, output
         return tuple(gradients)
 
     def _run(
-        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
+        self, number: int, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
 
-        `wanted` says which tensors of the input receive gradients; all floating-point ones do if it is None. Unless the
-        output `is_read`, it may have no values.
+        The leaf is the same memory. `wanted` lists which tensors of the input receive gradients; all that can have one do
+        if it is None. Unless the output `is_read`, it may have no values.
         """
-        leaf = None if hidden is None else _as_leaf(hidden, wanted)
+        leaf = None
+        if hidden is not None:
+            tensors, structure = flatten(hidden)
+            wants = map(has_gradient, tensors) if wanted is None else wanted
+            leaves = [part.detach().requires_grad_(wish) for part, wish in zip(tensors, wants, strict=True)]
+            leaf = unflatten(leaves, structure)
         with torch.enable_grad(), nullcontext() if is_read else without_output():
-            return leaf, _some(layer(leaf, self._micro_batch))
+            return leaf, self._call(number, leaf)
 
-
-class FusedStage(ForwardWithGraph):
-    """The last stage's forward and backward of one micro-batch. `loss` is there after the first call of `backward`.
-
-    `loss_factor` multiplies the loss before the backward.
-    """
-
-    loss: Tensor
-
-    def __init__(
-        self,
-        layers: Sequence[LayerCall],
-        hidden: Hidden | None,
-        micro_batch: Batch,
-        layerwise: bool,
-        loss_factor: float,
-        receives: Mapping[int, Sequence[bool]] | None = None,
-    ) -> None:
-        # The backward follows the forward, so the loss may make its gradients in the forward.
-        super().__init__(layers, hidden, micro_batch.for_training(loss_factor), layerwise, receives=receives)
-        self._loss_factor = loss_factor
-        self._is_forward = True
-
-    def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
-        """Finish the forward if this is the first call, then differentiate. The first call ignores `gradients`."""
-        if self._is_forward:
-            self._is_forward = False
-            loss = checked_loss(self.run_to(len(self._layers)).output)
-            self.loss = loss.detach()
-            gradients = [torch.full_like(loss, self._loss_factor)]
-        return super().backward(gradients, stop)
-
-
-def _some(output: Hidden | None) -> Hidden:
-    if output is None:  # the layer above would take itself for the first one, whose input has no gradient
-        raise TypeError("a layer returned None; it must return its output")
-    return output
+    def _call(self, number: int, hidden: Hidden | None) -> Hidden:
+        layer, around = self._layers[number], self._around.get(number)
+        micro_batch = self._micro_batch.for_layer(number)  # dropout masks from numbers of its own
+        if around is None:
+            output = layer(hidden, micro_batch)
+        else:
+            with around() as record:
+                output = layer(hidden, micro_batch)
+            if record is not None:
+                self.kept[number] = record.tensors
+        if output is None:  # the layer above would take itself for the first one, whose input has no gradient
+            raise TypeError("a layer returned None; it must return its output")
+        return output
 
 
 def checked_loss(output: Hidden) -> Tensor:
@@ -244,16 +205,8 @@ def checked_loss(output: Hidden) -> Tensor:
     )
 
 
-def _as_leaf(hidden: Hidden, wanted: Sequence[bool] | None) -> Hidden:
-    """Return the same memory as tensors that begin a graph. `wanted` is as in `ForwardWithGraph._run`."""
-    tensors, structure = flatten(hidden)
-    wants = list(map(has_gradient, tensors)) if wanted is None else wanted
-    leaves = [tensor.detach().requires_grad_(wish) for tensor, wish in zip(tensors, wants, strict=True)]
-    return unflatten(leaves, structure)
-
-
 def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:
-    floating = [tensor for tensor in as_tuple(output) if has_gradient(tensor)]
+    floating = [tensor for tensor in flatten(output)[0] if has_gradient(tensor)]
     pairs = [
         (tensor, grad)
         for tensor, grad in zip(floating, gradients, strict=True)

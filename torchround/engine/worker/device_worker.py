@@ -2,19 +2,20 @@
 
 The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads.
 Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
-them.
+them. What the three kinds of stage compute, bring and send for each micro-batch is in `StageRun`.
 """
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchround.engine.board import Board, Queue, Value
+from torchround.engine.board import LAYER_GATE, Queue, Value
 from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
@@ -25,13 +26,20 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Tasks
-from torchround.engine.worker.activation_transfers import ActivationTransfers
-from torchround.engine.worker.bundle_transfers import FileReader, GradientDownload, WeightUpload
-from torchround.engine.worker.compute import unbind
+from torchround.engine.timeline import TaskKind
+from torchround.engine.worker.compute import (
+    LayerCall,
+    StageComputation,
+    bind,
+    checked_loss,
+    unbind,
+)
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
-from torchround.engine.worker.slots import DeviceConstants, StageSlots
-from torchround.engine.worker.stage_run import StageRun
-from torchround.layer import LayeredModel
+from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
+from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
+from torchround.keeping import marking, recording, replaying
+from torchround.layer import Batch, Hidden, LayeredModel
+from torchround.planning.host_buffers import restarted_layers
 from torchround.planning.partition import Partition, StageKind
 
 T = TypeVar("T")
@@ -46,7 +54,6 @@ class WorkerSetup:
     """Everything that the workers of an engine share."""
 
     store: HostStore
-    board: Board
     tasks: Tasks
     pool: HostPool
     model: LayeredModel
@@ -65,18 +72,19 @@ class DeviceWorker:
         self.setup = setup
         self.skeletons = list(copy.deepcopy(nn.ModuleList(setup.model.layers)))
         self._store = setup.store
+        self.board = setup.tasks.board
         self._queue = setup.queues[index]
-        self._next_slot = index
+        self._next_stage_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | DirectionJob | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
-        self.activations = ActivationTransfers(device, setup.board, setup.pool, setup.sizes)
+        self.activations = ActivationTransfers(self)
         self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
-            self.reader = FileReader(device, setup.tasks, setup.pool, self._fail)
+            self.reader = FileReader(self)
         self._idle_since: Mark | None = None
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -84,13 +92,13 @@ class DeviceWorker:
     def allocate(self) -> None:
         """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
         setup = self.setup
-        self._constants = DeviceConstants(self.device, self.skeletons)
+        place_constants(self.device, self.skeletons)
         self.slots = StageSlots(
             self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
         self._orthogonaliser.allocate()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all device memory. The thread must have ended, and the device must be idle."""
         self.device.free()
         unbind(self.skeletons)
@@ -100,11 +108,10 @@ class DeviceWorker:
     def _main(self) -> None:
         try:
             self.device.enter_thread()
-            self._constants.upload()
             while True:
                 if self._queue.peek() is None:
-                    self._flush()  # as in `_await`
-                job = self._queue.take(STAGE_JOB.format(self._next_slot))
+                    self._flush()  # as in `wait`
+                job = self._queue.take(STAGE_JOB.format(self._next_stage_slot))
                 if isinstance(job, StagingSizes):
                     self.activations.prepare(job)
                     continue
@@ -112,13 +119,14 @@ class DeviceWorker:
                     self._run(job)
                 else:
                     self._orthogonalise(job)
-                self._next_slot += len(self.setup.queues)  # slots are dealt to devices in turn
+                self._next_stage_slot += len(self.setup.queues)  # slots are dealt to devices in turn
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            self._fail(self.location(self.state()), error)
+            self.fail(self.location(self.state()), error)
 
-    def _fail(self, location: FaultLocation, error: BaseException) -> None:
+    def fail(self, location: FaultLocation, error: BaseException) -> None:
+        """Stop the engine with a fault of this worker or its reader."""
         # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
         # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
         # which nothing else refers to.
@@ -138,26 +146,28 @@ class DeviceWorker:
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self.device.mark(Stream.WEIGHT_UPLOAD)
         stage, micro_batches = job.task.stage, job.task.micro_batches
-        gradients = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
-        on_final = partial(self._send_early, gradients) if gradients and self._is_waited_for(job) else None
-        slot = None if gradients is None else gradients.slot
-        stage_run = StageRun(self, job, upload, slot, self._await, on_final)
+        download = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
+        on_final = partial(self._send_early, download) if download and self._is_waited_for(job) else None
+        stage_run = StageRun(self, job, upload, download, on_final)
         for position, micro_batch in enumerate(micro_batches):
             self._micro_batch = micro_batch
-            self.setup.board.raise_if_stopped()
-            # Chunks first: their copies then run beside this micro-batch's computation, not after it.
-            self._advance_transfers(len(micro_batches) - position)
+            self.board.raise_if_stopped()
+            self._begin_next_upload()
+            # A transfer window: an equal chunk of the next stage's weights and of the last one's gradients. Chunks first:
+            # their copies then run beside this micro-batch's computation, not after it.
+            for transfer in (self._upload, self._download):
+                if transfer is not None:
+                    transfer.advance(len(micro_batches) - position)
             stage_run.run(micro_batch)
         self._micro_batch = None
         upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
         if self.setup.model.own_dtypes:
             unbind(self.skeletons[stage.start : stage.stop])  # copies take memory beside the slot
-        self.activations.end_stage()
-        if gradients is None:
+        if download is None:
             self._flush()
         else:
-            self._begin_download(gradients)
-            gradients.layers_final(stage.start)
+            self._begin_download(download)
+            download.layers_final(stage.start)
         self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
 
@@ -173,13 +183,24 @@ class DeviceWorker:
             self._idle_since = self._orthogonaliser.run(bundle, job.accesses[position])
             self._begin_next_upload()
             if self._upload is not None:
-                self._upload.advance(-(-self._upload.remaining // (len(job.bundles) - position)))
-        self._micro_batch = None
-        self._job = None
+                self._upload.advance(len(job.bundles) - position)
+        if self._download is not None:
+            self._begin_step(self._download.job, Stream.GRADIENT_DOWNLOAD)  # the rest of it
+        self._micro_batch = self._job = None
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
         # An evaluation has the number of the next training step, whose trace must not show its copies.
         self.device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
+
+    def _start_upload(self, job: StageJob) -> WeightUpload:
+        self._begin_step(job, Stream.WEIGHT_UPLOAD)
+        return WeightUpload(self, job)
+
+    def _begin_next_upload(self) -> None:
+        """Begin the upload for the next job, if that is a stage job."""
+        # Looked for in every window, because it may be handed out while this job is under way.
+        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
+            self._upload = self._start_upload(job)
 
     def _is_waited_for(self, job: StageJob) -> bool:
         """Tell whether a stage job sends off each layer's gradients as soon as they are final.
@@ -197,14 +218,10 @@ class DeviceWorker:
         """Send off the gradients of a layer, to which the computation enqueued so far is the last that adds."""
         # An earlier download that waits for the optimizer comes first. This thread must not wait here:
         # its device would run out of work.
-        if self._download in (None, gradients) or self._download.complete:
+        if self._download in (None, gradients) or not self._download.remaining:
             self._begin_download(gradients)
             gradients.layers_final(layer)
-            # Behind the activations already on their way, as every chunk.
-            self.device.follow(
-                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before early gradients"
-            )
-            gradients.advance(gradients.remaining)
+            gradients.advance()
 
     def _begin_download(self, gradients: GradientDownload) -> None:
         """Begin to send a stage's gradients, unless that is begun.
@@ -233,35 +250,7 @@ class DeviceWorker:
             versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self.setup.board.post(job.pass_.reports.at(job.slot), report)
-
-    def _start_upload(self, job: StageJob) -> WeightUpload:
-        self._begin_step(job, Stream.WEIGHT_UPLOAD)
-        return WeightUpload(self, job)
-
-    def _advance_transfers(self, remaining: int) -> None:
-        """Enqueue one transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
-
-        `remaining` counts the windows left in this stage, this one included.
-        """
-        self._begin_next_upload()
-        # Each chunk queues behind the activations already on their way. A chunk has until the end of the
-        # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
-        # from waiting for a whole stage's weights.
-        if self._upload is not None:
-            self.device.follow(Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, "activations before weights")
-            self._upload.advance(-(-self._upload.remaining // remaining))
-        if self._download is not None:
-            self.device.follow(
-                Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD, "activations before gradients"
-            )
-            self._download.advance(-(-self._download.remaining // remaining))
-
-    def _begin_next_upload(self) -> None:
-        """Begin the upload for the next job, if that is a stage job that is handed out already."""
-        # Looked for in every window, because it may be handed out while this job is under way.
-        if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
-            self._upload = self._start_upload(job)
+        self.board.post(job.pass_.reports.at(job.slot), report)
 
     def _flush(self) -> None:
         """Send off the gradients that this thread still holds."""
@@ -269,21 +258,241 @@ class DeviceWorker:
             self._download.finish()
             self._download = None
 
-    def _await(self, value: Value[T]) -> T:
+    def wait(self, value: Value[T]) -> T:
+        """Wait for a value of another device."""
         # Held gradients go first: what is awaited may depend on an update that needs
         # them, and then both would hang.
         if not value.happened:
             self._flush()
-        return self.setup.board.wait(value)
+        return self.board.wait(value)
 
     # What the watchdog and error messages ask for, from any thread.
 
     def state(self) -> WorkerState:
-        """Return the stage job and micro-batch under way; `location` describes them."""
         return self._job, self._micro_batch
 
     def location(self, state: WorkerState) -> FaultLocation:
-        """Describe a state that `state` returned."""
         job, position = state
         actor = f"device {self.device.name}"
         return FaultLocation(actor) if job is None else job.location(actor, self.setup.model.names, position)
+
+
+# Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
+Gradients = Sequence[Tensor | None]
+
+
+class StageRun:
+    """A stage job under way: its layers, bound to the slots of its `upload` and, if it has a backward, its `download`.
+
+    With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called once all
+    that adds to the gradients of a layer is enqueued. `spans` are the computations so far. With `settings.times_layers`,
+    each layer's computations are spans of their own: only the head's forward and backward are one.
+    """
+
+    def __init__(
+        self,
+        worker: DeviceWorker,
+        job: StageJob,
+        upload: WeightUpload,
+        download: GradientDownload | None,
+        on_final: Callable[[int], None] | None,
+    ) -> None:
+        setup, stage = worker.setup, job.task.stage
+        self.spans: list[DeviceSpan] = []
+        self._worker = worker
+        self._device, self._activations = worker.device, worker.activations
+        self._job = job
+        self._own = own = range(stage.start, stage.stop)
+        self._weights, self._layout = upload.slot, upload.layout
+        self._gradients = None if download is None else download.slot
+        self._on_final = on_final
+        self._layers = self._bind()
+        # The first layer whose activations stay for its backward.
+        self._graphs_from = stage.stop - 1 if setup.settings.layerwise_recompute else stage.start
+        self._times_layers = setup.settings.times_layers
+        self._names = {layer: setup.sizes.kept_names(layer) for layer in own if layer in setup.sizes.keeping}
+
+    def _bind(self) -> dict[int, LayerCall]:
+        """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""
+        setup, weights = self._worker.setup, self._weights
+        # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
+        binding = partial(
+            bind,
+            setup.store,
+            self._worker.skeletons,
+            self._layout,
+            weights,
+            self._gradients,
+            setup.model.own_dtypes,
+        )
+        # It copies parameters with dtypes of their own.
+        copies = bool(setup.model.own_dtypes)
+        modules = self._device.run(Stream.COMPUTE, binding, [weights.memory]) if copies else binding()
+        layers, compiler = dict(zip(self._own, modules, strict=True)), setup.settings.compiler
+        if compiler is None:
+            return {**layers}
+        return {index: compiler.compiled(index, one, self._worker.board) for index, one in layers.items()}
+
+    def run(self, micro_batch: int) -> None:
+        """Enqueue everything for one micro-batch of the pass, given by its number there."""
+        kind = self._job.task.stage.kind
+        if kind is StageKind.FORWARD:
+            self._forward(micro_batch)
+        elif kind is StageKind.FUSED:
+            self._fused(micro_batch)
+        else:
+            self._backward(micro_batch)
+        # After everything is sent: a layer may pass a part of its input on unchanged, and then the copy that
+        # `send` makes of the result still reads the input's slot.
+        self._activations.end_micro_batch()
+
+    def _forward(self, m: int) -> None:
+        """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
+        stage, pass_ = self._job.task.stage, self._job.pass_
+        micro_batch, inputs = self._bring_inputs(m)
+        names = self._names if pass_.training else {}
+        records = {layer: partial(recording, kept) for layer, kept in names.items()}
+        forward = StageComputation(self._layers, inputs, micro_batch, stage.stop, around=records)
+        # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
+        # need not hold all of it at once.
+        layers = range(stage.start + 1, stage.stop + 1)
+        sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
+        first = stage.start
+        for layer in layers if self._times_layers else sorted({*sent, *(layer + 1 for layer in names)}):
+            output = self._compute(TaskKind.FORWARD, m, range(first, layer), partial(forward.run_to, layer))
+            first = layer
+            if layer in sent:
+                self._send_output(m, layer, output)
+            del output  # otherwise it would stay while the next layers run
+            # After the boundary, for which another device may be waiting.
+            if layer - 1 in names:
+                kept, tensors = pass_.kept.at(layer - 1, m), forward.kept.pop(layer - 1)
+                self._activations.send_kept(kept, tensors, layer - 1, micro_batch.shape)
+
+    def _fused(self, m: int) -> None:
+        """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
+        pass_ = self._job.pass_
+        micro_batch, inputs = self._bring_inputs(m)
+        fused = StageComputation(
+            self._layers, inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor
+        )
+        if self._times_layers:
+            self._run_to(TaskKind.FORWARD, m, fused, self._own[1:])
+        gradients = self._differentiate(TaskKind.FUSED, m, fused, ())
+        # Two readers: the caller and the optimizer worker.
+        self._activations.send(pass_.results[m], fused.loss, readers=2)
+        self._send_gradients(m, gradients)
+
+    def _backward(self, m: int) -> None:
+        """Recompute the stage from its input, all but what its layers keep, then run its backward."""
+        stage, pass_ = self._job.task.stage, self._job.pass_
+        micro_batch, inputs = self._bring_inputs(m)
+        for layer in restarted_layers(stage, pass_.stale_layers):
+            inputs[layer] = self._bring(layer, m, self._activations.restarts_in)
+        kept = self._activations.bring_kept(pass_, self._names, m)
+        replays = {layer: partial(replaying, self._names[layer], kept[layer]) for layer in kept}
+        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
+        # device would be idle until another device has made it.
+        recomputed = StageComputation(
+            self._layers, inputs, micro_batch, self._graphs_from, replays, reads_output=False
+        )
+        stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
+        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
+        boundary = self._worker.wait(pass_.boundary_gradients.at(stage.stop, m))
+        incoming: Gradients = self._activations.bring(boundary, self._activations.gradients_in)
+        # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
+        if m + 1 in self._job.task.micro_batches:
+            self._activations.bring_kept_ahead(pass_, self._names, m + 1)
+        self._send_gradients(m, self._differentiate(TaskKind.BACKWARD, m, recomputed, incoming))
+
+    def _run_to(self, kind: TaskKind, m: int, graph: StageComputation, stops: Iterable[int]) -> None:
+        """Run a forward with graph up to each of these layers in turn."""
+        first = self._own.start
+        for stop in stops:
+            self._compute(kind, m, range(first, stop), partial(graph.run_to, stop))
+            first = stop
+
+    def _differentiate(
+        self, kind: TaskKind, m: int, graph: StageComputation, gradients: Gradients
+    ) -> Gradients | None:
+        """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
+        stage = self._job.task.stage
+        assert self._gradients is not None, "a stage with a backward has a gradient slot"
+        on_final = self._on_final if m == self._job.task.micro_batches[-1] else None
+        one_by_one = on_final is not None or self._times_layers
+        above: int = stage.stop
+        found: Gradients | None = gradients
+        for layer in reversed(self._own) if one_by_one else [stage.start]:
+            assert found is not None, "only the layer that starts the model has no input"
+            layers, run = range(layer, above), partial(graph.backward, found, layer)
+            added_to = self._gradients.memory[self._layout.gradients_of(layers)]
+            found = self._compute(kind, m, layers, run, [added_to] if added_to.numel() else [])
+            above = layer
+            if self._times_layers:
+                kind = TaskKind.BACKWARD  # below the head, whose span holds its forward too
+            if on_final is not None:
+                on_final(layer)
+        return found
+
+    def _compute(
+        self,
+        kind: TaskKind,
+        m: int,
+        layers: range,
+        computation: Callable[[], T],
+        writes: Sequence[Tensor] = (),
+    ) -> T:
+        """Run `computation` of these layers as one span.
+
+        Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
+        traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+        """
+        part_marks: list[tuple[str, Mark]] = []
+        # Recomputations may take what is kept in place of their parts, so forwards alone show how long these are.
+        marks_parts = self._times_layers and kind is TaskKind.FORWARD
+        marks = marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext()
+        reads = [self._weights.memory, *(slot.memory for slot in self._activations.inputs)]
+        # By this thread, also for a backward that autograd's own thread runs: workers may share that one, and a compiler
+        # needs it.
+        with LAYER_GATE.entered(self._worker.board):
+            start = self._device.mark(Stream.COMPUTE)
+            with marks:
+                result = self._device.run(Stream.COMPUTE, computation, reads, writes)
+            end = self._device.mark(Stream.COMPUTE)
+        self.spans.append(
+            DeviceSpan(kind, start, end, micro_batch=m, layers=layers, part_marks=tuple(part_marks))
+        )
+        return result
+
+    def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
+        marks.append((name, self._device.mark(Stream.COMPUTE)))
+
+    def _bring_inputs(self, m: int) -> tuple[Batch, dict[int, Hidden]]:
+        """Upload the micro-batch and the stage's input, which is None for the first layer."""
+        first, packed = self._job.task.micro_batches.start, self._job.pass_.micro_batches[m]
+        micro_batch = self._activations.bring_micro_batch(packed, m - first)
+        start = self._own.start
+        return micro_batch, {start: self._bring(start, m, self._activations.hidden_in) if start else None}
+
+    def _bring(self, layer: int, m: int, ring: SlotRing) -> Hidden:
+        """Upload the input of a layer, once another device has made it."""
+        return self._activations.bring(self._worker.wait(self._job.pass_.boundaries.at(layer, m)), ring)
+
+    def _send_output(self, m: int, layer: int, output: Hidden) -> None:
+        """Send the input of a layer. After the last one comes a loss, or any value."""
+        pass_ = self._job.pass_
+        shape = pass_.shape.shapes[m]
+        if layer < len(self._worker.skeletons):
+            readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
+            self._activations.send(pass_.boundaries.at(layer, m), output, readers, layer, shape)
+        elif pass_.gives_outputs:
+            self._activations.send(pass_.results[m], output, 1, layer, shape)
+        else:
+            self._activations.send(pass_.results[m], checked_loss(output))
+
+    def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
+        if gradients is not None:
+            pass_, start = self._job.pass_, self._own.start
+            # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
+            value = pass_.boundary_gradients.at(start, m)
+            self._activations.send(value, tuple(gradients), 1, start, pass_.shape.shapes[m])

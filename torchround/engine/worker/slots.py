@@ -5,18 +5,17 @@ While one stage computes, the next one's weights arrive beside its weights, and 
 leave beside its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory
 that was freed and allocated again could be written by one stream while another still uses it.
 
-A value between two layers is a tensor, or tuples, lists, dicts and other containers of `torch.utils._pytree`, with
-tensors and plain values as leaves. Its tensors travel in a fixed order, and its structure travels without them. A tensor
-that comes twice travels once and is one object again on the other side, so that its gradient adds up as if it had never
-left. Our own models return one tensor or a flat tuple; these take a short way.
+A value between two layers is a tensor, or containers of `torch.utils._pytree` with tensors and plain values as leaves.
+Its tensors travel in a fixed order, and its structure travels without them. A tensor that comes twice travels once and is
+one object again on the other side, so that its gradient adds up as if it had never left. Our own models return one
+tensor or a flat tuple; these take a short way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from operator import mul
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchround.engine.device import Device, Event, Stream
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden, aligned
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
@@ -43,20 +43,19 @@ class DeviceSlot:
         self.taken = taken
         self.frozen_weights: tuple[StageLayout, int] | None = None
         self.released: Event | None = None
-        self._packing: Packing | None = None
-        self._views: tuple[Tensor, ...] = ()
+        self._packings: Sequence[Packing] = ()
+        self._views: list[tuple[Tensor, ...]] = []
 
-    def views(self, packing: "Packing") -> tuple[Tensor, ...]:
-        """Return the tensors of `packing` in this buffer: the same objects as last time while the packing stays."""
-        # Kept, because views cost host time in every micro-batch, and layouts rarely change.
-        if packing != self._packing:
-            self._packing, self._views = packing, packing.views(self.memory)
+    def views(self, packings: "Sequence[Packing]") -> list[tuple[Tensor, ...]]:
+        """View the tensors of packings that fill this buffer one after the other."""
+        # The same objects as last time: views cost host time in every micro-batch, and layouts rarely change.
+        if packings != self._packings:
+            starts = accumulate((packing.nbytes for packing in packings), initial=0)
+            self._views = [
+                packing.views(self.memory[start:]) for packing, start in zip(packings, starts, strict=False)
+            ]
+            self._packings = packings
         return self._views
-
-    def holds_any(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Tell whether one of these tensors is in this buffer."""
-        address = self.memory.untyped_storage().data_ptr()
-        return any(tensor.untyped_storage().data_ptr() == address for tensor in tensors)
 
 
 class SlotRing:
@@ -77,12 +76,12 @@ class SlotRing:
             self.at(position, numel)
 
     def next(self, numel: int) -> DeviceSlot:
-        """Return the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
+        """Take the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
         self._newest = (self._newest + 1) % len(self._slots)
         return self.at(self._newest, numel)
 
     def at(self, position: int, numel: int) -> DeviceSlot:
-        """Return the slot at a position of the caller's choice, of at least `numel` elements."""
+        """Take the slot at a position of the caller's choice, of at least `numel` elements."""
         self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
@@ -105,7 +104,7 @@ class TwoSlots:
         self._newest = 0
 
     def next(self, numel: int) -> DeviceSlot:
-        """Return a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
+        """Take a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
 
         `released` is the event of the slot before the newest one, at the same end. This slot may also cover
         older ones of the other end. Those need no event of their own: slots are released in their order, by one
@@ -127,45 +126,44 @@ class TwoSlots:
         return slot
 
 
-@dataclass(frozen=True)
-class SlotRange:
+class SlotRange(NamedTuple):
     """The elements of a weight or gradient slot that one layer's use of a bundle occupies."""
 
     layer: int
-    bundle: int
+    bundle: Bundle
     start: int
-    numel: int
+
+    @property
+    def use(self) -> tuple[int, int]:
+        """The layer, and the bundle's index."""
+        return self.layer, self.bundle.index
 
 
 class StageLayout:
     """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
 
     A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
-    results do not depend on which layers share a stage.
+    results do not depend on which layers share a stage. Ranges are in forward order, in which the optimizer completes
+    weights: an upload stops at the first incomplete bundle.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:
         self.layers = layers
-        self.weights = self._ranges(store, trainable_only=False)
-        self.gradients = self._ranges(store, trainable_only=True)
-        self.weight_numel = sum(used.numel for used in self.weights)
-        self.gradient_numel = sum(used.numel for used in self.gradients)
+        self.weights: list[SlotRange] = []
+        self.gradients: list[SlotRange] = []
+        self.weight_numel = self.gradient_numel = 0
+        for layer in layers:
+            for bundle in store.layer_bundles(layer):
+                self.weights.append(SlotRange(layer, bundle, self.weight_numel))
+                self.weight_numel += bundle.numel
+                if bundle.trainable:
+                    self.gradients.append(SlotRange(layer, bundle, self.gradient_numel))
+                    self.gradient_numel += bundle.numel
 
     def gradients_of(self, layers: range) -> slice:
-        """Return the elements of a gradient slot that hold the gradients of consecutive layers of the stage."""
+        """Find the elements of a gradient slot for consecutive layers of the stage."""
         used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
-        return slice(used[0].start, used[-1].start + used[-1].numel) if used else slice(0)
-
-    def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
-        ranges, start = [], 0
-        # In forward order, in which the optimizer completes weights: an upload stops at
-        # the first incomplete bundle.
-        for layer in self.layers:
-            for bundle in store.layer_bundles(layer):
-                if bundle.trainable or not trainable_only:
-                    ranges.append(SlotRange(layer, bundle.index, start, bundle.numel))
-                    start += bundle.numel
-        return ranges
+        return slice(used[0].start, used[-1].start + used[-1].bundle.numel) if used else slice(0)
 
 
 class StageSlots:
@@ -186,81 +184,71 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def weight_bytes(stage: Stage) -> int:
-            return aligned(self.layout(stage).weight_numel * store.dtype.itemsize)
+        def two_slots(numel: Callable[[Stage], int], dtype: torch.dtype, of_gradients: bool) -> TwoSlots:
+            space = slot_space(
+                partition, num_devices, lambda stage: aligned(numel(stage) * dtype.itemsize), of_gradients
+            )
+            return TwoSlots(device.allocate(space).view(dtype))
 
-        def gradient_bytes(stage: Stage) -> int:
-            return aligned(self.layout(stage).gradient_numel * accumulate_dtype.itemsize)
+        def gradient_numel(stage: Stage) -> int:
+            return self.layout(stage).gradient_numel
 
-        space = slot_space(partition, num_devices, weight_bytes)
-        self.weights = TwoSlots(device.allocate(space).view(store.dtype))
-        space = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
-        self.gradients = TwoSlots(device.allocate(space).view(accumulate_dtype))
+        self.weights = two_slots(lambda stage: self.layout(stage).weight_numel, store.dtype, False)
+        self.gradients = two_slots(gradient_numel, accumulate_dtype, True)
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
             stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
-            numel = min(max(self.layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
+            numel = min(max(map(gradient_numel, stages)), ROUNDING_ELEMENTS)
             memory = device.allocate(numel * store.gradient_dtype.itemsize)
             self.rounding = memory.view(store.gradient_dtype)
 
     def layout(self, stage: Stage) -> StageLayout:
-        """Return the layout of a stage, which need not be one of the partition."""
         key = stage.start, stage.stop
         if key not in self._layouts:
             self._layouts[key] = StageLayout(self._store, range(*key))
         return self._layouts[key]
 
 
-class DeviceConstants:
-    """The buffers of a worker's own copy of the layers, which move to its device once and stay there.
+def place_constants(device: Device, layers: Sequence[nn.Module]) -> None:
+    """Move the buffers of a worker's own copy of the layers to its device, where they stay.
 
     Buffers that layers share are one tensor on the device too.
     """
-
-    def __init__(self, device: Device, layers: Sequence[nn.Module]) -> None:
-        self._device = device
-        self._modules = nn.ModuleList(layers)
-        self._on_host = tuple(self._modules.buffers())  # each once
-        self._packing = Packing.of(self._on_host)
-        self._memory = device.allocate(self._packing.nbytes) if self._on_host else None
-
-    def upload(self) -> None:
-        """Copy the values to the device, and give the layers the copies. In the thread that drives the device."""
-        if self._memory is None:
-            return
-        views = self._packing.views(self._memory)
+    modules = nn.ModuleList(layers)
+    if on_host := tuple(modules.buffers()):  # each once
+        packing = Packing.of(on_host)
+        memory = device.allocate(packing.nbytes)
+        views = packing.views(memory)
         # Before any computation and on its stream, so that no layer has to wait for them.
-        self._device.run(Stream.COMPUTE, partial(fill, views, self._on_host), writes=[self._memory])
-        copies = {id(old): view for old, view in zip(self._on_host, views, strict=True)}
-        for module in self._modules.modules():
+        device.run(Stream.COMPUTE, partial(fill, views, on_host), writes=[memory])
+        copies = {id(old): view for old, view in zip(on_host, views, strict=True)}
+        for module in modules.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 module._buffers[name] = copies[id(buffer)]
-        self._on_host = ()  # this worker's copy, which nothing needs any more
 
 
 # Plain values have the same meaning on every device and in every thread.
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.Size, range, slice, type, type(None))
 
 
+class TensorNumber(int):
+    """The place of a tensor among the different tensors of a value."""
+
+
 @dataclass(frozen=True)
 class Structure:
-    """The form of a value without its tensors.
-
-    `spec` is the tree of containers. For each leaf, `numbers` has the number of its tensor, or -1 for a plain value, which
-    is at the same place of `plain`.
-    """
+    """The form of a value without its tensors: the tree of containers, and its leaves with numbers in place of tensors."""
 
     spec: Any
-    numbers: tuple[int, ...]
-    plain: tuple[Any, ...]
+    leaves: tuple[Any, ...] = ()
 
 
-SINGLE: Final = Structure(None, (0,), (None,))  # a tensor by itself
-FLAT: Final = Structure(None, (), ())  # a tuple of different tensors
+SINGLE: Final = Structure("a tensor by itself")
+FLAT: Final = Structure("a tuple of different tensors")
 
 
 def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
-    """Return the different tensors of a value and its structure.
+    """Take a value apart into its different tensors and its structure.
 
     Raises `TypeError` for a leaf that is neither a tensor nor a plain value: it could not follow to another device.
     """
@@ -271,20 +259,16 @@ def flatten(hidden: Hidden) -> tuple[tuple[Tensor, ...], Structure]:
         return hidden, FLAT
     # PyTorch takes a size apart, and makes a tuple of it again.
     leaves, spec = pytree.tree_flatten(hidden, is_leaf=lambda part: isinstance(part, torch.Size))
-    tensors: dict[int, tuple[int, Tensor]] = {}
-    numbers = []
-    for leaf in leaves:
+    tensors: dict[int, tuple[TensorNumber, Tensor]] = {}
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            numbers.append(tensors.setdefault(id(leaf), (len(tensors), leaf))[0])
-        elif isinstance(leaf, PLAIN):
-            numbers.append(-1)
-        else:
+            leaves[position] = tensors.setdefault(id(leaf), (TensorNumber(len(tensors)), leaf))[0]
+        elif not isinstance(leaf, PLAIN):
             raise TypeError(
                 f"a {type(leaf).__module__}.{type(leaf).__qualname__} between two layers: only tensors and plain values "
                 "(None, numbers, texts) can go there, in tuples, lists, dicts or named tuples"
             )
-    plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return tuple(tensor for _, tensor in tensors.values()), Structure(spec, tuple(numbers), plain)
+    return tuple(tensor for _, tensor in tensors.values()), Structure(spec, tuple(leaves))
 
 
 def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
@@ -293,64 +277,36 @@ def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Hidden:
         return tensors[0]
     if structure is FLAT:
         return tuple(tensors)
-    pairs = zip(structure.numbers, structure.plain, strict=True)
-    leaves = [plain if number < 0 else tensors[number] for number, plain in pairs]
+    leaves = [tensors[leaf] if type(leaf) is TensorNumber else leaf for leaf in structure.leaves]
     return pytree.tree_unflatten(leaves, structure.spec)
 
 
-def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
-    """Return the different tensors of a value."""
-    return (hidden,) if isinstance(hidden, Tensor) else flatten(hidden)[0]
-
-
-def as_hidden(tensors: Sequence[Tensor], single: bool) -> Hidden:
-    """Undo `as_tuple` for a single tensor or a flat tuple."""
-    return tensors[0] if single else tuple(tensors)
-
-
 def has_gradient(tensor: Tensor) -> bool:
-    """Tell whether a tensor of this dtype can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that fills its memory in another order than its shape's, None for all others.
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Choose the strides of a dense copy of a tensor: its own ones if it fills its memory.
 
-    A copy with the same strides lets the next layer run the same kernels as without the copy. A tensor that leaves gaps
-    or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
-    nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors without strides.
+    A copy with the same strides lets the next layer run the same kernels as without the copy. Strides of dimensions of
+    size 1 count too: they change nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors
+    without strides.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(
             f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
         )
-    if tensor.is_contiguous():
-        # Strides of a new tensor of the shape. Others can be contiguous too, if there is a dimension of size 1.
-        usual = tuple(accumulate(tensor.shape[:0:-1], mul, initial=1))[::-1]
-        if 1 not in tensor.shape or tensor.stride() == usual:
-            return None
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return None
-            expected *= size
-    return tensor.stride()
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 class PackedTensor(NamedTuple):
-    """The place of a tensor in a flat uint8 buffer. `strides` are None if it has those of a new tensor."""
+    """The place of a tensor in a flat uint8 buffer."""
 
     shape: torch.Size
     dtype: torch.dtype
     start: int
     stop: int
-    strides: tuple[int, ...] | None
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """Return the tensor as a view of `buffer`."""
-        flat = buffer[self.start : self.stop].view(self.dtype)
-        return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -362,34 +318,21 @@ class Packing:
     structure: Structure = field(compare=False)
 
     @staticmethod
-    def of(hidden: Hidden) -> "Packing":
-        """Lay out the tensors one after the other, each from an aligned byte on."""
-        return Packing.laid_out(*flatten(hidden))
-
-    @staticmethod
-    def laid_out(tensors: Sequence[Tensor], structure: Structure) -> "Packing":
-        """Lay out what `flatten` has returned."""
+    def of(tensors: Sequence[Tensor], structure: Structure = FLAT) -> "Packing":
+        """Lay out the tensors of a value one after the other, each from an aligned byte on."""
         packed, start = [], 0
         for tensor in tensors:
             # First: it refuses tensors that have neither strides nor bytes of their own.
-            strides = kept_strides(tensor)
+            strides = dense_strides(tensor)
             packed.append(PackedTensor(tensor.shape, tensor.dtype, start, start + tensor.nbytes, strides))
             start += aligned(tensor.nbytes)
         return Packing(tuple(packed), start, structure)
 
-    @staticmethod
-    def joined(packings: "Sequence[Packing]") -> "Packing":
-        """Lay out the tensors of several packings, one packing after the other."""
-        packed, offset = [], 0
-        for packing in packings:
-            for tensor in packing.tensors:
-                packed.append(tensor._replace(start=offset + tensor.start, stop=offset + tensor.stop))
-            offset += packing.nbytes
-        return Packing(tuple(packed), offset, FLAT)
-
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors as views of `buffer`."""
-        return tuple(tensor.view(buffer) for tensor in self.tensors)
+        return tuple(
+            buffer[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.strides)
+            for place in self.tensors
+        )
 
 
 def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:
