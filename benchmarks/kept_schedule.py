@@ -17,19 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame import Benchmark, Option, Report
-from benchmarks.timed_layers import (
-    BLOCK_BACKWARD_S,
-    BLOCK_BYTES,
-    BLOCK_FORWARD_S,
-    HEAD_BLOCKS,
-    run_plan,
-    timed_model,
-)
+from benchmarks.timed_layers import BLOCK_BYTES, BLOCK_FORWARD_S, block_costs, run_plan, timed_model
 from torchround.engine.board import Flag, Observer
 from torchround.engine.device import UPLOADS, CpuDevice, Event, Mark, Stream
 from torchround.engine.settings import EngineSettings
-from torchround.layer import KEEPABLE
-from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.costs import Costs, KeptCost
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.planner import make_plan
@@ -54,7 +46,11 @@ LEAST_GAIN = 0.12
 def compare(options: argparse.Namespace) -> Report:
     """Measure the planner's choice of what to keep beside a plan that keeps nothing."""
     torch.set_num_threads(1)
-    costs = block_costs(options.blocks)
+    parts = [
+        KeptCost(name, int(BLOCK_BYTES // 16 * nbytes) // 256 * 256, BLOCK_FORWARD_S * seconds)
+        for name, (seconds, nbytes) in SHARES.items()
+    ]
+    costs = block_costs(options.blocks, keepable=tuple(parts))
     rate = options.link * rate_of(costs)
     figures: Report = {"devices": options.devices, "microbatches": options.microbatches}
     for name, setting in (("kept", "auto"), ("recomputed", "none")):
@@ -85,30 +81,6 @@ def compare(options: argparse.Namespace) -> Report:
         "gain": 1 - kept["measured_s"] / recomputed["measured_s"],
         "simulated_gain": 1 - kept["simulated_s"] / recomputed["simulated_s"],
     }
-
-
-def block_costs(num_blocks: int) -> Costs:
-    """Make equal blocks and a head."""
-    parts = tuple(
-        KeptCost(
-            name,
-            int(BLOCK_BYTES // 16 * SHARES[name][1]) // 256 * 256 or 256,
-            BLOCK_FORWARD_S * SHARES[name][0],
-        )
-        for name in KEEPABLE
-    )
-    blocks = [
-        LayerCost(
-            f"layer.{index}",
-            BLOCK_FORWARD_S,
-            BLOCK_BACKWARD_S,
-            activation_bytes=BLOCK_BYTES,
-            keepable=parts,
-        )
-        for index in range(num_blocks)
-    ]
-    head = HEAD_BLOCKS * BLOCK_FORWARD_S, HEAD_BLOCKS * BLOCK_BACKWARD_S
-    return Costs((*blocks, LayerCost("head", *head, activation_bytes=int(HEAD_BLOCKS * BLOCK_BYTES))))
 
 
 def rate_of(costs: Costs) -> float:

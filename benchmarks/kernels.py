@@ -80,10 +80,6 @@ class Counted:
         )
 
     @property
-    def product_flops(self) -> float:
-        return sum(operation.product_flops for operation in self.operations)
-
-    @property
     def attention_flops(self) -> float:
         return sum(operation.attention_flops for operation in self.operations)
 
@@ -132,6 +128,10 @@ CARDS = (
     CardRates("H100 SXM", (9, 0), 2.8e12, 680e12, 380e12, 989.4e12),
     CardRates("RTX 4090", (8, 9), 0.90e12, 150e12, 130e12, 165.2e12),
 )
+COUNTED = (
+    *("forward launches", "forward elementwise GB"),
+    *("backward launches", "backward elementwise GB", "GB"),
+)
 # By model and layer, the most of each figure.
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3:1.7B", "block"): {
@@ -177,24 +177,17 @@ def _rows(layers: Sequence[CountedLayer]) -> Iterator[dict[str, Any]]:
     for layer in layers:
         kind = layer.name.partition(".")[0]
         alike.setdefault((kind, *layer.forward.operations, *layer.backward.operations), []).append(layer)
-    for group in alike.values():
+    for (kind, *_), group in alike.items():
         forward, backward = group[0].forward, group[0].backward
         yield {
-            "layer": group[0].name.partition(".")[0],
-            "count": len(group),
-            **{f"forward {what}": value for what, value in _figures(forward).items()},
-            **{f"backward {what}": value for what, value in _figures(backward).items()},
+            "layers": f"{len(group)} {kind}",
+            "layer": kind,
+            "forward launches": forward.launches,
+            "forward elementwise GB": forward.elementwise_bytes / 1e9,
+            "backward launches": backward.launches,
+            "backward elementwise GB": backward.elementwise_bytes / 1e9,
             "GB": (forward.num_bytes + backward.num_bytes) / 1e9,
         }
-
-
-def _figures(counted: Counted) -> dict[str, float]:
-    return {
-        "launches": counted.launches,
-        "elementwise GB": counted.elementwise_bytes / 1e9,
-        "product TFLOP": counted.product_flops / 1e12,
-        "attention TFLOP": counted.attention_flops / 1e12,
-    }
 
 
 def _predicted(
@@ -230,54 +223,37 @@ def missed_goals(figures: Report) -> list[str]:
     return missed
 
 
-COUNTS_SHOWN = ("launches", "elementwise GB")
-
-
 def tables_of(report: Report) -> str:
     """Format the counts, the predictions and the assumed rates."""
     counts, guesses = [], []
     for found in report["models"]:
         for card, of_card in found["cards"].items():
-            for row in of_card["layers"]:
-                cells = [
-                    f"{row[f'{way} {what}']:.4g}" for way in ("forward", "backward") for what in COUNTS_SHOWN
-                ]
-                counts.append([f"{found['model']}, {card}", f"{row['count']} {row['layer']}", *cells])
-            guess = of_card["predicted"]
-            cells = [f"{guess['micro_batch_ms']:.0f}", f"{guess['tokens_per_s']:.0f}"]
-            cells += [f"{guess['mfu']:.3f}", f"{guess['recomputed_mfu']:.3f}"]
-            guesses.append([f"{found['model']}, {card}", *cells])
-    ways = [f"{way} {what}" for way in ("forward", "backward") for what in COUNTS_SHOWN]
+            name = f"{found['model']}, {card}"
+            counts += [
+                [name, row["layers"], *(f"{row[what]:.4g}" for what in COUNTED)] for row in of_card["layers"]
+            ]
+            guesses.append([name, *(f"{guess:.5g}" for guess in of_card["predicted"].values())])
     rates = [
         f"{card.name}: {card.bytes / 1e12:.2f} TB/s, products {card.product_flops / 1e12:.0f}, "
         f"attention {card.attention_flops / 1e12:.0f}, peak {card.peak_flops / 1e12:.1f} TFLOP/s."
         for card in CARDS
     ]
-    return "\n".join(
-        [
-            table(["counted", "layers", *ways], counts),
-            "",
-            table(["predicted", "ms", "tokens/s", "MFU", "MFU, blocks computed twice"], guesses),
-            "",
-            *rates,
-            *report["missed_bounds"],
-        ]
-    )
+    tables = [
+        table(["counted", "layers", *COUNTED], counts),
+        table(["predicted", "ms", "tokens/s", "MFU", "MFU, blocks computed twice"], guesses),
+    ]
+    return "\n".join([*tables, *rates, *report["missed_bounds"]])
 
 
 def headline(figures: Report) -> tuple[str, str]:
     """Name the first block's counts of the first model, and its predicted MFU."""
     found = figures["models"][0]
     block = next(row for row in found["cards"][CARDS[0].name]["layers"] if row["layer"] == "block")
-    counts = [
-        f"{block[f'{way} launches']} launches and {block[f'{way} elementwise GB']:.2f} GB {way}"
-        for way in ("forward", "backward")
-    ]
-    guesses = [f"{of_card['predicted']['mfu']:.2f} ({card})" for card, of_card in found["cards"].items()]
-    return (
-        f"{found['model']}, a block: {', '.join(counts)}",
-        f"predicted, not measured: MFU {', '.join(guesses)}",
+    counts = ", ".join(f"{block[what]:.3g} {what}" for what in COUNTED)
+    guesses = ", ".join(
+        f"{of_card['predicted']['mfu']:.2f} ({card})" for card, of_card in found["cards"].items()
     )
+    return f"{found['model']}, a block: {counts}", f"predicted, not measured: MFU {guesses}"
 
 
 KERNELS = Benchmark(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
@@ -79,7 +80,7 @@ def compare(options: argparse.Namespace, update: str, machines: ProcessPoolExecu
     """Measure the runs of one update mode, and give each as a multiple of one machine's step."""
     setup = make_setup(options, update)
     counts = [1, *options.machines]
-    works = {f"{count}": lambda count=count: run(setup, count, machines) for count in counts}  # type: ignore[misc]
+    works = {f"{count}": partial(run, setup, count, machines) for count in counts}
     step_s = in_turns(works, options.turns)
     return {
         "simulated_step_s": setup.plan.step_s,

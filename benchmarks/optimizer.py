@@ -5,6 +5,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,8 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(num_threads)
     numel = options.mi_parameters * 2**20
     passes = contestants(numel, RangeThreads(num_threads))
-    seconds = in_turns(
-        {name: lambda update=update: wall_and_cpu_s(update) for name, update in passes.items()},  # type: ignore[misc]
-        options.runs,
-        warm_up_turns=1,
-    )
+    works = {name: partial(wall_and_cpu_s, update) for name, update in passes.items()}
+    seconds = in_turns(works, options.runs, warm_up_turns=1)
     speeds = {
         name: {
             "median": numel / statistics.median(wall for wall, _ in times) / 1e9,

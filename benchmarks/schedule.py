@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.frame import Benchmark, Option, Report
-from benchmarks.timed_layers import BLOCK_BYTES, measure_plan, simulated_step_s, sleep_costs, with_updates
+from benchmarks.timed_layers import BLOCK_BYTES, block_costs, measure_plan, simulated_step_s, with_updates
 from torchround.engine.store.bundles import POLICIES
 from torchround.planning.costs import Costs
 from torchround.planning.memory import MemoryLimits
@@ -36,23 +36,23 @@ def measure(options: argparse.Namespace) -> Report:
 
 def compare(options: argparse.Namespace, scale: float, update: str) -> dict[str, Any]:
     """Run a plan, and simulate what was run with the optimizer's measured time."""
-    costs = sleep_costs(options.blocks, scale)
+    costs = block_costs(options.blocks, scale)
     limits = MemoryLimits(device_bytes=int(options.stage_blocks * BLOCK_BYTES))
     plan = make_plan(costs, options.devices, options.microbatches, update, limits=limits)
-    measured = measure_plan(costs, plan, options.steps)
-    simulated_s = simulated_step_s(with_updates(costs, measured.update_s), plan)
+    step_s, update_s = measure_plan(costs, plan, options.steps)
+    simulated_s = simulated_step_s(with_updates(costs, update_s), plan)
     work_s = work_seconds(costs, plan)
 
-    def bubble(step_s: float) -> float:
-        return 1 - work_s / (plan.num_devices * step_s)
+    def bubble(seconds: float) -> float:
+        return 1 - work_s / (plan.num_devices * seconds)
 
     return {
         "partition": [plan.partition.forward, plan.partition.fused, plan.partition.backward],
         "rounds": plan.rounds,
-        "optimizer_s": sum(measured.update_s),
+        "optimizer_s": sum(update_s),
         "simulated": {"step_s": simulated_s, "bubble": bubble(simulated_s)},
-        "measured": {"step_s": measured.step_s, "bubble": bubble(measured.step_s)},
-        "difference_points": 100 * (bubble(measured.step_s) - bubble(simulated_s)),
+        "measured": {"step_s": step_s, "bubble": bubble(step_s)},
+        "difference_points": 100 * (bubble(step_s) - bubble(simulated_s)),
     }
 
 

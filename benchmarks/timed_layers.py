@@ -6,7 +6,7 @@ A block takes 4 ms forward and 8 ms backward, recomputation not counted; the hea
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
-from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
@@ -70,7 +70,7 @@ class SleepFunction(torch.autograd.Function):
         return hidden + weight  # the weight takes part, so that there is a gradient to download
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         ctx.clock.sleep(ctx.backward_s)
         return gradient.contiguous(), gradient.sum((0, 1)), None, None, None
 
@@ -146,8 +146,8 @@ def empty_micro_batches(count: int) -> list[MicroBatch]:
     return [MicroBatch(zeros, zeros, zeros, zeros)] * count
 
 
-def sleep_costs(num_blocks: int, scale: float) -> Costs:
-    """Return the blocks and the head as the planner's costs, all times multiplied by `scale`."""
+def block_costs(num_blocks: int, scale: float = 1.0, keepable: tuple[KeptCost, ...] = ()) -> Costs:
+    """Return blocks that can keep these parts, and a head, as the planner's costs. All times are multiplied by `scale`."""
     sizes = [1.0] * num_blocks + [HEAD_BLOCKS]
     return Costs(
         tuple(
@@ -156,6 +156,7 @@ def sleep_costs(num_blocks: int, scale: float) -> Costs:
                 BLOCK_FORWARD_S * size * scale,
                 BLOCK_BACKWARD_S * size * scale,
                 activation_bytes=int(size * BLOCK_BYTES),
+                keepable=keepable if index < num_blocks else (),
             )
             for index, size in enumerate(sizes)
         )
@@ -168,16 +169,11 @@ def with_updates(costs: Costs, update_s: Sequence[float]) -> Costs:
     return Costs(tuple(layers), costs.hop_s)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Mean step time in the steady state, and each layer's update time."""
+def measure_plan(costs: Costs, plan: Plan, steps: int) -> tuple[float, tuple[float, ...]]:
+    """Run the real engine under `plan` on virtual devices and sleeping layers; `steps` as in `run_plan`.
 
-    step_s: float
-    update_s: tuple[float, ...]
-
-
-def measure_plan(costs: Costs, plan: Plan, steps: int) -> Measured:
-    """Run the real engine under `plan` on virtual devices and sleeping layers; `steps` as in `run_plan`."""
+    Returns the mean seconds of a step in the steady state, and the median seconds of each layer's update.
+    """
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
     settings = EngineSettings(
         rounds=plan.rounds,
@@ -185,7 +181,11 @@ def measure_plan(costs: Costs, plan: Plan, steps: int) -> Measured:
         stale_layers=plan.stale_layers,
     )
     step_s, results = run_plan(timed_model(costs), plan, devices, settings, steps)
-    return Measured(step_s, _update_seconds(results[WARM_UP_STEPS:], len(costs.layers)))
+    seconds: list[list[float]] = [[] for _ in costs.layers]
+    for result in results[WARM_UP_STEPS:]:
+        for update in result.update().bundles:
+            seconds[update.layer].append(update.end_s - update.start_s)
+    return step_s, tuple(statistics.median(layer) if layer else 0.0 for layer in seconds)
 
 
 def run_plan(
@@ -229,15 +229,6 @@ def steady_step_s(
             ends_s.append(now())
     results[-1].collect()
     return (ends_s[-1] - ends_s[WARM_UP_STEPS - 1]) / steps, results
-
-
-def _update_seconds(results: Sequence[StepResult], num_layers: int) -> tuple[float, ...]:
-    """Return the median seconds of each layer's update."""
-    seconds: list[list[float]] = [[] for _ in range(num_layers)]
-    for result in results:
-        for update in result.update().bundles:
-            seconds[update.layer].append(update.end_s - update.start_s)
-    return tuple(statistics.median(layer) if layer else 0.0 for layer in seconds)
 
 
 def simulated_step_s(costs: Costs, plan: Plan) -> float:
