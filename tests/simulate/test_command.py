@@ -102,11 +102,11 @@ def test_work_of_devices_for_an_update_is_in_picture_and_trace_and_has_no_micro_
 
 
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, capsys):
-    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--offload-ratio", "1.5"]
-    assert main([*arguments, "--schedules", "po_h,po_f"]) == 0
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--group", "3"]
+    assert main([*arguments, "--schedules", "gis,gis_h"]) == 0
     captured = capsys.readouterr()
-    assert "po_f left out" in captured.err and "1.50 x its compute" in captured.err
-    assert "po_h" in captured.out
+    assert "gis left out: a group of 3 micro-batches" in captured.err
+    assert "gis_h" in captured.out and "gis " not in captured.out
 
 
 @pytest.mark.parametrize(
