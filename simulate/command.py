@@ -1,4 +1,4 @@
-"""Simulate pipeline schedules side by side: step time, bubble by kind, memory, drift, transfers.
+"""Simulate pipeline schedules side by side: step time, bubble, memory, drift, transfers.
 
     torchround simulate --costs docs/costs/rtx4090_qwen3_1_7b.json --devices 8 --microbatches 16
     torchround simulate --model llama3/3.1-8B --device rtx4090 --devices 8 --microbatches 16 \\
@@ -134,18 +134,18 @@ def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
     title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule", no_wrap=True)
-    for column in ("ms/step", "bubble", "fill", "drain", "switch", "imbal.", "GiB", "drift", "GB/step"):
+    for column in ("ms/step", "bubble", "GiB", "drift", "GB/step"):
         table.add_column(column, justify="right", no_wrap=True)
     fastest = min(result.makespan_s for result in reports)
     for result in reports:
-        shares = [f"{100 * share:.2f}" for share in (result.bubble, *result.bubble_by_kind.values())]
-        memory = [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
-        cells = [f"{result.makespan_s * 1e3:.1f}", *shares, *memory, f"{result.moved_bytes / 1e9:.1f}"]
+        cells = [f"{result.makespan_s * 1e3:.1f}", f"{100 * result.bubble:.2f}"]
+        cells += [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
+        cells.append(f"{result.moved_bytes / 1e9:.1f}")
         table.add_row(result.name, *cells, style="bold" if result.makespan_s == fastest else "")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     console.print(
-        "Bubble and its parts in % of device time; GiB: most activations on any device; drift: most updates "
+        "Bubble in % of device time; GiB: most activations on any device; drift: most updates "
         "between a micro-batch's forward and its backward; GB over all links; the fastest is bold.",
         style="dim",
     )

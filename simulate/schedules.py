@@ -161,7 +161,6 @@ def _bound(name: str, rule: Rule, setup: SimulationSetup, chunks: int) -> Schedu
         num_devices=p,
         partition=[len(stage[FORWARD].layers) for stage in stages],
         tasks=tasks,
-        is_bound=True,
         ready_first=rule.admits is not None,
         tail_steps=1 + rule.tail * p // m if rule.tail else None,
         backwards_per_update=rule.updates(setup) if rule.updates else None,

@@ -65,39 +65,29 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
         mine = [task for task in line.tasks if task.device == device]
         assert sum(task.holds_bytes - task.frees_bytes for task in mine) == 0
     assert 0 <= result.bubble < 1
-    assert sum(result.bubble_by_kind.values()) == pytest.approx(result.bubble, abs=1e-9)
-    assert all(share >= -1e-9 for share in result.bubble_by_kind.values())
     slowest_layer_s = max(layer.forward_s + layer.backward_s for layer in layers)
     assert result.makespan_s >= micro_batches * slowest_layer_s * (1 - 1e-9)
     assert json.loads(json.dumps(result.to_json()))["makespan_s"] == result.makespan_s
 
 
 # Layers per virtual stage in RoundPipe's artifact (the head is one more in the last), and the bubbles in % of its
-# figure 15, with 8 devices and 16 micro-batches; for two, the kinds of idle time in its log.
-KINDS_1F1B = {"fill": 3.4166, "switch": 12.2226, "drain": 10.2792, "imbalance": 9.2722}
-KINDS_ROUNDPIPE = {"fill": 7.5105, "drain": 7.5075, "switch": 0.0, "imbalance": 4.0495}
-
-
+# figure 15, with 8 devices and 16 micro-batches.
 @pytest.mark.parametrize(
-    ("model", "name", "stages", "bubble", "kinds"),
+    ("model", "name", "stages", "bubble"),
     [
-        (QWEN_1_7B, "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13, None),
-        (QWEN_1_7B, "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19, KINDS_1F1B),
-        (LLAMA_8B, "interleaved_1f1b", [1] * 32, 30.64, None),
-        (QWEN_235B, "looped_bfs", [0] + [1] * 94 + [0], 4.39, None),
-        (QWEN_1_7B, "roundpipe_sync", None, 19.0676, KINDS_ROUNDPIPE),
+        (QWEN_1_7B, "gpipe", [3, 3, 4, 4, 4, 4, 4, 2], 36.13),
+        (QWEN_1_7B, "1f1b", [3, 3, 4, 4, 4, 4, 4, 2], 35.19),
+        (LLAMA_8B, "interleaved_1f1b", [1] * 32, 30.64),
+        (QWEN_235B, "looped_bfs", [0] + [1] * 94 + [0], 4.39),
+        (QWEN_1_7B, "roundpipe_sync", None, 19.0676),
     ],
 )
-def test_schedules_reproduce_their_published_bubbles(model, name, stages, bubble, kinds):
+def test_schedules_reproduce_their_published_bubbles(model, name, stages, bubble):
     settings = (
         {"partition": published_partition(model)} if stages is None else {"stages": (*stages[:-1], stages[-1] + 1)}
     )
     report = measured(name, published_costs(model), 8, 16, **settings)
     assert 100 * report.bubble == pytest.approx(bubble, abs=0.006)
-    # The artifact starts RoundPipe's second round on the device that is free first, not on the next in line, so idle
-    # time moves between kinds by up to 0.7 points while the sum stays.
-    shares = {kind: 100 * share for kind, share in report.bubble_by_kind.items()}
-    assert kinds is None or shares == pytest.approx(kinds, abs=1e-4 if stages else 0.7)
     if stages is None:
         assert report.makespan_s * 1e3 == pytest.approx(2286.017, abs=1e-3)
 
@@ -108,7 +98,6 @@ def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for():
         costs = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0, optimizer_s=optimizer_s) for i in range(4)))
         found.append(measured("roundpipe_sync", costs, 2, 4, partition=Partition((3,), 1, (1, 1, 1))))
     assert found[0].makespan_s == pytest.approx(found[1].makespan_s + 3 * 0.5)
-    assert sum(found[0].bubble_by_kind.values()) == pytest.approx(found[0].bubble)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (5, 15, 3), (8, 24, 4)])
