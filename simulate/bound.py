@@ -29,10 +29,9 @@ class SimulationSetup:
     """The model, the devices and the options of a simulation; each schedule reads the options that concern it.
 
     - `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
-      layer's (the head). If False, activations are kept, as in the zero-bubble, PipeOffload and PACI papers.
+      layer's (the head). If False, activations are kept, as in the zero-bubble and PACI papers.
     - `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
     - `stages`: layers of each virtual stage, zeros allowed; None: the split whose slowest stage is fastest.
-    - `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
     - `pcie_bytes_per_s`: one direction; if given, Mobius's transfers take the time of their bytes.
     - `accumulate`: PACI's a: local backwards per update; None: all micro-batches of a step.
     - `partition`, `rounds`: RoundPipe's; None: the planner's choice within `limits`.
@@ -45,7 +44,6 @@ class SimulationSetup:
     recompute: bool = True
     chunks: int | None = None
     stages: tuple[int, ...] | None = None
-    group: int | None = None
     pcie_bytes_per_s: float | None = None
     accumulate: int | None = None
     partition: Partition | None = None
@@ -54,7 +52,7 @@ class SimulationSetup:
 
     def __post_init__(self) -> None:
         num_layers = len(self.costs.layers)
-        for name in ("num_devices", "num_micro_batches", "chunks", "group", "accumulate", "rounds"):
+        for name in ("num_devices", "num_micro_batches", "chunks", "accumulate", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScheduleError(f"{name} = {value} must be at least 1")

@@ -66,7 +66,6 @@ def parser() -> argparse.ArgumentParser:
     add("--schedules", default="all", help=f"comma-separated: {', '.join(SCHEDULES)}")
     add("--no-recompute", action="store_true", help="bound schedules keep their activations")
     add("--chunks", type=int, help="virtual stages per device of looped schedules")
-    add("--group", type=int, help="GIS: micro-batches per group")
     add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
     add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
     add("--rounds", type=int, help="RoundPipe's rounds")
@@ -94,10 +93,10 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
     given = _read(options.partition, read_partition) if options.partition is not None else (None, None)
-    same = ("chunks", "group", "accumulate")
     return SimulationSetup(
         *(costs, options.devices, options.microbatches, not options.no_recompute),
-        **{name: getattr(options, name) for name in same},
+        chunks=options.chunks,
+        accumulate=options.accumulate,
         pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
         partition=given[0],
         rounds=options.rounds or given[1],
@@ -156,7 +155,8 @@ def write_files(
 ) -> None:
     """Write the files that `--json`, `--trace` and `--plot` name."""
     if options.json:
-        data = {"schedules": {result.name: result.to_json() for result in reports}}
+        shown = ("makespan_s", "bubble", "peak_activation_bytes", "drift", "partition")
+        data = {"schedules": {one.name: {key: getattr(one, key) for key in shown} for one in reports}}
         write_whole(options.json, json.dumps(data, indent=1) + "\n")
     if options.trace:
         trace = trace_events((result.name, result.timeline) for result in reports)

@@ -36,11 +36,9 @@ SHADES = {
 }
 # Schedules whose usual name is not that of the command in capitals.
 TITLES = {
-    "gpipe": "GPipe",
     "interleaved_1f1b": "Interleaved 1F1B (Megatron-LM)",
     "looped_bfs": "Looped BFS",
     "async_1f1b": "Asynchronous 1F1B (PipeDream)",
-    "mobius": "Mobius",
     "roundpipe_sync": "torchround (RoundPipe), update after each step",
     "roundpipe_async": "torchround (RoundPipe), updates one step late",
 }

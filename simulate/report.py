@@ -54,11 +54,6 @@ class ScheduleReport:
     partition: Any
     timeline: Run
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures that `--json` writes."""
-        names = ("makespan_s", "bubble", "peak_activation_bytes", "drift", "partition")
-        return {name: getattr(self, name) for name in names}
-
 
 def measure_schedule(schedule: Schedule) -> ScheduleReport:
     """Simulate a schedule and read everything off its timeline."""

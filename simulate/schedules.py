@@ -1,8 +1,8 @@
 """The schedules of other papers as one table, RoundPipe's two, and how each becomes tasks and a report.
 
 With a flush each step starts and ends with an empty pipeline: GPipe (Huang et al., 2019), 1F1B (PipeDream-flush),
-interleaved 1F1B (Megatron-LM), Looped BFS (Lamy-Poirier, 2023), zero bubble (Qi et al., 2023), PipeOffload's GIS and
-GIS-H (Wan et al., 2025), and Mobius (Feng et al., 2023). Without one, stages take what arrives and
+interleaved 1F1B (Megatron-LM), Looped BFS (Lamy-Poirier, 2023), zero bubble (Qi et al., 2023), and Mobius (Feng et al.,
+2023). Without one, stages take what arrives and
 update on their own: PipeDream's asynchronous 1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on
 between a micro-batch's forward and its backward. docs/schedules.md has the formulas that each one reaches.
 """
@@ -20,7 +20,6 @@ from torchround.simulate.bound import (
     FORWARD,
     WEIGHT_GRADIENT,
     Action,
-    ScheduleError,
     SimulationSetup,
     bound_stages,
     bound_tasks,
@@ -70,23 +69,8 @@ def _about_p(setup: SimulationSetup) -> list[range]:
     return split_evenly(setup.num_micro_batches, max(1, setup.num_micro_batches // setup.num_devices))
 
 
-def _of_size(setup: SimulationSetup, group: int | None) -> list[range]:
-    """Cut the step into groups of `ceil(p / 2)` to p. The last is filled up: a short one would reverse an order."""
-    least, most = -(-setup.num_devices // 2), setup.num_devices
-    group = group or least
-    if not least <= group <= most:
-        raise ScheduleError(f"a group of {group} micro-batches must be between {least} and {most}")
-    return [range(first, first + group) for first in range(0, setup.num_micro_batches, group)]
-
-
 _1F1B = Rule(lambda n, i: n.p - i)
 _BREADTH_FIRST = Rule(looped=True, last_first=True)
-_GIS = Rule(
-    lambda n, i: n.g * (n.v - 1) + n.p - i,
-    groups=lambda setup: _of_size(setup, setup.group or setup.num_devices),
-    delay=lambda i: 0,
-    looped=True,
-)
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "gpipe": Rule(),
@@ -96,8 +80,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "zb_h1": replace(_1F1B, delay=lambda i: i),
         # The paper checks the update afterwards instead of waiting for all devices, so steps flow into each other.
         "zb_h2": Rule(lambda n, i: 2 * (n.p - i) - 1, delay=lambda i: 2 * i, tail=2),
-        "gis": _GIS,
-        "gis_h": replace(_GIS, groups=lambda setup: _of_size(setup, None)),
         "mobius": replace(_BREADTH_FIRST, swapped=True),
         # A stage that has a forward and a backward alternates, as 1F1B's order and PACI's algorithm 1 do.
         "async_1f1b": replace(_1F1B, tail=1, admits=lambda p, i: None if i else p, updates=lambda setup: 1),

@@ -102,11 +102,11 @@ def test_work_of_devices_for_an_update_is_in_picture_and_trace_and_has_no_micro_
 
 
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, capsys):
-    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--group", "3"]
-    assert main([*arguments, "--schedules", "gis,gis_h"]) == 0
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--device-memory-gib", "1e-9"]
+    assert main([*arguments, "--schedules", "1f1b,roundpipe_sync"]) == 0
     captured = capsys.readouterr()
-    assert "gis left out: a group of 3 micro-batches" in captured.err
-    assert "gis_h" in captured.out and "gis " not in captured.out
+    assert "roundpipe_sync left out: " in captured.err
+    assert "1f1b" in captured.out and "roundpipe" not in captured.out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Schedules of other papers against their closed forms and published figures, and the properties that all share."""
 
-import json
 from itertools import combinations, pairwise
 
 import pytest
@@ -67,7 +66,6 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
     assert 0 <= result.bubble < 1
     slowest_layer_s = max(layer.forward_s + layer.backward_s for layer in layers)
     assert result.makespan_s >= micro_batches * slowest_layer_s * (1 - 1e-9)
-    assert json.loads(json.dumps(result.to_json()))["makespan_s"] == result.makespan_s
 
 
 # Layers per virtual stage in RoundPipe's artifact (the head is one more in the last), and the bubbles in % of its
@@ -103,8 +101,8 @@ def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for():
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (5, 15, 3), (8, 24, 4)])
 @pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (1.25, 1.5)])
 def test_equal_stages_have_the_bubble_and_the_activations_of_the_papers(p, m, v, f, b):
-    """Idle seconds of a device beyond the work, and what each rank keeps; w = b / 2, f >= w. PipeOffload, section 3."""
-    w, half = b / 2, -(-p // 2)
+    """Idle seconds of a device beyond the work, and what each rank keeps; w = b / 2, f >= w."""
+    w = b / 2
     rows = {
         # name: (chunks, idle seconds, kept by rank; None where no closed form holds)
         "gpipe": (1, (p - 1) * (f + b), [m] * p),
@@ -112,17 +110,13 @@ def test_equal_stages_have_the_bubble_and_the_activations_of_the_papers(p, m, v,
         "interleaved_1f1b": (v, (p - 1) * (f + b), None),
         "looped_bfs": (v, (p - 1) * (f + b), None),
         "zb_h1": (1, (p - 1) * (f + w - w), None),
-        "gis": (v, (p - 1) * (f + w), [p * (v - 1) + p - rank for rank in range(p)]),
-        "gis_h": (v, (p - 1) * (f + w) + (p - half) * (v - 1) * f, None),
     }
     for name, (chunks, idle_s, kept) in rows.items():
-        size = m if name != "gis_h" else half * (m // half)  # whole groups
-        report = uniform(name, p, size, chunks, f, b)
-        assert report.makespan_s == pytest.approx(size * chunks * (f + b) + idle_s), name
+        report = uniform(name, p, m, chunks, f, b)
+        assert report.makespan_s == pytest.approx(m * chunks * (f + b) + idle_s), name
         assert kept is None or list(report.peak_activation_bytes) == kept, name
     assert uniform("interleaved_1f1b", p, m, v).peak_activation_bytes[0] == p * v + p - 1
     assert peak(uniform("zb_h1", p, m, 1, f, b)) == p
-    assert peak(uniform("gis_h", p, half * (m // half), v)) == half * (v - 1) + p
     if f == w:
         report = uniform("zb_h2", p, m)
         assert report.bubble == pytest.approx(0, abs=1e-9) and report.drift == 0 and peak(report) == 2 * p - 1
@@ -183,8 +177,6 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gis", {"group": 1}, "group of 1 "),
-        ("gis", {"group": 5}, "group of 5 "),
         ("1f1b", {"stages": (3, 3, 2)}, "3 stages do not divide among 4 devices"),
         ("1f1b", {"stages": (1, 1, 1, 1)}, "stages hold 4 layers, the costs 8"),
     ],
