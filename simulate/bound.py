@@ -6,6 +6,7 @@ and dependencies to the actions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -126,21 +127,19 @@ def fastest_split(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Among equals the split with the earliest cuts wins.
     """
     sums = list(accumulate(seconds, initial=0.0))
-    # best[i]: the slowest stage of the first i layers in the stages so far, and where the last of these starts.
-    best, cuts = [(until, 0) for until in sums], []
-    for stage in range(1, num_stages):
-        best = [
-            min(
-                ((max(best[start][0], sums[stop] - sums[start]), start) for start in range(stage, stop)),
-                default=(float("inf"), stage),
-            )
-            for stop in range(len(sums))
-        ]
-        cuts.append([start for _, start in best])
-    bounds = [len(seconds)]
-    for cut in reversed(cuts):
-        bounds.insert(0, cut[bounds[0]])
-    return tuple(stop - start for start, stop in pairwise([0, *bounds]))
+
+    @cache
+    def best(stop: int, stages: int) -> tuple[float, int, tuple[int, ...]]:
+        """Cut the first `stop` layers: the slowest stage, where the last one starts, and the layers of each."""
+        if stages == 1:
+            return sums[stop], 0, (stop,)
+        cuts = ((start, best(start, stages - 1)) for start in range(stages - 1, stop))
+        return min(
+            (max(slowest_s, sums[stop] - sums[start]), start, (*counts, stop - start))
+            for start, (slowest_s, _, counts) in cuts
+        )
+
+    return best(len(seconds), num_stages)[2]
 
 
 def bound_tasks(

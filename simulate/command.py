@@ -30,7 +30,6 @@ from torchround.simulate.schedules import SCHEDULES, simulate_schedule
 from torchround.untrusted.regular_file import write_whole
 
 Read = TypeVar("Read")
-WIDTH = 100  # in characters, of the table when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all options."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -125,28 +123,19 @@ def simulate_all(given: str, setting: SimulationSetup) -> list[ScheduleReport]:
 
 
 def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
-    """Print the table."""
-    from rich.box import SIMPLE_HEAD  # importing rich draws random numbers, which an import must not
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("schedule", no_wrap=True)
-    for column in ("ms/step", "bubble", "GiB", "drift", "GB/step"):
-        table.add_column(column, justify="right", no_wrap=True)
-    fastest = min(result.makespan_s for result in reports)
+    print(f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches\n")
+    rows = [["schedule", "ms/step", "bubble", "GiB", "drift", "GB/step"]]
+    fastest_s = min(result.makespan_s for result in reports)
     for result in reports:
+        mark = " *" if result.makespan_s == fastest_s else ""
         cells = [f"{result.makespan_s * 1e3:.1f}", f"{100 * result.bubble:.2f}"]
         cells += [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
-        cells.append(f"{result.moved_bytes / 1e9:.1f}")
-        table.add_row(result.name, *cells, style="bold" if result.makespan_s == fastest else "")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table)
-    console.print(
-        "Bubble in % of device time; GiB: most activations on any device; drift: most updates "
-        "between a micro-batch's forward and its backward; GB over all links; the fastest is bold.",
-        style="dim",
+        rows.append([result.name + mark, *cells, f"{result.moved_bytes / 1e9:.1f}"])
+    for name, *cells in rows:
+        print(f"{name:18}" + "".join(f"{cell:>10}" for cell in cells))
+    print(
+        "\nBubble in % of device time; GiB: most activations on any device; drift: most updates between a"
+        "\nmicro-batch's forward and its backward; GB over all links; * the fastest."
     )
 
 
