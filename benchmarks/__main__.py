@@ -11,27 +11,16 @@ from torchround.commands import run_command
 # packages that the others do without.
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "plain-loop": ("step", "PLAIN_LOOP"),
-    "compiled-layers": ("step", "COMPILED_LAYERS"),
-    "borrowed": ("borrowed", "BORROWED"),
     "schedule": ("schedule", "SCHEDULE"),
     "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),
     "kept-stage": ("kept_stage", "KEPT_STAGE"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
     "optimizer-speed": ("optimizer", "SPEED"),
-    "optimizer-overlap": ("optimizer_overlap", "OVERLAP"),
-    "training-memory": ("host_memory", "TRAINING"),
-    "loading-memory": ("host_memory", "LOADING"),
-    "save-speed": ("checkpoint", "SPEED"),
-    "save-beside": ("checkpoint", "BESIDE"),
     "tokenizer": ("data", "TOKENIZER"),
     "loader": ("data", "LOADER"),
     "data-wait": ("data", "WAIT"),
-    "data-memory": ("data", "MEMORY"),
-    "staleness": ("staleness", "STALENESS"),
-    "optimizer-study": ("optimizer_study", "OPTIMIZER_STUDY"),
     "machines": ("machines", "MACHINES"),
-    "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),
 }
 

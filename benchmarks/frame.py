@@ -1,6 +1,6 @@
-"""The frame that every benchmark runs in: options, turns between rivals, and one report that names its machine.
+"""The frame of every benchmark: options, turns between rivals, tables, and one report that names its machine.
 
-A benchmark is a constant of type `Benchmark`. It imports no torch itself, so that planning is measured without.
+A benchmark is a constant of type `Benchmark`. This file imports no torch, so that planning is measured without.
 """
 
 import argparse
@@ -11,12 +11,10 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -24,6 +22,24 @@ ROOT = Path(__file__).parents[1]
 GIB = 2**30
 Report = dict[str, Any]
 T = TypeVar("T")
+
+
+class Option(NamedTuple):
+    """One option. The default gives its type; a list takes several values, and `type` serves a default of None."""
+
+    default: Any
+    help: str
+    choices: Sequence[str] | None = None
+    type: Callable[[str], Any] | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add the option to a command line."""
+        several = isinstance(self.default, list)
+        kind = self.type or type(self.default[0] if several else self.default)
+        nargs = "+" if several else None
+        parser.add_argument(
+            name, default=self.default, help=self.help, choices=self.choices, type=kind, nargs=nargs
+        )
 
 
 def as_json(figures: Report) -> str:
@@ -38,17 +54,16 @@ class Benchmark:
     `purpose` says how it measures, and is the command's help. `headline` turns the figures into two cells of the
     results table: our figure, and the rival's or the bound. `tiny` holds options that make a run take seconds; its
     test uses them. `missed_bounds` lists each bound that `--check` asks for and the figures miss. `show` is what the
-    command prints. With `takes_overrides`, options that the parser does not know become `options.overrides`.
+    command prints.
     """
 
     purpose: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    options: Mapping[str, Option]
     measure: Callable[[argparse.Namespace], Report]
     headline: Callable[[Report], tuple[str, str]]
     tiny: str
     missed_bounds: Callable[[Report], list[str]] | None = None
     show: Callable[[Report], str] = as_json
-    takes_overrides: bool = False
 
     def parse(self, name: str, arguments: Sequence[str]) -> argparse.Namespace:
         """Read the command line; a wrong option ends the process with exit code 2."""
@@ -58,14 +73,12 @@ class Benchmark:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.add_options(parser)
+        for option_name, option in self.options.items():
+            option.add_to(parser, option_name)
         parser.add_argument("--json", type=Path, help="also write the report to this file")
         if self.missed_bounds is not None:
             parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
-        if not self.takes_overrides:
-            return parser.parse_args(arguments)
-        options, options.overrides = parser.parse_known_args(arguments)
-        return options
+        return parser.parse_args(arguments)
 
     def run(self, name: str, arguments: Sequence[str]) -> int:
         """Measure, print the figures and the row for the results table, and return the exit code."""
@@ -121,6 +134,17 @@ def result_row(report: Report, headline: tuple[str, str]) -> str:
     return "| " + " | ".join([*headline, f"`{report['command']}`", where, report["date"]]) + " |"
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Format a table of text: the first column to the left, numbers and others to the right."""
+    lines = [list(map(str, line)) for line in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for first, *rest in lines:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        texts.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(texts)
+
+
 # Turns and times.
 
 
@@ -149,34 +173,5 @@ def in_turns(works: Mapping[str, Callable[[], T]], turns: int, warm_up_turns: in
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median of the ratios turn by turn: a disturbance that lasts several turns cancels in each of them."""
+    """Compare turn by turn: a disturbance that lasts several turns cancels in each of the ratios."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
-# Memory of this process.
-
-
-def resident_bytes() -> int:
-    """Read the resident set of this process."""
-    return _status_bytes("VmRSS:")
-
-
-def peak_bytes() -> int:
-    """Read the largest resident set since the process began or `reset_peak` was called."""
-    return _status_bytes("VmHWM:")
-
-
-def reset_peak() -> None:
-    """Let the peak begin again from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a module's function in a process of its own, whose memory holds nothing else."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        return executor.submit(function, *arguments).result()

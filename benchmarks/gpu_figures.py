@@ -6,7 +6,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
+from torch import Tensor
 
+from benchmarks.frame import table
 from torchround.accelerators import kind_of
 from torchround.engine.device import Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
@@ -14,6 +16,8 @@ from torchround.planning.memory import GIB
 from torchround.run.hardware import Hardware
 
 REPEATS = 4
+UP, DOWN = Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD
+Lane = tuple[Device, dict[Stream, tuple[Tensor, Tensor]]]
 
 
 def cards(hardware: Hardware) -> dict[str, Any]:
@@ -36,60 +40,41 @@ def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
     The last one shows whether cards disturb each other, behind a shared PCIe switch for example.
     """
     memory = HostAllocator(devices[0].pins_host_memory)
-    lanes = [_Lane(device, memory, nbytes) for device in devices]
+    # For each device: the destination and the source of each way.
+    lanes: list[Lane] = []
     try:
-        alone = [
-            lane.rates([way]) for lane in lanes for way in (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
-        ]
-        uploads, downloads = alone[0::2], alone[1::2]  # each lane gives one of each
-        both = [lane.rates([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD]) for lane in lanes]
-        for lane in lanes:
-            lane.start([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD])
-        together = [lane.finish() for lane in lanes]
+        for device in devices:
+            up, down = (
+                (device.allocate(nbytes), memory.allocate(nbytes, for_devices=True)) for _ in range(2)
+            )
+            lanes.append((device, {UP: up, DOWN: down[::-1]}))
+        _rates(lanes, [UP, DOWN])  # warm up
+        return {
+            "pinned": devices[0].pins_host_memory,
+            "upload_gb_per_s": [_rates([lane], [UP])[0][0] for lane in lanes],
+            "download_gb_per_s": [_rates([lane], [DOWN])[0][0] for lane in lanes],
+            "both_ways_gb_per_s": [_rates([lane], [UP, DOWN])[0] for lane in lanes],
+            "all_cards_both_ways_gb_per_s": _rates(lanes, [UP, DOWN]),
+        }
     finally:
-        for lane in lanes:
-            lane.device.finish()
+        for device, _ in lanes:
+            device.finish()
         memory.close()
-    return {
-        "pinned": devices[0].pins_host_memory,
-        "upload_gb_per_s": [rates[0] for rates in uploads],
-        "download_gb_per_s": [rates[0] for rates in downloads],
-        "both_ways_gb_per_s": both,
-        "all_cards_both_ways_gb_per_s": together,
-    }
 
 
-class _Lane:
-    """Buffers of one device for both ways, and the copies under way."""
-
-    def __init__(self, device: Device, memory: HostAllocator, nbytes: int) -> None:
-        self.device = device
-        streams = (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
-        self._host = {stream: memory.allocate(nbytes, for_devices=True) for stream in streams}
-        self._own = {stream: device.allocate(nbytes) for stream in streams}
-        self._marks: list[tuple[Any, Any]] = []
-        self.rates(list(streams))  # warm up
-
-    def rates(self, streams: Sequence[Stream]) -> list[float]:
-        """Measure GB/s of each stream while all of them copy."""
-        self.start(streams)
-        return self.finish()
-
-    def start(self, streams: Sequence[Stream]) -> None:
-        self.device.finish()
-        starts = [self.device.mark(stream) for stream in streams]
+def _rates(lanes: Sequence[Lane], ways: Sequence[Stream]) -> list[list[float]]:
+    """Measure GB/s of each device and way while all of them copy."""
+    marks = []
+    for device, _ in lanes:
+        device.finish()
+    for device, pairs in lanes:
+        starts = [device.mark(way) for way in ways]
         for _ in range(REPEATS):
-            for stream in streams:
-                pair = (self._own[stream], self._host[stream])
-                if stream is Stream.GRADIENT_DOWNLOAD:  # from the device to the host
-                    pair = pair[::-1]
-                self.device.copy(stream, *pair)
-        ends = [self.device.mark(stream) for stream in streams]
-        self._marks = list(zip(starts, ends, strict=True))
-
-    def finish(self) -> list[float]:
-        nbytes = next(iter(self._own.values())).numel() * REPEATS
-        return [nbytes / end.seconds_since(start) / 1e9 for start, end in self._marks]
+            for way in ways:
+                device.copy(way, *pairs[way])
+        marks.append([(start, device.mark(way)) for start, way in zip(starts, ways, strict=True)])
+    nbytes = REPEATS * lanes[0][1][UP][0].numel()
+    return [[nbytes / end.seconds_since(start) / 1e9 for start, end in of_device] for of_device in marks]
 
 
 def num_cards(devices: Sequence[Device]) -> int:
@@ -131,47 +116,42 @@ def test_results(path: Path) -> dict[str, Any]:
         for case in cases
         if case.find("failure") is not None or case.find("error") is not None
     ]
-    return {"passed": len(cases) - len(failed), "failed": len(failed), "failures": failed}
+    return {"passed": len(cases) - len(failed), "failures": failed}
 
 
 def figures_table(report: dict[str, Any]) -> str:
     """Format the figures that matter, one line each."""
-    copies, tests = report["copies"], report.get("tests")
-    found = report["cards"]
-    title = (
-        f"{found['names'][0]} x {len(found['names'])}, torch {found['torch']}: {report['model']}, "
-        f"{report['parameters'] / 1e9:.3f} G parameters, {report['dtype']}, {report['tokens_per_step']} tokens a step"
-    )
-    lines = [title]
+    copies, tests, found = report["copies"], report.get("tests"), report["cards"]
+    lines = [f"{found['names'][0]} x {len(found['names'])}, torch {found['torch']}"]
+    size = f"{report['parameters'] / 1e9:.3f} G parameters"
+    lines.append(f"{report['model']}, {size}, {report['dtype']}, {report['tokens_per_step']} tokens a step")
     if tests is not None:
-        failures = ": " + ", ".join(tests["failures"]) if tests["failures"] else ""
-        lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed{failures}")
+        lines.append(f"tests: {tests['passed']} passed, failed: {', '.join(tests['failures']) or 'none'}")
     lines.append(
         f"copies, GB/s: up {copies['upload_gb_per_s'][0]:.1f}, down {copies['download_gb_per_s'][0]:.1f}, both ways "
         + " + ".join(f"{rate:.1f}" for rate in copies["both_ways_gb_per_s"][0])
     )
-    lines.append(
-        f"{'run':36}{'tokens/s':>10}{'MFU':>8}{'step s':>9}{'pred. s':>9}{'GiB':>7}{'pred.':>7}{'exposed upload s':>18}"
-    )
-    lines += [
-        _run_line(f"{run['update']}, {run['workers']} worker(s), compile {run['compile']}", run)
+    runs = {
+        f"{run['update']}, {run['workers']} worker(s), compile {run['compile']}": run
         for run in report["runs"]
+    } | {"plain, all on device": report["resident"]}
+    head = ["run", "tokens/s", "MFU", "step s", "pred. s", "GiB", "pred.", "exposed upload s", "left out"]
+    rows = [
+        [
+            name,
+            _number(run.get("tokens_per_s"), ".0f"),
+            _number(run.get("mfu"), ".1%"),
+            _number(run.get("step_s"), ".3f"),
+            _number(run.get("predicted_from_measured_layers_s"), ".3f"),
+            _number(run.get("device_peak_gib"), ".2f"),
+            _number(run.get("predicted_device_gib"), ".2f"),
+            _number(run.get("per_device_and_step", {}).get("weights_wait_s"), ".4f"),
+            run.get("left_out", ""),
+        ]
+        for name, run in runs.items()
     ]
-    lines.append(_run_line("plain, all on device", report["resident"]))
-    return "\n".join(lines)
+    return "\n".join([*lines, table(head, rows)])
 
 
-def _run_line(name: str, run: dict[str, Any]) -> str:
-    if "left_out" in run:
-        return f"{name:36}left out: {run['left_out']}"
-    share = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
-    predicted = run.get("predicted_from_measured_layers_s")
-    exposed = run.get("per_device_and_step", {}).get("weights_wait_s")
-    return (
-        f"{name:36}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
-        f"{run['device_peak_gib']:>7.2f}{_number(run.get('predicted_device_gib'), 2):>7}{_number(exposed, 4):>18}"
-    )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

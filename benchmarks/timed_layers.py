@@ -4,19 +4,18 @@ A block takes 4 ms forward and 8 ms backward, recomputation not counted; the hea
 """
 
 import statistics
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.modelled_link import ModelledTime
 from torchround.accelerators import PLANNED_KIND
 from torchround.config import AdamWTable
+from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
@@ -25,7 +24,7 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
-from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
@@ -37,27 +36,26 @@ WARM_UP_STEPS = 2
 FP32_BYTES = 4
 
 
+class Clock(Protocol):
+    """The time that layers take."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling device's computation take so much longer."""
+
+
 class Sleeper:
     """A clock that sleeps exactly on average: each sleep makes up for what earlier ones took too long.
 
-    All layers of a worker share one; the engine gives each worker its own copy of the layers. `speeds` maps the name
-    of a slow thread to its speed; every other thread has speed 1.
+    All layers of a worker share one; the engine gives each worker its own copy of the layers.
     """
 
-    def __init__(self, speeds: Mapping[str, float] | None = None) -> None:
+    def __init__(self) -> None:
         self._too_long_s = 0.0
-        self._speeds = speeds or {}
 
     def sleep(self, seconds: float) -> None:
-        """Return `seconds` later at full speed, less the time by which earlier calls were late."""
-        if self._speeds:
-            seconds /= self._speeds.get(threading.current_thread().name, 1.0)
         start = time.perf_counter()
         time.sleep(max(seconds - self._too_long_s, 0.0))
         self._too_long_s += time.perf_counter() - start - seconds
-
-
-Clock = Sleeper | ModelledTime
 
 
 class SleepFunction(torch.autograd.Function):
@@ -72,7 +70,7 @@ class SleepFunction(torch.autograd.Function):
         return hidden + weight  # the weight takes part, so that there is a gradient to download
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         ctx.clock.sleep(ctx.backward_s)
         return gradient.contiguous(), gradient.sum((0, 1)), None, None, None
 
@@ -142,19 +140,14 @@ def timed_model(
     return LayeredModel(tuple(cost.name for cost in costs.layers), tuple(layers))
 
 
-def costs_of(seconds: Sequence[tuple[float, float]]) -> Costs:
-    """Return layers with these forward and backward seconds as the planner's costs."""
-    return Costs(tuple(LayerCost(f"layer.{index}", *pair) for index, pair in enumerate(seconds)))
-
-
 def empty_micro_batches(count: int) -> list[MicroBatch]:
     """Return micro-batches of one sequence of two tokens."""
     zeros = torch.zeros(1, 2, dtype=torch.int64)
     return [MicroBatch(zeros, zeros, zeros, zeros)] * count
 
 
-def sleep_costs(num_blocks: int, scale: float) -> Costs:
-    """Return the blocks and the head as the planner's costs, all times multiplied by `scale`."""
+def block_costs(num_blocks: int, scale: float = 1.0, keepable: tuple[KeptCost, ...] = ()) -> Costs:
+    """Return blocks that can keep these parts, and a head, as the planner's costs. All times are multiplied by `scale`."""
     sizes = [1.0] * num_blocks + [HEAD_BLOCKS]
     return Costs(
         tuple(
@@ -163,6 +156,7 @@ def sleep_costs(num_blocks: int, scale: float) -> Costs:
                 BLOCK_FORWARD_S * size * scale,
                 BLOCK_BACKWARD_S * size * scale,
                 activation_bytes=int(size * BLOCK_BYTES),
+                keepable=keepable if index < num_blocks else (),
             )
             for index, size in enumerate(sizes)
         )
@@ -175,34 +169,23 @@ def with_updates(costs: Costs, update_s: Sequence[float]) -> Costs:
     return Costs(tuple(layers), costs.hop_s)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Mean step time in the steady state, device time by the devices' own clocks, and each layer's update time."""
+def measure_plan(costs: Costs, plan: Plan, steps: int) -> tuple[float, tuple[float, ...]]:
+    """Run the real engine under `plan` on virtual devices and sleeping layers; `steps` as in `run_plan`.
 
-    step_s: float
-    busy_s: float
-    update_s: tuple[float, ...]
-
-
-def measure_plan(
-    costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] = (), is_blocking: bool = False
-) -> Measured:
-    """Run the real engine under `plan` on virtual devices of these speeds, all 1 if none are given.
-
-    `steps` and `is_blocking` as in `run_plan`.
+    Returns the mean seconds of a step in the steady state, and the median seconds of each layer's update.
     """
-    sleeper = Sleeper({f"torchround cpu:{index}": speed for index, speed in enumerate(speeds) if speed != 1})
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
-    clip: Literal["global", "layer"] = "layer" if plan.update == "bounded" else "global"
-    settings = EngineSettings(rounds=plan.rounds, clip=clip, stale_layers=plan.stale_layers)
-    step_s, results = run_plan(
-        timed_model(costs, sleeper), plan, devices, settings, steps, is_blocking=is_blocking
+    settings = EngineSettings(
+        rounds=plan.rounds,
+        clip="layer" if plan.update == "bounded" else "global",
+        stale_layers=plan.stale_layers,
     )
-    return Measured(
-        step_s=step_s,
-        busy_s=sum(report.busy_s for report in results[-2].reports()),
-        update_s=_update_seconds(results[WARM_UP_STEPS:], len(costs.layers)),
-    )
+    step_s, results = run_plan(timed_model(costs), plan, devices, settings, steps)
+    seconds: list[list[float]] = [[] for _ in costs.layers]
+    for result in results[WARM_UP_STEPS:]:
+        for update in result.update().bundles:
+            seconds[update.layer].append(update.end_s - update.start_s)
+    return step_s, tuple(statistics.median(layer) if layer else 0.0 for layer in seconds)
 
 
 def run_plan(
@@ -211,53 +194,48 @@ def run_plan(
     devices: Sequence[CpuDevice],
     settings: EngineSettings,
     steps: int,
-    clock: ModelledTime | None = None,
-    is_blocking: bool = False,
+    now: Callable[[], float] = time.perf_counter,
+    observer: Observer | None = None,
 ) -> tuple[float, list[StepResult]]:
-    """Run the real engine under `plan`; return the mean seconds of a step by `clock`, or the machine's, and all results.
+    """Run the real engine under `plan`; return the mean seconds of a step by `now`, and all results.
 
     The schedule repeats only after as many steps as there are devices, because each step starts on another device.
     So single steps differ, and `steps` should be a multiple of the devices. The warm-up steps and the last step,
-    which no other step follows, are left out. With `is_blocking` each step waits until the host has updated all layers.
+    which no other step follows, are left out.
     """
     store = HostStore(model, policy=POLICIES[plan.update])
     store.initialize(model, seed=0)
     micro_batches = empty_micro_batches(plan.num_micro_batches)
     parts = model, store, devices, plan.partition
-    now = clock.now if clock else time.perf_counter
+    with Engine(*parts, optimizer=AdamWTable(), settings=settings, observer=observer) as engine:
+        return steady_step_s(engine, lambda: engine.forward_backward(micro_batches), steps, now)
+
+
+def steady_step_s(
+    engine: Engine,
+    dispatch: Callable[[], StepResult],
+    steps: int,
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[float, list[StepResult]]:
+    """Train the warm-up steps, `steps` measured ones and one more; return the mean seconds of a measured step."""
     results: list[StepResult] = []
-    ends_s = []
-    with Engine(*parts, optimizer=AdamWTable(), settings=settings, observer=clock) as engine:
-        for _ in range(WARM_UP_STEPS + steps + 1):
-            results.append(engine.forward_backward(micro_batches))
-            engine.step(lr=1e-3)
-            if is_blocking:
-                engine.drain()
-            # Collect a step only after the next one was handed out, so that neighbouring steps can overlap.
-            if len(results) > 1:
-                results[-2].collect()
-                ends_s.append(now())
-        results[-1].collect()
+    ends_s: list[float] = []
+    for _ in range(WARM_UP_STEPS + steps + 1):
+        results.append(dispatch())
+        engine.step(lr=1e-3)
+        # Collect a step only after the next one was dispatched, so that neighbouring steps can overlap.
+        if len(results) > 1:
+            results[-2].collect()
+            ends_s.append(now())
+    results[-1].collect()
     return (ends_s[-1] - ends_s[WARM_UP_STEPS - 1]) / steps, results
 
 
-def _update_seconds(results: Sequence[StepResult], num_layers: int) -> tuple[float, ...]:
-    """Return the median seconds of each layer's update."""
-    seconds: list[list[float]] = [[] for _ in range(num_layers)]
-    for result in results:
-        for update in result.update().bundles:
-            seconds[update.layer].append(update.end_s - update.start_s)
-    return tuple(statistics.median(layer) if layer else 0.0 for layer in seconds)
-
-
-def simulated_step_s(costs: Costs, plan: Plan, speeds: Sequence[float] = ()) -> float:
-    """Simulate the plan's schedule, updates included, on devices of these speeds; return seconds per step."""
-
-    speed = dict(enumerate(speeds))
+def simulated_step_s(costs: Costs, plan: Plan) -> float:
+    """Simulate the plan's schedule, updates included; return seconds per step."""
 
     def tasks(steps: int) -> list[Any]:
         run = plan.partition, costs, plan.num_devices, plan.num_micro_batches, plan.rounds
-        made = dispatch_tasks(*run, update=plan.update, stale_layers=plan.stale_layers, steps=steps)
-        return [replace(task, duration_s=task.duration_s / speed.get(task.device, 1.0)) for task in made]
+        return dispatch_tasks(*run, update=plan.update, stale_layers=plan.stale_layers, steps=steps)
 
     return steady_state(tasks, plan.num_devices)[1]

@@ -1,7 +1,7 @@
-"""The tables of simulated figures in three pages of docs/, and the drawings of these tables: a tool for maintainers.
+"""The tables of simulated figures in three pages of docs/: a tool for maintainers.
 
     python scripts/pipeline_tables.py            print the tables
-    python scripts/pipeline_tables.py --write    put them between their markers in the pages, and draw them
+    python scripts/pipeline_tables.py --write    put them between their markers in the pages
     python scripts/pipeline_tables.py --check    compare them with the pages; exit code 1 if one differs
 
 A table is between `<!-- table NAME -->` and `<!-- end -->`. Nothing in them is measured on this machine.
@@ -23,24 +23,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.line_chart import Panel, drawing
-from torchround.commands.configured_model import build_model
 from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
 from torchround.planning import machine_report
-from torchround.planning.cards import find_device
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import GIB, MemoryLimits
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import host_memory, plan_for
-from torchround.planning.planner import UPDATES, InfeasiblePlanError, make_plan
-from torchround.planning.rates import RATES
+from torchround.planning.planner import UPDATES, make_plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.search import AS_FAST
-from torchround.run.numbers import with_job
 from torchround.simulate.bound import SimulationSetup
 from torchround.simulate.report import ScheduleReport
 from torchround.simulate.schedules import RULES, simulate_schedule
@@ -65,14 +60,7 @@ MEASURED = {
     ("sync", 8): (56489, 18888, 12549, 4164, 1592),
     ("async", 1): (8881, 3142, 3022, 740, 480),
 }
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
-# On A800s the paper has no table: lengths of the three small models as a range, and the 4090s' least share of the
-# fastest other system's tokens/s on A800s.
-LONGEST_A800 = ("192K to 288K",) * 3 + ("-",) * 2
-LEAST_SHARE_OF_A800 = 0.76
-# Bytes that casts between 16-bit and 32-bit copies of a weight and of its gradient read and write.
-COPIED_BYTES = 12
 BOUND = tuple(RULES)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
@@ -118,12 +106,6 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             if table != table_in(page, name):
                 stale.append(f"{path.name}: {name}")
             page = with_table(page, name, table)
-        for name, drawn in drawings_of(page).items():
-            picture = path.parent / "images" / name
-            if not picture.exists() or picture.read_text(encoding="utf-8") != drawn:
-                stale.append(f"{path.name}: {name}")
-            if options.write:
-                picture.write_text(drawn, encoding="utf-8")
         if options.write:
             path.write_text(page, encoding="utf-8")
     if options.check and stale:
@@ -149,15 +131,6 @@ def with_table(page: str, name: str, table: str) -> str:
     if not marker or not end:
         raise ValueError(f"the page has no place for the table {name}")
     return before + marker + table + "\n" + end + after
-
-
-def drawings_of(page: str) -> dict[str, str]:
-    """Draw the page's tables that have a picture in it. Returns the file of each."""
-    return {
-        name: drawing([(panel, table_in(page, table)) for table, panel in panels])
-        for name, panels in DRAWINGS.items()
-        if f"(images/{name})" in page
-    }
 
 
 def published_table() -> str:
@@ -206,42 +179,6 @@ def other_cells(result: ScheduleReport) -> list[str]:
     memory = max(result.peak_activation_bytes) / GIB
     step_ms, moved_gb = result.makespan_s * 1e3, result.moved_bytes / 1e9
     return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
-
-
-def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32) -> str:
-    """Simulate PipeOffload's Table 1 for equal chunks with T_F = T_B = T_W = 1: formula, then simulation."""
-    d, v = devices, chunks
-    model = d * v
-    formulas = {
-        "1f1b": (f"{model}", f"{v * (d - 1) * 3}"),
-        "interleaved_1f1b": (f"{model + d - 1}", f"{(d - 1) * 3}"),
-        "gis": (f"{model}", f"{(d - 1) * 2}"),
-        "gis_h": (f"{(v + 1) * d // 2}", f"{(d - 1) * 2 + (v - 1) * d // 2}"),
-        "po_h": (f"about {(v + 2) * d / 8:.0f}", f"< {v * (d - 1) * 3}"),
-        "po_f": ("constant", f"< {v * (d - 1) * 3}"),
-    }
-    rows = []
-    for name, (memory, bubble) in formulas.items():
-        result = equal_chunks(name, devices, chunks, micro_batches)
-        lost = result.makespan_s - 3 * micro_batches * chunks
-        rows.append([f"`{name}`", memory, f"{max(result.peak_activation_bytes)}", bubble, f"{lost:g}"])
-    return markdown(["", "chunks kept: formula", "simulated", "bubble: formula", "simulated"], rows)
-
-
-def offload_table(devices: int = 8, chunks: int = 16, micro_batches: int = 32) -> str:
-    """Show what is left of the activations by the chunks that go to the host (PipeOffload's figures 3 and 9), in %.
-
-    A chunk's share of the peak is that of its lifespan: chunk c of v lives v - c times as long as the last one.
-    """
-    budgets = (0, 2, 4, 8, 12, 16)
-    lifespans = [100 * sum(range(chunks - budget + 1)) / sum(range(chunks + 1)) for budget in budgets]
-    rows = [["sum of lifespans", *(f"{share:.0f}" for share in lifespans)]]
-    for ratio in (0.25, 1.0):
-        fields = {"chunks": chunks, "micro_batches": micro_batches, "offload_ratio": ratio}
-        reports = [equal_chunks("po_f", devices, offload_chunks=budget, **fields) for budget in budgets]
-        peaks = [max(report.peak_activation_bytes) for report in reports]
-        rows.append([f"simulated, k = {ratio:g}", *(f"{100 * peak / peaks[0]:.0f}" for peak in peaks)])
-    return markdown(["chunks offloaded of 16", *(f"{budget}" for budget in budgets)], rows)
 
 
 def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
@@ -376,25 +313,6 @@ def throughput_table() -> str:
     return markdown(["tokens/s", *MODELS], rows)
 
 
-def lengths_table() -> str:
-    """Show tokens/s of eight cards over the sequence length (RoundPipe's figure 14), with the tokens of the paper's batches."""
-    models = range(len(MODELS))
-    rows = [[f"{tokens}", *(rate_at(model, tokens) for model in models)] for tokens in LENGTHS]
-    return markdown(["tokens/s by length", *MODELS], rows)
-
-
-def rate_at(model: int, tokens: int) -> str:
-    """Predict the tokens/s of a config with sequences of so many tokens; a dash if no plan fits."""
-    question = counted(model, "rtx4090")
-    sequences = question.global_batch_size * question.seq_len // tokens
-    sizes = {"global_batch_size": sequences, "micro_batch_size": max(1, SEQUENCES * TOKENS // tokens)}
-    try:
-        plan = plan_for(replace(question, seq_len=tokens, update="async", **sizes))
-        return f"{sequences * tokens / plan.step_s:.0f}"
-    except InfeasiblePlanError:
-        return "-"
-
-
 def tokens_per_s(model: int, update: str, devices: int) -> float:
     """Predict the tokens/s of a model's plan with the paper's batch."""
     return BATCHES[model] * TOKENS / step_s(model, update, published_costs(CONFIGS[model]), devices)
@@ -404,67 +322,6 @@ def step_s(model: int, update: str, costs: Costs, devices: int = DEVICES) -> flo
     """Plan the paper's batch in one round and within a card's memory; return the seconds of the fastest step."""
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
     return make_plan(costs, devices, BATCHES[model] // SEQUENCES, update, 1, limits, 0.0).step_s
-
-
-def blocking_table() -> str:
-    """Compare copies that the host makes layer by layer beside the next step with copies that hold all devices up.
-
-    The devices of the latter drain, all copies follow, and the next step starts from idle devices.
-    """
-    rows: list[list[str]] = [["events"], ["blocking"], ["of it copies"]]
-    for model in range(len(MODELS)):
-        costs = published_costs(CONFIGS[model])
-        # Gradients of published costs have 4 bytes each.
-        copies_s = [
-            layer.gradient_bytes / 4 * COPIED_BYTES / RATES.update_bytes_per_s for layer in costs.layers
-        ]
-        layers = zip(costs.layers, copies_s, strict=True)
-        copying = replace(costs, layers=tuple(replace(layer, optimizer_s=each) for layer, each in layers))
-        events_s, drained_s = step_s(model, "async", copying), step_s(model, "sync", costs)
-        blocking_s = drained_s + sum(copies_s)
-        rows[0].append(f"{events_s:.2f}")
-        rows[1].append(f"{blocking_s:.2f} (+{blocking_s - events_s:.2f})")
-        rows[2].append(f"{sum(copies_s):.2f}")
-    return markdown(["seconds per step", *MODELS], rows)
-
-
-def muon_table() -> str:
-    """Show what Muon's work on devices adds to a step: published layer times, then times counted in bfloat16."""
-    rows = []
-    for card, pair_of in (("published times", published_muon), ("counted, bf16", counted_muon)):
-        for update in ("sync", "async"):
-            pairs = [pair_of(model, update) for model in range(len(MODELS))]
-            cells = [f"{before:.2f} s, {100 * (after / before - 1):+.1f} %" for before, after in pairs]
-            rows.append([f"`{update}`, {card}", *cells])
-    return markdown(["step with AdamW, change with Muon", *MODELS], rows)
-
-
-def published_muon(model: int, update: str) -> tuple[float, float]:
-    """Return the steps of a model's published layer times, with the paper's batch: without and with the work of Muon."""
-    costs, jobs = published_costs(CONFIGS[model]), muon_costs(model).layers
-    # Published times of some models lack the embedding, which has no matrix of Muon.
-    pairs = zip(costs.layers, jobs[len(jobs) - costs.num_layers :], strict=True)
-    layers = tuple(replace(layer, job_s=job.job_s, job_link_s=job.job_link_s) for layer, job in pairs)
-    return step_s(model, update, costs), step_s(model, update, replace(costs, layers=layers))
-
-
-def counted_muon(model: int, update: str) -> tuple[float, float]:
-    """Return the steps of one of the paper's configs on eight RTX 4090s: without and with the work of Muon."""
-    question = replace(counted(model, "rtx4090"), update=update, slower_for_memory=0.0)
-    with_jobs = replace(question, costs_for=lambda *sizes: muon_costs(model))
-    return plan_for(question).step_s, plan_for(with_jobs).step_s
-
-
-def muon_costs(model: int) -> Costs:
-    """Return the counted costs of one of the paper's configs on RTX 4090s, with the work of Muon in its blocks."""
-    options = parse_command_line(["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml")])
-    costs, card = counted(model, "rtx4090").costs(), find_device("rtx4090")
-    assert card is not None, "the table of cards has it"
-    layers = list(costs.layers)
-    for index, block in enumerate(build_model(options, warns=False).layers[1:-1], start=1):
-        matrices = [p.shape for p in block.parameters() if p.requires_grad and p.ndim > 1]
-        layers[index] = with_job(layers[index], matrices, card, "bfloat16")
-    return replace(costs, layers=tuple(layers))
 
 
 def kept_table() -> str:
@@ -495,25 +352,6 @@ def kept_table() -> str:
     return markdown(["model", "card", "tokens", "kept, by layers", "step, s", "gain", "host, GiB"], rows)
 
 
-def a800_table() -> str:
-    """Predict tokens/s and the longest sequence on eight A800s, beside what the paper says of them."""
-    rows = []
-    for update in ("async", "sync"):
-        plans = [plan_for(replace(counted(model, "a800"), update=update)) for model in range(len(MODELS))]
-        rates = zip(BATCHES, plans, strict=True)
-        rows.append(
-            [
-                f"tokens/s, `{update}`, predicted",
-                *(f"{batch * TOKENS / plan.step_s:.0f}" for batch, plan in rates),
-            ]
-        )
-    most = [f"{rate / LEAST_SHARE_OF_A800:.0f}" for rate in MEASURED["async", 8]]
-    rows.append(["tokens/s, fastest other system, at most", *most])
-    rows.append(["longest, predicted", *(f"{longest_tokens(config, 'a800')[0]}" for config in CONFIGS)])
-    rows.append(["longest, RoundPipe, published", *LONGEST_A800])
-    return markdown(["8 x A800", *MODELS], rows)
-
-
 def longest_table() -> str:
     """Ask the plan command for the longest sequence of each of the paper's configs."""
     found = [longest_tokens(config) for config in CONFIGS]
@@ -523,10 +361,10 @@ def longest_table() -> str:
     return markdown(["tokens", *MODELS], rows)
 
 
-def longest_tokens(config: str, card: str = "rtx4090") -> tuple[int, int]:
+def longest_tokens(config: str) -> tuple[int, int]:
     """Read the last line of `torchround plan` on eight cards: the longest sequence, and that with 16-bit sums."""
     output = io.StringIO()
-    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", card]
+    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", "rtx4090"]
     with contextlib.redirect_stdout(output):
         plan_run([*arguments, "--num-devices", f"{DEVICES}", "--host-memory-gib", f"{HOST_GIB}"])
     line = output.getvalue().partition("longest sequence that fits")[2]
@@ -551,44 +389,16 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "published": published_table,
         "bound": partial(compared_table, BOUND),
         "roundpipe": partial(compared_table, ROUNDPIPE),
-        "pipeoffload": pipeoffload_table,
-        "offload": offload_table,
         "paci": paci_table,
         "planned": planned_table,
         "bounded": bounded_table,
         "throughput": throughput_table,
-        "blocking": blocking_table,
-        "muon": muon_table,
-        "a800": a800_table,
         "kept": kept_table,
-        "lengths": lengths_table,
         "longest": longest_table,
         "machines": machines_table,
     }
 )
-# The tables that are drawn: the file in docs/images/, and what each of its panels takes from which table.
-DRAWINGS: Mapping[str, Sequence[tuple[str, Panel]]] = MappingProxyType(
-    {
-        "throughput.svg": (
-            (
-                "throughput",
-                Panel("Tokens/s of 1 to 8 RTX 4090s, async", r"(\d+) x RTX 4090, `async`, predicted"),
-            ),
-            ("lengths", Panel("Tokens/s by length of sequence, 8 x RTX 4090", r"(\d+)")),
-        ),
-        "offload.svg": (
-            (
-                "offload",
-                Panel(
-                    "Activations left, %, over chunks offloaded of 16",
-                    r"(\d+)",
-                    is_transposed=True,
-                    is_log=False,
-                ),
-            ),
-        ),
-    }
-)
+
 
 if __name__ == "__main__":
     sys.exit(main())

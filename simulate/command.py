@@ -1,4 +1,4 @@
-"""Simulate pipeline schedules side by side: step time, bubble by kind, memory, drift, transfers.
+"""Simulate pipeline schedules side by side: step time, bubble, memory, drift, transfers.
 
     torchround simulate --costs docs/costs/rtx4090_qwen3_1_7b.json --devices 8 --microbatches 16
     torchround simulate --model llama3/3.1-8B --device rtx4090 --devices 8 --microbatches 16 \\
@@ -30,7 +30,6 @@ from torchround.simulate.schedules import SCHEDULES, simulate_schedule
 from torchround.untrusted.regular_file import write_whole
 
 Read = TypeVar("Read")
-WIDTH = 100  # in characters, of the table when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all options."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -66,11 +64,6 @@ def parser() -> argparse.ArgumentParser:
     add("--schedules", default="all", help=f"comma-separated: {', '.join(SCHEDULES)}")
     add("--no-recompute", action="store_true", help="bound schedules keep their activations")
     add("--chunks", type=int, help="virtual stages per device of looped schedules")
-    add("--group", type=int, help="GIS: micro-batches per group")
-    add("--offload-ratio", type=float, default=1.0, help="PipeOffload's k where no PCIe rate is known (1)")
-    add(
-        "--offload-chunks", type=int, help="PipeOffload: chunks per device on the host (default: half or all)"
-    )
     add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
     add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
     add("--rounds", type=int, help="RoundPipe's rounds")
@@ -98,10 +91,10 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
     given = _read(options.partition, read_partition) if options.partition is not None else (None, None)
-    same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
         *(costs, options.devices, options.microbatches, not options.no_recompute),
-        **{name: getattr(options, name) for name in same},
+        chunks=options.chunks,
+        accumulate=options.accumulate,
         pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
         partition=given[0],
         rounds=options.rounds or given[1],
@@ -130,28 +123,19 @@ def simulate_all(given: str, setting: SimulationSetup) -> list[ScheduleReport]:
 
 
 def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
-    """Print the table."""
-    from rich.box import SIMPLE_HEAD  # importing rich draws random numbers, which an import must not
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("schedule", no_wrap=True)
-    for column in ("ms/step", "bubble", "fill", "drain", "switch", "imbal.", "GiB", "drift", "GB/step"):
-        table.add_column(column, justify="right", no_wrap=True)
-    fastest = min(result.makespan_s for result in reports)
+    print(f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches\n")
+    rows = [["schedule", "ms/step", "bubble", "GiB", "drift", "GB/step"]]
+    fastest_s = min(result.makespan_s for result in reports)
     for result in reports:
-        shares = [f"{100 * share:.2f}" for share in (result.bubble, *result.bubble_by_kind.values())]
-        memory = [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
-        cells = [f"{result.makespan_s * 1e3:.1f}", *shares, *memory, f"{result.moved_bytes / 1e9:.1f}"]
-        table.add_row(result.name, *cells, style="bold" if result.makespan_s == fastest else "")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table)
-    console.print(
-        "Bubble and its parts in % of device time; GiB: most activations on any device; drift: most updates "
-        "between a micro-batch's forward and its backward; GB over all links; the fastest is bold.",
-        style="dim",
+        mark = " *" if result.makespan_s == fastest_s else ""
+        cells = [f"{result.makespan_s * 1e3:.1f}", f"{100 * result.bubble:.2f}"]
+        cells += [f"{max(result.peak_activation_bytes) / GIB:.2f}", f"{result.drift}"]
+        rows.append([result.name + mark, *cells, f"{result.moved_bytes / 1e9:.1f}"])
+    for name, *cells in rows:
+        print(f"{name:18}" + "".join(f"{cell:>10}" for cell in cells))
+    print(
+        "\nBubble in % of device time; GiB: most activations on any device; drift: most updates between a"
+        "\nmicro-batch's forward and its backward; GB over all links; * the fastest."
     )
 
 
@@ -160,7 +144,8 @@ def write_files(
 ) -> None:
     """Write the files that `--json`, `--trace` and `--plot` name."""
     if options.json:
-        data = {"schedules": {result.name: result.to_json() for result in reports}}
+        shown = ("makespan_s", "bubble", "peak_activation_bytes", "drift", "partition")
+        data = {"schedules": {one.name: {key: getattr(one, key) for key in shown} for one in reports}}
         write_whole(options.json, json.dumps(data, indent=1) + "\n")
     if options.trace:
         trace = trace_events((result.name, result.timeline) for result in reports)

@@ -75,14 +75,6 @@ def simulate(tasks: Sequence[Task], num_devices: int, ready_first: bool = False)
         if key in last and not ready_first:
             waits[index].append((last[key], 0.0))
         last[key] = index
-    start_s, end_s = _start_and_end(tasks, waits)
-    return Run(tuple(tasks), tuple(start_s), tuple(end_s), num_devices)
-
-
-def _start_and_end(
-    tasks: Sequence[Task], waits: Sequence[Sequence[tuple[int, float]]]
-) -> tuple[list[float], list[float]]:
-    """Handle events in time order; a free stream starts its ready task of lowest priority."""
     followers: list[list[tuple[int, float]]] = [[] for _ in tasks]
     for index, befores in enumerate(waits):
         for before, lag_s in befores:
@@ -94,7 +86,7 @@ def _start_and_end(
     busy: set[Stream] = set()
     # An event: (time, task, whether it ends or becomes ready).
     events = [(0.0, index, False) for index, count in enumerate(missing) if count == 0]
-    while events:
+    while events:  # in time order
         now = events[0][0]
         touched: dict[Stream, None] = {}
         # All events of a moment come first: which task a stream takes depends on everything that is ready then.
@@ -125,7 +117,7 @@ def _start_and_end(
             f"{len(stuck)} of {len(tasks)} tasks can never start; the first is {first.kind.value} of layers "
             f"{first.layers.start}..{first.layers.stop - 1}, micro-batch {first.micro_batch}, on device {first.device}"
         )
-    return start_s, end_s
+    return Run(tuple(tasks), tuple(start_s), tuple(end_s), num_devices)
 
 
 def steady_state(

@@ -1,6 +1,6 @@
-"""Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
+"""Pictures of simulated schedules: one row per device, colours by layer, idle time hatched.
 
-`simulate.py --plot` draws them. Only this module imports matplotlib at once, so the command imports it last.
+`--plot` draws them. This module imports matplotlib at once, so the command imports it last.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from torchround.engine.timeline import COMPUTE, HOST, Task, TaskKind
+from torchround.engine.timeline import Task, TaskKind
 from torchround.simulate.report import ScheduleReport
 from torchround.untrusted.regular_file import replaced_whole
 
@@ -33,15 +33,12 @@ SHADES = {
     TaskKind.FORWARD: (0.6, 1.0),
     TaskKind.RECOMPUTE: (0.8, 1.0),
     **dict.fromkeys((TaskKind.WEIGHT_GRADIENT, TaskKind.ORTHOGONALISE), (0.35, 0.35)),
-    **dict.fromkeys((TaskKind.OFFLOAD, TaskKind.WEIGHTS, TaskKind.GRADIENTS), (0.45, 1.0)),
 }
 # Schedules whose usual name is not that of the command in capitals.
 TITLES = {
-    "gpipe": "GPipe",
     "interleaved_1f1b": "Interleaved 1F1B (Megatron-LM)",
     "looped_bfs": "Looped BFS",
     "async_1f1b": "Asynchronous 1F1B (PipeDream)",
-    "mobius": "Mobius",
     "roundpipe_sync": "torchround (RoundPipe), update after each step",
     "roundpipe_async": "torchround (RoundPipe), updates one step late",
 }
@@ -49,8 +46,7 @@ COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
 FUSED_FORWARD = 0.35  # of the height of a fused task: drawn in the forward's shade, above the backward's
-# Heights of a device's boxes with its transfers, and of these alone, when a row has height 1.
-ROW, STRIP = 0.84, 0.22
+ROW = 0.84  # height of a device's boxes when a row has height 1
 
 
 def plot_reports(
@@ -90,38 +86,32 @@ def shown_window(report: ScheduleReport) -> tuple[float, float]:
 def _draw(
     panel: Axes, report: ScheduleReport, num_layers: int, window: tuple[float, float], numbered_s: float
 ) -> None:
-    """Draw one row per device: the compute stream as boxes, numbered if that long, its transfers as strips underneath."""
+    """Draw one row per device, with a box for each computation; long boxes have the number of their micro-batch."""
     line, (start_s, stop_s) = report.timeline, window
     per_step = 1 + max(task.micro_batch for task in line.tasks if task.step == 0)
-    transfers = sorted({task.stream for task in line.tasks if _is_transfer(task)})
-    boxes = ROW - STRIP if transfers else ROW
-    strip = STRIP / max(1, len(transfers))
     for device in range(line.num_devices):
         top = device - ROW / 2
-        panel.add_patch(Rectangle((0, top), (stop_s - start_s) * 1e3, boxes, **IDLE))
-        places = [(COMPUTE, top, boxes)]
-        places += [(stream, top + boxes + index * strip, strip) for index, stream in enumerate(transfers)]
-        for stream, bottom, height in places:
-            for index in line.of_device(device, stream):
-                begin_s, end_s = max(line.start_s[index], start_s), min(line.end_s[index], stop_s)
-                if begin_s >= end_s:
-                    continue
-                task = line.tasks[index]
-                left_ms, width_ms = (begin_s - start_s) * 1e3, (end_s - begin_s) * 1e3
-                fill = _colour(task, num_layers)
-                panel.add_patch(Rectangle((left_ms, bottom), width_ms, height, fc=fill, ec="white", lw=0.25))
-                upper = FUSED_FORWARD * height if task.kind is TaskKind.FUSED else 0.0
-                if upper:
-                    pale = _colour(replace(task, kind=TaskKind.FORWARD), num_layers)
-                    panel.add_patch(Rectangle((left_ms, bottom), width_ms, upper, fc=pale, lw=0))
-                # Work for an update is of no micro-batch.
-                if stream == COMPUTE and task.micro_batch >= 0 and end_s - begin_s > numbered_s:
-                    # White on dark colours: the weights are the eye's sensitivity to red, green and blue.
-                    is_dark = sum(w * part for w, part in zip((0.3, 0.59, 0.11), fill, strict=True)) < 0.55
-                    text = f"{task.micro_batch % per_step}"
-                    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5}
-                    place = left_ms + width_ms / 2, bottom + (height + upper) / 2
-                    panel.text(*place, text, color="white" if is_dark else "#333333", **style)
+        panel.add_patch(Rectangle((0, top), (stop_s - start_s) * 1e3, ROW, **IDLE))
+        for index in line.of_device(device):
+            begin_s, end_s = max(line.start_s[index], start_s), min(line.end_s[index], stop_s)
+            if begin_s >= end_s:
+                continue
+            task = line.tasks[index]
+            left_ms, width_ms = (begin_s - start_s) * 1e3, (end_s - begin_s) * 1e3
+            fill = _colour(task, num_layers)
+            panel.add_patch(Rectangle((left_ms, top), width_ms, ROW, fc=fill, ec="white", lw=0.25))
+            upper = FUSED_FORWARD * ROW if task.kind is TaskKind.FUSED else 0.0
+            if upper:
+                pale = _colour(replace(task, kind=TaskKind.FORWARD), num_layers)
+                panel.add_patch(Rectangle((left_ms, top), width_ms, upper, fc=pale, lw=0))
+            # Work for an update is of no micro-batch.
+            if task.micro_batch >= 0 and end_s - begin_s > numbered_s:
+                # White on dark colours: the weights are the eye's sensitivity to red, green and blue.
+                is_dark = sum(w * part for w, part in zip((0.3, 0.59, 0.11), fill, strict=True)) < 0.55
+                style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5}
+                place = left_ms + width_ms / 2, top + (ROW + upper) / 2
+                number = f"{task.micro_batch % per_step}"
+                panel.text(*place, number, color="white" if is_dark else "#333333", **style)
     panel.set_ylim(line.num_devices - 0.5, -0.5)
     panel.set_yticks(range(line.num_devices), [f"device {index}" for index in range(line.num_devices)])
     panel.tick_params(labelsize=7, length=2)
@@ -130,10 +120,6 @@ def _draw(
     title = f"{name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
     panel.set_title(title, loc="left", fontsize=8.5, pad=3)
     panel.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _is_transfer(task: Task) -> bool:
-    return task.stream != COMPUTE and task.device != HOST and task.duration_s > 0
 
 
 def _colour(task: Task, num_layers: int) -> tuple[float, ...]:
@@ -154,8 +140,6 @@ def _legend(figure: Figure, tasks: Sequence[Task], title: str) -> None:
     if TaskKind.FUSED in used:
         shown["both in one"] = shades[TaskKind.FORWARD], shades[TaskKind.FUSED]
     shown["idle"] = Patch(**IDLE)
-    if any(map(_is_transfer, tasks)):
-        shown["strip below a device: its transfers"] = shades[TaskKind.OFFLOAD]
     # The title is the legend's, which the layout keeps clear of the panels; a title of the figure would cover the legend.
     figure.legend(
         *(list(shown.values()), list(shown)),

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, find, main
 from benchmarks.frame import in_turns, median_ratio
-from benchmarks.kept_schedule import IDLE_LINK, block_costs, compare, rate_of
+from benchmarks.kept_schedule import IDLE_LINK, compare
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 COMPILES = {"optimizer-speed"}
 # Ten seconds and more each.
-SLOW = {"compiled-layers", "data-wait", "machines", "schedule", "staleness", "training-memory"}
+SLOW = {"data-wait", "machines", "schedule"}
 
 
 def tier_of(name):
@@ -74,12 +74,10 @@ def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out():
 @pytest.mark.parametrize("link", [IDLE_LINK, pytest.param(3.0, marks=pytest.mark.nightly)])
 def test_a_step_that_keeps_is_as_simulated_and_shorter_than_recomputation(link):
     """In modelled time, so no machine makes it longer."""
-    costs = block_costs(6)
-    shape = Namespace(devices=2, microbatches=4, stage_blocks=4, steps=2, pace=0.0)
-    found = compare(costs, shape, link * rate_of(costs), None)
-    assert found["kept_parts"] > 0
+    found = compare(Namespace(devices=2, microbatches=4, blocks=6, stage_blocks=4, steps=2, link=link))
+    assert found["kept"]["kept_parts"] > 0
     # The simulation takes the copies of a stage's first micro-batch as hidden: 0.1 % of these steps.
     assert found["difference"] == pytest.approx(0.0, abs=0.01)
     assert found["gain"] == pytest.approx(found["simulated_gain"], abs=0.01) and found["gain"] > 0.12
-    up_s, down_s = found["link_s"]
+    up_s, down_s = found["kept"]["link_s"]
     assert up_s == pytest.approx(down_s, rel=0.05) and up_s > 0

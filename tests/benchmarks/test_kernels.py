@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.kernel_counts import count_layers
-from benchmarks.kernels import counted_model, missed_goals
+from benchmarks.kernels import count_layers, counted_model, missed_goals
 from torchround.accelerators import CudaKind
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES

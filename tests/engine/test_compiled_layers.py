@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.kernel_counts import CountingMode
+from benchmarks.kernels import CountingMode
 from tests.support import toy
 from tests.support.faults import engine_threads
 from tests.support.rounding import FP32, assert_states_close

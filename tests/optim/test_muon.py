@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.borrowed import peak_of_tensors
 from tests.support.kernel_kinds import cut_out
+from tests.support.model_tools import peak_of_tensors
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.worker.orthogonalise import (
     COEFFICIENTS,

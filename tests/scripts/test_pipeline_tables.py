@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts import line_chart, pipeline_tables
+from scripts import pipeline_tables
 from torchround.simulate.command import main
 
 SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
 PICTURES = re.findall(r"^torchround simulate (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)
 # Half a minute and more each.
-SLOW = {"a800", "kept", "longest", "muon"}
+SLOW = {"kept", "longest"}
 SHOWN = [
     pytest.param(path, name, id=name, marks=pytest.mark.nightly if name in SLOW else ())
     for path in pipeline_tables.PAGES
@@ -28,19 +28,6 @@ def test_a_table_in_a_page_is_what_simulation_gives(path, name):
     table = pipeline_tables.TABLES[name]()
     assert pipeline_tables.table_in(page, name) == table
     assert pipeline_tables.with_table(page, name, table) == page
-
-
-@pytest.mark.parametrize("path", pipeline_tables.PAGES, ids=lambda path: path.stem)
-def test_a_drawing_is_that_of_the_tables_in_its_page(path):
-    for name, drawn in pipeline_tables.drawings_of(path.read_text(encoding="utf-8")).items():
-        assert (path.parent / "images" / name).read_text(encoding="utf-8") == drawn, name
-
-
-def test_a_chart_reads_the_rows_that_it_names_and_leaves_out_cells_without_a_number():
-    table = "| x | a | b |\n| --- | ---: | ---: |\n| 2 cards | 5 (1.0) | - |\n| all | 9 | 9 |\n| 4 cards | 7 | 8.5 |"
-    assert line_chart.series_of(line_chart.Panel("", r"(\d+) cards"), table) == {"a": [(2, 5), (4, 7)], "b": [(4, 8.5)]}
-    turned = line_chart.series_of(line_chart.Panel("", r"(\w)", is_transposed=True), table.replace("a | b", "1 | 2"))
-    assert turned["4 cards"] == [(1, 7), (2, 8.5)]
 
 
 @pytest.mark.documented

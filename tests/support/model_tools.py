@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
-from benchmarks.borrowed import peak_of_tensors
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 
 # Versions before 2.15 leave out the attention kernel of the CPU.
@@ -22,6 +21,20 @@ def measure_peak_bytes(run):
     """
     with torch.backends.mkldnn.flags(enabled=False):
         return peak_of_tensors(run)
+
+
+def peak_of_tensors(run):
+    """Return the most bytes of tensors on the CPU alive at once during `run`, by the profiler's events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0, "the profiler saw no tensor"
+    return peak
 
 
 def materialise(model, dtype=torch.float32, seed=0, reverse=False):

@@ -38,7 +38,7 @@ SUM_BYTES = 4
 # of the others has its own.
 STAGED_BYTES = 4 * 8 * MIB
 # Python, PyTorch for the CPU, and what PyTorch imports in a first step, whatever the model. Reports name it and no limit
-# counts it: most of it is taken before free memory is read. Measured as `program_mb` of `python -m benchmarks training-memory`.
+# counts it: most of it is taken before free memory is read. docs/planning.md has the measurement.
 PROGRAM_BYTES = 450_000_000
 
 

@@ -1,0 +1,45 @@
+"""Host memory while a Hugging Face folder is read into the store."""
+
+import resource
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchround.engine.store.host_store import HostStore
+from torchround.hf import PretrainedWeights
+from torchround.models import FAMILIES
+
+FAMILY = FAMILIES["llama3"]
+SIZES = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "ffn_size": 4437}
+CONFIG = FAMILY.config_from_flavor("debug", num_layers=6, vocab_size=8000, **SIZES)  # 117 M parameters
+
+
+def read_weights():
+    """Be a process of its own, and print how much memory the reading takes on top of the store, and the file's bytes."""
+
+    def peak_bytes():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    model = FAMILY.build(CONFIG)
+    weights = PretrainedWeights(".", FAMILY.hf_names(CONFIG), model.stored_shapes())
+    store = HostStore(model, torch.bfloat16)
+    # A page that was never written is not resident, and a second copy of the weights could hide there.
+    for bundle in store.trained:
+        for flat in (*bundle.state(), *bundle.device_weights):
+            flat.zero_()
+    before = peak_bytes()
+    store.initialize(model, 0, weights.load)
+    print(peak_bytes() - before, weights.bytes_of(model.stored_shapes()))
+
+
+@pytest.mark.nightly
+def test_reading_weights_takes_no_second_copy_of_the_model(processes, tmp_path):
+    names, shapes = FAMILY.hf_names(CONFIG), FAMILY.build(CONFIG).stored_shapes()
+    tensors = {names[name]: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    child = processes.run("tests.hf.test_reading_memory:read_weights", folder=tmp_path)
+    assert child.wait() == 0, child.text()
+    # The largest parameter in fp32, 33 MB, until it is split, pieces of 8 MiB and what a process uses besides.
+    extra_bytes, file_bytes = map(int, child.text().split())
+    assert extra_bytes < 0.8 * file_bytes
