@@ -309,8 +309,9 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder, with what overlaps them of
-    the steps before and after. A step after the last one is a warning. Default: none."""
+    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder, with those of the steps
+    before and after. A step after the last one is a warning. Default: none."""
 
-    memory: bool = False
-    """Also write a snapshot of device memory for each traced step."""
+    profiler: bool = False
+    """Also write what `torch.profiler` records of these steps: operators of all threads, kernels and copies by CUDA stream,
+    and allocations. Steps in a row share a file, named for the last one. It makes the steps slower."""

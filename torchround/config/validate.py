@@ -143,7 +143,7 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     outer, _, name = key.rpartition(".")
     known = table.model_fields
     meant = usual_key(name)
-    hint = f"; nearest: {meant}" if meant else other_way(name) or nearest(name, known)
+    hint = f"; nearest: {meant}" if meant else other_way(key) or other_way(name) or nearest(name, known)
     # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in all_keys().items() if name in keys and other != outer]
     if not outer and not isinstance(given, dict):
