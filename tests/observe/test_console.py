@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.step_records import ENGINE, Clock, record
 from torchround.observe import MetricsFile
+from torchround.observe.console import SLOW_MACHINE, ConsoleReport, duration
 from torchround.observe.record import MachineTimes, PromptSample
-from torchround.observe.reporters import SLOW_MACHINE, ConsoleReport, duration
 
 AT_NOON = {"now": lambda: datetime(2026, 1, 2, 12, 4, 31)}
 FULL = {"mfu": 0.4125, "device_peaks_gib": (10.123, 9.0), "skipped_steps": 2, "validation_loss": 3.5}

@@ -15,10 +15,10 @@ import pytest
 from tests.support.step_records import ENGINE, write_run
 from torchround.commands import draw_page, plot_loss
 from torchround.commands.draw_page import main
-from torchround.observe import loss_curve, run_page
+from torchround.observe import loss_curve, metrics_file, run_page
 from torchround.observe.loss_curve import draw_curves, draw_run, read_losses
 from torchround.observe.record import PromptSample
-from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
+from torchround.observe.run_page import MOST_POINTS, Curve, draw_pictures, read_run, write_page
 
 
 class Elements(HTMLParser):
@@ -148,24 +148,25 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
     # A record after the limit is a part of the same line.
     hidden = json.dumps({"step": 3, "loss": 1.0})
     with open(run / "metrics.jsonl", "a") as file:
-        file.write("x" * loss_curve.MOST_LINE_BYTES + hidden + "\n")
-        file.write(hidden[:-1] + " " * loss_curve.MOST_LINE_BYTES + "}\n")
+        file.write("x" * metrics_file.MOST_LINE_BYTES + hidden + "\n")
+        file.write(hidden[:-1] + " " * metrics_file.MOST_LINE_BYTES + "}\n")
     add(run, {"step": 4, "loss": 2.0})
-    assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
+    assert [step for step, _ in metrics_file.read_records(run)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("values", [1, MOST_POINTS, 25 * MOST_POINTS + 3])
 def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values):
-    samples = CurveSamples()
+    samples = Curve()
     given = [1000.0 if step == values // 2 else float(step % 7) for step in range(1, values + 1)]
     for step, value in enumerate(given, start=1):
         samples.add(step, value)
-    points = samples.points
+    points = samples.points()
     assert len(points) <= MOST_POINTS and (len(points) > MOST_POINTS // 2 or values == len(points))
-    assert (points[0].first, points[-1].last) == (1, values)
-    assert all(before.last + 1 == after.first for before, after in pairwise(points))
-    assert sum(point.total for point in points) == sum(given)
-    assert (max(p.high for p in points), min(p.low for p in points)) == (max(given), min(given))
+    assert points[-1][0] == values and all(before[0] < after[0] for before, after in pairwise(points))
+    ends = [0, *(int(point[0]) for point in points)]
+    means = [sum(given[begin:end]) / (end - begin) for begin, end in pairwise(ends)]
+    assert [point[1] for point in points] == pytest.approx(means, rel=1e-5)
+    assert (max(max(p[1:]) for p in points), min(min(p[1:]) for p in points)) == (max(given), min(given))
 
 
 def test_a_run_has_a_picture_and_a_page_if_it_has_a_step(tmp_path, caplog):

@@ -1,7 +1,8 @@
-"""Draws the metrics of one or several runs as one HTML file that needs no network, no account and no other file.
+"""The metrics of one or several runs as one HTML file that needs no network, no account and no other file.
 
-The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`.
-`run_page.html` and `run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every script but its own.
+The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`. `run_page.html` and
+`run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every
+script but its own.
 """
 
 import base64
@@ -11,14 +12,15 @@ import json
 import logging
 import re
 import sys
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchround.observe.loss_curve import METRICS_FILE, draw_run, finite_number, read_records
-from torchround.observe.reporters import duration
+from torchround.observe.console import duration
+from torchround.observe.loss_curve import draw_run
+from torchround.observe.metrics_file import METRICS_FILE, finite_number, read_records
 from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.strict_json import page_json
 from torchround.untrusted.terminal import escape_unprintable
@@ -42,94 +44,53 @@ MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of
 class PagePanel(NamedTuple):
     """One picture of the page. The script of the page reads these fields by name.
 
-    `form` is how values are written: `number`, `power` (1.2e-04), `count` (12,345) or `percent`. `smooth` is for values
-    that vary from step to step, `log` for values of many magnitudes; both follow the page's controls. `zero` puts
-    zero at the foot of the axis.
+    `smooth` is for values that vary from step to step, `log` for values of many magnitudes; both follow the page's
+    controls. `zero` puts zero at the foot of the axis.
     """
 
     key: str
     title: str
-    unit: str
-    form: str = "number"
+    unit: str = ""
+    percent: bool = False
     smooth: bool = False
     log: bool = False
-    zero: bool = False
+    zero: bool = True
 
 
 PANELS = (
-    PagePanel("loss", "Loss", "nats per label", smooth=True, log=True),
-    PagePanel("lr", "Learning rate", "", "power", zero=True),
-    PagePanel("grad_norm", "Gradient norm before clipping", "", smooth=True, log=True),
-    PagePanel("tokens_per_s", "Tokens per second", "tokens/s", "count", smooth=True, zero=True),
-    PagePanel(
-        "bubble", "Bubble: share of the time without computation", "", "percent", smooth=True, zero=True
-    ),
-    PagePanel("device_memory", "Device memory, most so far", "GiB", zero=True),
-    PagePanel("host_memory", "Host memory", "GiB", zero=True),
-    PagePanel("mfu", "MFU: share of the devices' peak", "", "percent", smooth=True, zero=True),
+    PagePanel("loss", "Loss", "nats per label", smooth=True, log=True, zero=False),
+    PagePanel("lr", "Learning rate"),
+    PagePanel("grad_norm", "Gradient norm before clipping", smooth=True, log=True, zero=False),
+    PagePanel("tokens_per_s", "Tokens per second", "tokens/s", smooth=True),
+    PagePanel("bubble", "Bubble: share of the time without computation", percent=True, smooth=True),
+    PagePanel("device_memory", "Device memory, most so far", "GiB"),
+    PagePanel("host_memory", "Host memory", "GiB"),
+    PagePanel("mfu", "MFU: share of the devices' peak", percent=True, smooth=True),
 )
-TRAINING, VALIDATION = "training", "validation"
 
 
-@dataclass(slots=True)
-class CurvePoint:
-    """One point of a curve: the values of the logged steps from `first` to `last`."""
-
-    first: int
-    last: int
-    count: int
-    total: float
-    low: float
-    high: float
-
-    def merge(self, later: "CurvePoint") -> None:
-        """Take the values of a later point into this one."""
-        self.last = later.last
-        self.count += later.count
-        self.total += later.total
-        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
-
-    def as_list(self) -> list[float]:
-        """Return what the page gets: last step and mean; for several values also first step, lowest and highest."""
-        mean = _short(self.total / self.count)
-        if self.count == 1:
-            return [self.last, mean]
-        return [self.last, mean, self.first, _short(self.low), _short(self.high)]
-
-
-class CurveSamples:
-    """A curve of at most `MOST_POINTS` points, however many values it is given.
-
-    When it is full, every two neighbouring points become one, and later points take twice as many values. So a run of a
-    million lines is read once, in memory that does not grow, and no spike is lost.
-    """
+class Curve:
+    """The values of one curve, each with its step. Arrays keep a run of a million lines small."""
 
     def __init__(self) -> None:
-        self.points: list[CurvePoint] = []
-        self._values_per_point = 1
+        self.steps, self.values = array("q"), array("d")
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a later step."""
-        newest = self.points[-1] if self.points else None
-        if newest is not None and newest.count < self._values_per_point:
-            # In place: a new point for each of a million values would take most of the time.
-            newest.last = step
-            newest.count += 1
-            newest.total += value
-            if value < newest.low:
-                newest.low = value
-            elif value > newest.high:
-                newest.high = value
-            return
-        if len(self.points) == MOST_POINTS:
-            self._halve()
-        self.points.append(CurvePoint(step, step, 1, value, value, value))
+        self.steps.append(step)
+        self.values.append(value)
 
-    def _halve(self) -> None:
-        for first, second in zip(self.points[::2], self.points[1::2], strict=True):
-            first.merge(second)
-        del self.points[1::2]
-        self._values_per_point *= 2
+    def points(self) -> list[list[float]]:
+        """Return at most `MOST_POINTS` points: step and value, of several values last step, mean, lowest and highest."""
+        size = -(-len(self.values) // MOST_POINTS)
+        points = []
+        for begin in range(0, len(self.values), size or 1):
+            part = self.values[begin : begin + size]
+            spread = [min(part), max(part)] if size > 1 else []
+            # Six digits: nine more would only make the page larger.
+            figures = [float(f"{value:.6g}") for value in (sum(part) / len(part), *spread)]
+            points.append([self.steps[begin + len(part) - 1], *figures])
+        return points
 
 
 def draw_pictures(folder: Path) -> None:
@@ -160,26 +121,24 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
 
 def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the page of runs that `read_run` returned."""
-    here = Path(__file__).parent
-    page = (here / "run_page.html").read_text(encoding="utf-8")
-    script = (here / "run_page.js").read_text(encoding="utf-8")
-    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
+    script = Path(__file__).with_name("run_page.js").read_text(encoding="utf-8")
     given = [run["settings"] for run in runs if run["settings"]]
-    differing = [key for key in dict.fromkeys(key for keys in given for key in keys) if _differs(key, given)]
-    settings = differing[:MOST_SETTINGS]
+    keys = dict.fromkeys(key for settings in given for key in settings)
+    differing = [key for key in keys if len({settings.get(key) for settings in given}) > 1][:MOST_SETTINGS]
     content = {
-        "panels": [panel._asdict() for panel in PANELS],
-        "settings": settings,
-        "runs": [{**run, "settings": [run["settings"].get(key) for key in settings]} for run in runs],
+        "panels": [panel._asdict() for panel in PANELS if any(panel.key in run["curves"] for run in runs)],
+        "settings": differing,
+        "runs": [{**run, "settings": [run["settings"].get(key) for key in differing]} for run in runs],
     }
-    parts = {"digest": digest, "script": script, "title": html.escape(title), "figures": page_json(content)}
+    parts = {
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "script": script,
+        "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
+        "figures": page_json(content),
+    }
     # In one pass: text that was put in is not searched for places.
     return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], page)
-
-
-def _differs(key: str, given: Sequence[Mapping[str, str]]) -> bool:
-    return len({settings.get(key) for settings in given}) > 1
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -196,8 +155,9 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
 
     Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
     """
-    curves: dict[str, dict[str, CurveSamples]] = defaultdict(lambda: defaultdict(CurveSamples))
-    last, newest = {}, -1
+    curves: dict[str, dict[str, Curve]] = defaultdict(lambda: defaultdict(Curve))
+    last: dict[str, Any] = {}
+    newest = -1
     samples: tuple[int, list[list[str]]] | None = None
     best: tuple[float, int] | None = None
     before_s = elapsed_s = 0.0
@@ -217,22 +177,16 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         loss = finite_number(record.get("validation_loss"))
         if loss is not None and (best is None or loss < best[0]):
             best = loss, step
-    figures = {
-        key: finite_number(last.get(key)) for key in ("loss", "tokens", "tokens_per_s", "skipped_steps")
-    }
     return {
         "name": name,
         "step": max(newest, 0),
         "duration": duration(before_s + elapsed_s) if elapsed_s else None,
         "settings": _settings(folder),
-        **figures,
+        **{key: finite_number(last.get(key)) for key in ("loss", "tokens", "tokens_per_s", "skipped_steps")},
         "best": best,
         "samples": samples,
         "curves": {
-            panel: [
-                {"label": label, "points": [point.as_list() for point in samples.points]}
-                for label, samples in found.items()
-            ]
+            panel: [{"label": label, "points": curve.points()} for label, curve in found.items()]
             for panel, found in curves.items()
         },
     }
@@ -242,21 +196,22 @@ def _settings(folder: Path) -> dict[str, str]:
     """Return the keys of the run's `config.toml` with their values as text. None without a readable one."""
     try:
         tables = tomllib.loads(read_regular(folder / CONFIG_FILE, MOST_CONFIG_BYTES).decode())
-        pairs = [
-            (f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str))
+        return {
+            _printable(f"{name}.{key}"): _printable(
+                value if isinstance(value, str) else json.dumps(value, default=str)
+            )
             for name, table in tables.items()
             if name != "run" and isinstance(table, dict)
             for key, value in table.items()
-        ]
+        }
     except (OSError, ValueError, RecursionError):
         return {}
-    return {_printable(key): _printable(value) for key, value in pairs}
 
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (panel, curve, value) of a record. A curve without a name is the only one of its panel."""
-    yield "loss", TRAINING, record.get("loss")
-    yield "loss", VALIDATION, record.get("validation_loss")
+    yield "loss", "training", record.get("loss")
+    yield "loss", "validation", record.get("validation_loss")
     for key in ("lr", "grad_norm", "tokens_per_s", "mfu"):
         yield key, "", record.get(key)
     yield "host_memory", "resident", record.get("host_gib")
@@ -288,11 +243,6 @@ def _samples(given: Any) -> list[list[str]]:
 
 def _list(value: Any) -> list[Any]:
     return value[:MOST_DEVICES] if isinstance(value, list) else []
-
-
-def _short(value: float) -> float:
-    """Return the value to six digits: nine more would only make the page larger."""
-    return float(f"{value:.6g}")
 
 
 def _printable(name: str) -> str:

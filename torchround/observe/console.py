@@ -1,29 +1,16 @@
-"""The reporters of a run: the console, `metrics.jsonl`, and Weights & Biases.
+"""The console's lines of a run, one for each logged step, and times as text."""
 
-Each takes the record of a logged step with `log` and ends with `close`. Both may raise; `MetricsLogger`
-catches that.
-"""
-
-import json
-import logging
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
-from io import BufferedReader
-from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from torchround.observe.record import PromptSample, StepRecord, perplexity
-from torchround.observe.wandb_logger import WandbLogger
+from torchround.observe.record import StepRecord, perplexity
 from torchround.planning.memory import GIB, size_text
-from torchround.untrusted.regular_file import open_regular, replaced_whole
 from torchround.untrusted.terminal import escape_unprintable
-
-logger = logging.getLogger(__name__)
 
 # The ETA takes the time per step from so many of the newest lines.
 _ETA_LINES = 20
@@ -35,9 +22,6 @@ TIME_WIDTH, DEFAULT_WIDTH = 10, 80
 
 # A machine is named on the console if its own work takes so many times as long as that of the fastest one.
 SLOW_MACHINE = 1.1
-
-# The most lines kept in memory while the disk fails (about 10 MB). They are written once it works again.
-KEPT_LINES = 10_000
 
 _STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": "bold red"}
 
@@ -71,7 +55,9 @@ class ConsoleReport:
         parts = fitting(parts, line_width(self._stream) - TIME_WIDTH)
         self._print([f"{self._now():%H:%M:%S}", *(part.text for part in parts)])
         for sample in record.samples:
-            self._print(sample_lines(sample))
+            # The continuation behind a mark, each line indented below the step's.
+            text = escape_unprintable(f"{sample.prompt}»{sample.text}")
+            self._print([text.replace("\n", "\n" + " " * TIME_WIDTH)])
         self._stream.flush()
 
     def close(self) -> None:
@@ -121,14 +107,8 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[Line
         parts.append(LinePart(9, f"perplexity {perplexity(record.validation_loss):.4g}"))
     if (slowest := slowest_text(record)) is not None:
         parts.append(LinePart(2, slowest))
-    parts.append(LinePart(3, f"ETA {short_duration(left_s)}"))
+    parts.append(LinePart(3, f"ETA {duration(left_s, with_seconds=False)}"))
     return parts
-
-
-def sample_lines(sample: PromptSample) -> list[str]:
-    """Return the prompt with its continuation behind a mark, safe to print, each line indented below the step's."""
-    text = escape_unprintable(f"{sample.prompt}»{sample.text}")
-    return [text.replace("\n", "\n" + " " * TIME_WIDTH)]
 
 
 def slowest_text(record: StepRecord) -> str | None:
@@ -164,19 +144,13 @@ def line_width(stream: TextIO) -> int:
         return DEFAULT_WIDTH
 
 
-def short_duration(seconds: float) -> str:
-    """Return `duration` without the seconds of a time of a minute or more."""
-    minutes, has_seconds, _ = duration(seconds).partition(" min ")
-    return f"{minutes} min" if has_seconds else minutes
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text in the two largest units: `42 s`, `3 min 05 s`, `1 h 03 min`, `2 d 04 h`."""
+def duration(seconds: float, with_seconds: bool = True) -> str:
+    """Return seconds as text in the two largest units: `42 s`, `3 min 05 s` or `3 min`, `1 h 03 min`, `2 d 04 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+        return f"{whole // 60} min" + (f" {whole % 60:02d} s" if with_seconds else "")
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
@@ -197,103 +171,3 @@ def _printer(stream: TextIO) -> Callable[[list[str]], None]:
 
 def _style(part: str) -> str:
     return next((style for word, style in _STYLES.items() if word in part.split()), "")
-
-
-class MetricsFile:
-    """The file `metrics.jsonl` at `path`, which records are appended to. It never holds half a line for long.
-
-    Opening drops the records after step `after_step`, from which a resumed run continues; 0 drops all of
-    them.
-
-    `log` and `close` raise `OSError` when the disk fails. The file stays usable: `log` and `close` first
-    write the newest `KEPT_LINES` lines that could not be written before, and open a file that could not be
-    opened. A write that stops in the middle of a line is undone; half a line that a killed process left goes
-    when the file is opened again.
-    """
-
-    def __init__(self, path: Path | str, after_step: int = 0) -> None:
-        self.path = Path(path)
-        self._after_step = after_step
-        self._descriptor = -1
-        self._end_bytes = 0
-        self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
-        self._closed = False
-        with suppress(OSError):  # the first record tries again and raises
-            self._open()
-
-    def log(self, record: StepRecord) -> None:
-        """Append one line. It is in the file when this returns."""
-        self._unwritten.append(json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n")
-        self._write()
-
-    def close(self) -> None:
-        """Close the file. Does nothing the second time."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._write()
-        finally:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _drop_after(self.path, self._after_step)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        self._end_bytes = os.fstat(descriptor).st_size
-        self._descriptor = descriptor
-
-    def _write(self) -> None:
-        """Write every line that waits. Removes the part of a line that did not fit."""
-        if self._descriptor < 0:
-            self._open()
-        try:
-            self._write_lines()
-        finally:
-            self._cut_half_line()
-
-    def _write_lines(self) -> None:
-        self._cut_half_line()
-        while self._unwritten:
-            line, written = self._unwritten[0], 0
-            while written < len(line):
-                written += os.write(self._descriptor, line[written:])
-            self._end_bytes += len(line)
-            self._unwritten.popleft()
-
-    def _cut_half_line(self) -> None:
-        """Remove the part of a line that a failed write may have left."""
-        if os.fstat(self._descriptor).st_size > self._end_bytes:
-            os.ftruncate(self._descriptor, self._end_bytes)
-
-
-Reporter = ConsoleReport | MetricsFile | WandbLogger
-
-
-def _drop_after(path: Path, after_step: int) -> None:
-    """Keep only the whole lines of steps up to `after_step`. Replaces the file in one go or not at all."""
-
-    def is_kept(line: bytes) -> bool:
-        step = _step_of(line)
-        return step is not None and step <= after_step
-
-    with BufferedReader(open_regular(path)) as old:
-        if all(map(is_kept, old)):
-            return
-        old.seek(0)
-        with replaced_whole(path) as new:
-            new.writelines(filter(is_kept, old))
-            new.flush()
-            os.fsync(new.fileno())
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a whole line, None for half a line or anything else."""
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
