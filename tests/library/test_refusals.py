@@ -178,11 +178,6 @@ def sum_of(outputs, labels):
         (lambda pipeline: pipeline.to("cuda"), AttributeError, "devices="),
         (lambda pipeline: pipeline.zero_grad(), AttributeError, r"step\(\) leaves no gradient"),
         (lambda pipeline: pipeline.backward(), AttributeError, "forward_backward"),
-        (
-            lambda pipeline: pipeline.forward_backward(INPUTS, None, sum_of, lazy=True).backward(),
-            PipelineUsageError,
-            r"call step\(\)",
-        ),
         (lambda pipeline: pipeline.step(lambda: None), PipelineUsageError, "lr = .*legal: a finite number"),
     ],
 )

@@ -74,15 +74,7 @@ class PendingLoss:
         """Wait for the devices, and return the sum of the losses of all micro-batches."""
         return self._result.loss()
 
-    def backward(self) -> None:
-        """Raise `PipelineUsageError`: the gradients are computed with the loss."""
-        raise PipelineUsageError(
-            "leave backward() out: forward_backward() computes the gradients, too; call step()"
-        )
-
-    def __float__(self) -> float:
-        """Return `value()`."""
-        return self.value()
+    __float__ = value
 
 
 class Pipeline:

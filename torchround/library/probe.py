@@ -7,9 +7,8 @@ would train wrongly without any error, so the probe refuses it by name. One laye
 
 import copy
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import PLAIN
-from torchround.keeping import marking, recording, replaying
+from torchround.keeping import recording, replaying
 from torchround.layer import LayeredModel, aligned
 from torchround.library.module_layer import ModuleLayer, WrappedNet
 from torchround.library.refusals import PipelineUsageError, layer_text
@@ -46,36 +45,21 @@ def probe(
     Raises `PipelineUsageError` for the first layer that fails or cannot work. The layers of `wrapped` learn what they draw
     and receive.
     """
-    passed = _Passed(None, ())
+    hidden: Any = None
     costs = []
-    for index, (layer, (trained, frozen)) in enumerate(
-        zip(wrapped.layers(), layer_numels(wrapped.model), strict=True)
-    ):
-        name = wrapped.model.names[index]
-        cost = LayerCost(
-            *(name, 0.0, 0.0),
-            weight_bytes=(trained + frozen) * store.dtype.itemsize,
-            gradient_bytes=trained * ACCUMULATE_BYTES,
-        )
+    layers = zip(wrapped.model.names, wrapped.layers(), layer_numels(wrapped.model), strict=True)
+    for index, (name, layer, (trained, frozen)) in enumerate(layers):
         try:
-            passed, cost = _probe_layer(
-                *(layer, _with_weights(layer, index, store), batch.for_layer(index), passed, keep, cost)
-            )
+            probed = _with_weights(layer, index, store)
+            hidden, cost = _probe_layer(layer, probed, batch.for_layer(index), hidden, keep)
         except MemoryError:
             raise
         except Exception as error:
             kind = "" if isinstance(error, PipelineUsageError) else f"{type(error).__name__}: "
             raise PipelineUsageError(f"{layer_text(name, layer.module)}: {kind}{error}") from error
-        costs.append(cost)
+        weight_bytes, gradient_bytes = (trained + frozen) * store.dtype.itemsize, trained * ACCUMULATE_BYTES
+        costs.append(replace(cost, name=name, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes))
     return costs
-
-
-@dataclass(frozen=True)
-class _Passed:
-    """The output of a layer, and which of its tensors need gradients."""
-
-    hidden: Any
-    needs: tuple[bool, ...]
 
 
 def _with_weights(layer: ModuleLayer, index: int, store: HostStore) -> ModuleLayer:
@@ -95,97 +79,83 @@ def _with_weights(layer: ModuleLayer, index: int, store: HostStore) -> ModuleLay
 
 
 def _probe_layer(
-    shell: ModuleLayer,
-    layer: ModuleLayer,
-    batch: SampleBatch,
-    given: _Passed,
-    keep: Sequence[str],
-    cost: LayerCost,
-) -> tuple[_Passed, LayerCost]:
-    """Check and measure `layer`, and note in `shell` what was found."""
-    layer.use_modes(batch.is_training)
-    before, versions = (
-        _state(layer.module),
-        [tensor._version for tensor in (*tensors_of(given.hidden), *batch.parts)],
-    )
+    shell: ModuleLayer, layer: ModuleLayer, batch: SampleBatch, hidden: Any, keep: Sequence[str]
+) -> tuple[Any, LayerCost]:
+    """Check and measure `layer`, and note in `shell` what was found. Returns its output and its costs.
+
+    A tensor of `hidden` requires a gradient if it does in a plain loop.
+    """
     watch, start = _Watch(), time.perf_counter()
-    with torch.no_grad(), watch:
-        plain = layer(given.hidden, batch)
+    plain = _first_run(layer, batch, hidden, watch)
     forward_s = time.perf_counter() - start
-    if versions != [tensor._version for tensor in (*tensors_of(given.hidden), *batch.parts)]:
-        raise PipelineUsageError(
-            "it changes its input in place; use an operation that makes a new tensor (inplace=False)"
-        )
-    after = _state(layer.module)
-    if changed := [name for name in {**before, **after} if not alike(before.get(name), after.get(name))]:
-        raise PipelineUsageError(
-            f"it changes {', '.join(changed)} in its forward, but each device has a copy of the layer and may run it twice "
-            "for a micro-batch; compute the value anew, or pass it on. For running statistics: nn.GroupNorm, or .eval()"
-        )
-    for leaf in pytree.tree_leaves(plain):
-        if not isinstance(leaf, PLAIN) and (
-            type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided
-        ):
-            raise PipelineUsageError(
-                f"it returns a {type(leaf).__name__}, which cannot travel; return plain dense tensors in tuples, lists, dicts"
-            )
     shell.draws = watch.draws
-    cost = replace(
-        cost,
+    # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
+    cost = LayerCost(
+        *("", forward_s, 2 * forward_s),
         boundary_bytes=sum(aligned(leaf.nbytes) for leaf in tensors_of(plain)),
         workspace_bytes=watch.largest_bytes,
-        # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
-        forward_s=forward_s,
-        backward_s=2 * forward_s,
     )
     if not batch.is_training:
-        return _Passed(plain, ()), cost
-    shell.receives = given.needs
-    marks: list[tuple[str, float]] = []
-    with marking(lambda name: marks.append((name, time.perf_counter()))):
-        start = time.perf_counter()
-        leaf, output, activation_bytes = _with_graph(layer, batch, given)
-        forward_s = time.perf_counter() - start
+        return plain, cost
+    shell.receives = tuple(tensor.requires_grad for tensor in tensors_of(hidden))
+    start = time.perf_counter()
+    output, activation_bytes = _with_graph(layer, batch, hidden)
+    forward_s = time.perf_counter() - start
     shell.needs_graph = not alike(plain, output)
-    if shell.needs_graph and not alike(output, _with_graph(layer, batch, given)[1]):
+    if shell.needs_graph and not alike(output, _with_graph(layer, batch, hidden)[0]):
         raise PipelineUsageError(
-            "it gives other values when it runs again with the same input, so its backward stage would not fit its "
-            "forward; draw random numbers with torch and the default generator"
+            "it gives other values when it runs again with the same input; draw by torch's default generator"
         )
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    _check_leaves(output, {id(tensor) for tensor in (*trained, *tensors_of(leaf))})
     if layer.is_last and not output.requires_grad:
         raise PipelineUsageError("the loss does not depend on anything that is trained (requires_grad)")
-    needs = tuple(tensor.requires_grad for tensor in tensors_of(output))
+    trained = [tensor for tensor in (*layer.parameters(), *tensors_of(hidden)) if tensor.requires_grad]
     start = time.perf_counter()
-    _differentiate(output, [*trained, *tensors_of(leaf)])
+    _differentiate(output, trained)
     backward_s = time.perf_counter() - start
-    part_s: dict[str, float] = defaultdict(float)
-    for (name, begun), (_, ended) in zip(marks[::2], marks[1::2], strict=True):
-        part_s[name] += ended - begun
-    parts = [
-        KeptCost(name, nbytes, part_s[name])
-        for name in keep
-        if name in part_s and (nbytes := _kept_bytes(layer, batch, given, output, name))
-    ]
-    found = replace(
+    kept = [KeptCost(name, _kept_bytes(layer, batch, hidden, output, name), 0.0) for name in keep]
+    kept = [part for part in kept if part.nbytes]
+    cost = replace(
         cost,
         forward_s=forward_s,
         backward_s=backward_s,
         activation_bytes=activation_bytes,
-        keepable=tuple(parts),
-        kept=tuple(part.name for part in parts),
+        keepable=tuple(kept),
+        kept=tuple(part.name for part in kept),
     )
-    return _Passed(pytree.tree_map_only(Tensor, Tensor.detach, output), needs), found
+    return pytree.tree_map_only(Tensor, _leaf, output), cost
 
 
-def _with_graph(layer: ModuleLayer, batch: SampleBatch, given: _Passed) -> tuple[Any, Any, int]:
-    """Run the layer with gradients. Returns the leaves of its input, its output, and the bytes kept for its backward."""
-    flags = iter(given.needs)
-    leaf = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.detach().requires_grad_(next(flags, False)), given.hidden
-    )
-    held = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *tensors_of(leaf))}
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _first_run(layer: ModuleLayer, batch: SampleBatch, hidden: Any, watch: "_Watch") -> Any:
+    """Run the layer without gradients, and refuse what changes anything but its output."""
+    layer.use_modes(batch.is_training)
+    state, inputs = _state(layer.module), [*tensors_of(hidden), *batch.parts]
+    versions = [tensor._version for tensor in inputs]
+    with torch.no_grad(), watch:
+        output = layer(hidden, batch)
+    if versions != [tensor._version for tensor in inputs]:
+        raise PipelineUsageError("it changes its input in place; make a new tensor (inplace=False)")
+    after = _state(layer.module)
+    if changed := [name for name in {**state, **after} if not alike(state.get(name), after.get(name))]:
+        raise PipelineUsageError(
+            f"it changes {', '.join(changed)} in its forward, which devices run on copies and twice; compute it anew, or "
+            "pass it on. For running statistics: nn.GroupNorm, or .eval()"
+        )
+    for leaf in pytree.tree_leaves(output):
+        is_dense = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+        if not is_dense and not isinstance(leaf, PLAIN):
+            raise PipelineUsageError(
+                f"it returns a {type(leaf).__name__}, which cannot travel; return plain dense tensors in tuples, lists, dicts"
+            )
+    return output
+
+
+def _with_graph(layer: ModuleLayer, batch: SampleBatch, hidden: Any) -> tuple[Any, int]:
+    """Run the layer with gradients. Returns its output, and the bytes that it keeps for its backward."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *tensors_of(hidden))}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -195,50 +165,41 @@ def _with_graph(layer: ModuleLayer, batch: SampleBatch, given: _Passed) -> tuple
         return tensor.detach()  # a saved output that held its own node would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = layer(leaf, batch)
-    return leaf, output, sum(kept.values())
+        output = layer(hidden, batch)
+    return output, sum(kept.values())
 
 
-def _kept_bytes(layer: ModuleLayer, batch: SampleBatch, given: _Passed, output: Any, name: str) -> int:
-    """Record a part as a forward stage and replay it as a backward stage. Returns its bytes."""
+def _kept_bytes(layer: ModuleLayer, batch: SampleBatch, hidden: Any, output: Any, name: str) -> int:
+    """Record a part as a forward stage and replay it as a backward stage. Returns its bytes, 0 without such a part."""
     with torch.no_grad(), recording((name,)) as record:
-        first = layer(given.hidden, batch)
+        first = layer(hidden, batch)
     with replaying((name,), record.tensors):
-        second = _with_graph(layer, batch, given)[1]
+        second = _with_graph(layer, batch, hidden)[0]
     if not (alike(first, output) and alike(second, output)):
-        raise PipelineUsageError(
-            f"it gives other values if its part {name} is kept; leave {name} out of Pipeline(keep=..)"
-        )
+        raise PipelineUsageError(f"it gives other values if its part {name} is kept; leave it out of keep")
     return sum(aligned(tensor.nbytes) for tensor in record.tensors)
 
 
-def _check_leaves(output: Any, own: set[int]) -> None:
-    """Refuse a layer whose output depends on trained tensors that are not in `own`."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
-    seen = set(nodes)
+def _differentiate(output: Any, trained: Sequence[Tensor]) -> None:
+    """Run the backward, whose graph must end in `trained` and draw nothing: it would draw from no seed of the layer."""
+    ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    nodes: list[Any] = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
+    seen, own = set(nodes), {id(tensor) for tensor in trained}
     while nodes:
         node = nodes.pop()
-        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in own:
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
             raise PipelineUsageError(
-                f"it uses a trained tensor of shape {tuple(variable.shape)} that is not among its parameters; make it a "
-                "parameter of the layer (a parameter may belong to several layers)"
+                f"it uses a trained tensor of shape {tuple(variable.shape)} that is not among its parameters; make it one"
             )
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        nodes += new
-
-
-def _differentiate(output: Any, wanted: Sequence[Tensor]) -> None:
-    """Run the backward, which must draw nothing: it would draw from no seed of the layer."""
-    ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-    wanted = [tensor for tensor in wanted if tensor.requires_grad]
+        nodes += {after for after, _ in node.next_functions if after is not None} - seen
+        seen.update(nodes)
     with _Watch() as watch:
-        if ends and wanted:
-            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        if ends and trained:
+            torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
     if watch.draws:
         raise PipelineUsageError(
-            "it draws random numbers in its backward, as torch.utils.checkpoint does around dropout; leave the "
-            "checkpointing out: torchround recomputes by itself"
+            "it draws random numbers in its backward, as torch.utils.checkpoint does; leave the checkpointing out"
         )
 
 
@@ -321,6 +282,5 @@ def cut_model(
         return make_plan(costs, hardware.num_devices, len(batches), update, rounds=1, limits=limits).partition
     except InfeasiblePlanError as error:
         raise PipelineUsageError(
-            f"no cut of the net fits the devices: {error}. More micro-batches (num_micro_batches), smaller layers or more "
-            "memory (device_memory_gib) help"
+            f"no cut of the net fits the devices: {error}. What helps: more num_micro_batches, smaller layers"
         ) from error

@@ -1,6 +1,7 @@
 """The console's lines of a run, one for each logged step, and times as text."""
 
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -12,18 +13,15 @@ from torchround.observe.record import StepRecord, perplexity
 from torchround.planning.memory import GIB, size_text
 from torchround.untrusted.terminal import escape_unprintable
 
-# The ETA takes the time per step from so many of the newest lines.
-_ETA_LINES = 20
-
-# Between the parts of a console line.
+_ETA_LINES = 20  # newest lines that the ETA takes the time per step from
 SEPARATOR = "  "
-# The time of day and the separator after it, and the width of a console that does not tell its own.
-TIME_WIDTH, DEFAULT_WIDTH = 10, 80
+TIME_WIDTH = 10  # of the time of day and the separator after it
+SLOW_MACHINE = (
+    1.1  # a machine is named if its own work takes so many times as long as that of the fastest one
+)
 
-# A machine is named on the console if its own work takes so many times as long as that of the fastest one.
-SLOW_MACHINE = 1.1
-
-_STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": "bold red"}
+# Escape codes: bold, green, cyan, red.
+_COLOURS = {"step": "1", "loss": "1;32", "tokens/s": "36", "skipped": "1;31"}
 
 
 class ConsoleReport:
@@ -43,7 +41,8 @@ class ConsoleReport:
         self.total_steps = total_steps
         self._now = now
         self._stream = stream if stream is not None else sys.stdout
-        self._print = _printer(self._stream)
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+        self._has_colours = self._stream.isatty() and not plain
         self._clock = clock
         self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
 
@@ -52,12 +51,13 @@ class ConsoleReport:
         self._seen.append((record.step, self._clock()))
         parts = line_parts(record, self.total_steps, self._left_s(record))
         # Asked for each line, because the window of a terminal may have another size by then.
-        parts = fitting(parts, line_width(self._stream) - TIME_WIDTH)
-        self._print([f"{self._now():%H:%M:%S}", *(part.text for part in parts)])
+        width = shutil.get_terminal_size().columns - TIME_WIDTH
+        texts = [f"{self._now():%H:%M:%S}", *(part.text for part in fitting(parts, width))]
+        print(SEPARATOR.join(map(_coloured, texts) if self._has_colours else texts), file=self._stream)
         for sample in record.samples:
             # The continuation behind a mark, each line indented below the step's.
             text = escape_unprintable(f"{sample.prompt}»{sample.text}")
-            self._print([text.replace("\n", "\n" + " " * TIME_WIDTH)])
+            print(text.replace("\n", "\n" + " " * TIME_WIDTH), file=self._stream)
         self._stream.flush()
 
     def close(self) -> None:
@@ -132,18 +132,6 @@ def fitting(parts: Sequence[LinePart], width: int) -> list[LinePart]:
     return [part for part in parts if part in kept]
 
 
-def line_width(stream: TextIO) -> int:
-    """Return the number of characters that fit on a line of `stream`: the variable COLUMNS, the terminal's, or 80."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    try:
-        # A terminal that does not know its width says 0.
-        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
-    except (OSError, ValueError):
-        return DEFAULT_WIDTH
-
-
 def duration(seconds: float, with_seconds: bool = True) -> str:
     """Return seconds as text in the two largest units: `42 s`, `3 min 05 s` or `3 min`, `1 h 03 min`, `2 d 04 h`."""
     whole = round(seconds)
@@ -156,18 +144,6 @@ def duration(seconds: float, with_seconds: bool = True) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def _printer(stream: TextIO) -> Callable[[list[str]], None]:
-    """Return a function that prints the parts of a line to `stream`, in colour if it is a terminal."""
-    if not stream.isatty():
-        return lambda parts: print(SEPARATOR.join(parts), file=stream)
-    # Imported only here: importing rich draws from Python's random generator.
-    from rich.console import Console
-    from rich.text import Text
-
-    # A wrapped line would break the columns.
-    console = Console(file=stream, highlight=False, soft_wrap=True)
-    return lambda parts: console.print(Text(SEPARATOR).join(Text(part, style=_style(part)) for part in parts))
-
-
-def _style(part: str) -> str:
-    return next((style for word, style in _STYLES.items() if word in part.split()), "")
+def _coloured(part: str) -> str:
+    code = next((code for word, code in _COLOURS.items() if word in part.split()), "")
+    return f"\x1b[{code}m{part}\x1b[0m" if code else part

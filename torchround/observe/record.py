@@ -2,7 +2,6 @@
 
 import math
 import resource
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,15 +41,6 @@ class MachineTimes:
     def own_s(self) -> float:
         """Seconds per step that the machine would take if it waited for no other one."""
         return self.data_s + max(self.busy_s, self.optimizer_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return its values by name, JSON-able."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "MachineTimes":
-        """Rebuild it from `as_dict`."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ class StepRecord:
             values["engine"]["optimizer_exposed_s"] = _mean(self.optimizer_wait_s)
             values["engine"]["device_peak_gib"] = self.device_peaks_gib
         if self.machines:
-            by_name = [machine.as_dict() for machine in self.machines]
+            by_name = [asdict(machine) for machine in self.machines]
             lists = {key: tuple(each[key] for each in by_name) for key in by_name[0]}
             values["machines"] = {"slowest": self.slowest, **lists}
         if self.samples:

@@ -55,7 +55,7 @@ function ticks(low, high, most, logarithmic) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
   const found = [];
-  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) found.push(index * step);
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) found.push(index * step + 0); // never -0
   return found;
 }
 
