@@ -227,6 +227,24 @@ def test_a_trace_shows_copies_of_the_step_before_that_overlap_it(tmp_path):
     assert TaskKind.GRADIENTS in {task.kind for task in timeline.tasks if task.step == TRACED - 1}
 
 
+def test_a_trace_that_was_written_at_an_engine_s_end_stays_as_it_is(tmp_path):
+    """A run that measures its plan goes on with another engine."""
+    model, device = toy_model(), CpuDevice(0)
+    store = toy_store(model)
+    traces, files = StepTraces(TraceTable(steps=(1,)), tmp_path, [device], total_steps=2), []
+    for step, micro_batches in enumerate(BATCHES[:2]):
+        with Engine(model, store, [device], PARTITION, optimizer=OPTIMIZER) as engine:
+            traces.start()
+            traces.before_dispatch(step + 1)
+            result = engine.forward_backward(micro_batches)
+            engine.step(1e-2)
+            result.collect()
+            traces.add(result)
+        traces.finish()
+        files.append((tmp_path / "step-1.json").read_text())
+    assert files[0] == files[1]
+
+
 def test_a_trace_has_the_steps_before_and_after_too_and_begins_at_0(plain):
     timeline, _ = plain[ASYNC]
     assert {task.step for task in timeline.tasks} == {TRACED - 1, TRACED, TRACED + 1}

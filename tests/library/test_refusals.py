@@ -57,7 +57,7 @@ def own_parameter():
     [
         (linear, "Linear; give an nn.Sequential"),
         (lambda: Backwards(linear()), "forward of its own"),
-        (nn.Sequential, "members are the layers"),
+        (nn.Sequential, "an nn.Sequential of layers"),
         (own_parameter, "scale belongs"),
         (lambda: torch.compile(nn.Sequential(linear())), "OptimizedModule"),
         (lambda: nn.DataParallel(nn.Sequential(linear())), "DataParallel"),

@@ -309,9 +309,7 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder, with those of the steps
-    before and after. A step after the last one is a warning. Default: none."""
+    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One after the last is a warning."""
 
     profiler: bool = False
-    """Also write what `torch.profiler` records of these steps: operators of all threads, kernels and copies by CUDA stream,
-    and allocations. Steps in a row share a file, named for the last one. It makes the steps slower."""
+    """Also write what `torch.profiler` records: operators, kernels and copies by CUDA stream, allocations. It slows the steps."""

@@ -56,12 +56,12 @@ class StepTraces(DeviceWatcher):
 
     def start(self) -> None:
         """Watch the devices, on which a new engine has no work yet. Does nothing if no step is traced."""
-        for device in self._devices if self._steps else ():
-            device.watchers.append(self)
-            device.finish()
-            # The device is idle, so the mark and the host's time are the same moment.
-            self._anchors.append((device.mark(Stream.COMPUTE), time.perf_counter()))
-        self._anchors = self._anchors[-len(self._devices) :]
+        if self._steps:
+            for device in self._devices:
+                device.watchers.append(self)
+                device.finish()
+            # All devices are idle, so these marks and the host's time are the same moment.
+            self._anchors = [(device.mark(Stream.COMPUTE), time.perf_counter()) for device in self._devices]
 
     def before_dispatch(self, step: int) -> None:
         """Get ready for `step`, counted from 1, which is dispatched next."""
@@ -86,7 +86,7 @@ class StepTraces(DeviceWatcher):
             self._anchors[device] = mark, self._host_time_s(device, mark)
         if newest in self._steps and newest + 1 not in self._steps:
             self._end_profile(newest)
-        if newest - 1 in self._steps:
+        if newest - 1 in self._steps and len(self._finished) > 1:  # otherwise `finish` has written it
             self._write_timeline(newest - 1)
         self._copies.pop(newest - 2, None)
 

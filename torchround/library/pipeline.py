@@ -253,8 +253,7 @@ class Pipeline:
         """
         if self._open:
             raise EngineUsageError(
-                "state_dict() was called between forward_backward() and step(), whose gradients it has not; weights() "
-                "are there at any time"
+                "state_dict() was called between forward_backward() and step(); call weights()"
             )
         model, host = self.weights(), self.optimizer
         optimizer = {
@@ -303,16 +302,13 @@ class Pipeline:
         """Yield names and host weights, each tied one once, for reading between steps. The next step may change them."""
         self._drain()
         weights = self.store.weights()
-        seen: set[str] = set()
+        first_names: dict[str, str] = {}
         for name, stored in self._wrapped.stored.items():
-            if stored not in seen:
-                seen.add(stored)
-                if self.store.splits_weights:  # their values are a copy, which must not outlive the step
-                    yield name, nn.Parameter(weights[stored], requires_grad=False)
-                    continue
-                if name not in self._host_parameters:
-                    self._host_parameters[name] = nn.Parameter(weights[stored], requires_grad=False)
-                yield name, self._host_parameters[name]
+            if first_names.setdefault(stored, name) == name:
+                parameter = nn.Parameter(weights[stored], requires_grad=False)
+                # Weights that are split have copied values, which must not outlive the step.
+                known = {} if self.store.splits_weights else self._host_parameters
+                yield name, known.setdefault(name, parameter)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the host weights, each tied one once."""

@@ -32,10 +32,7 @@ def check_net(net: nn.Module) -> None:
 
 def _problems(net: nn.Module) -> Iterator[str]:
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or not len(net):
-        yield (
-            f"the net is a {type(net).__name__}; give an nn.Sequential, whose members are the layers, without a forward "
-            "of its own, which would not be called"
-        )
+        yield f"the net is a {type(net).__name__}; give an nn.Sequential of layers, without a forward of its own"
         return
     for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)):
         yield f"{name} belongs to the nn.Sequential itself; put it into the layer that uses it"
@@ -59,10 +56,8 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
         yield f"{where} is compiled or wrapped in {type(module).__name__}; give the plain module"
     for kind in HOOKS:
         if getattr(module, kind, None):
-            yield (
-                f"{where} has {kind.strip('_').replace('_', ' ')}: each device has a copy of the layer and may run it "
-                "twice, so a hook would run at other times and more often; do its work inside the forward"
-            )
+            name = kind.strip("_").replace("_", " ")
+            yield f"{where} has {name}, which devices would run on copies and twice; do it in the forward"
     for name, value in vars(module).items():
         # A recurrent module keeps its weights in a list, too, which follows its parameters.
         if name in ("_parameters", "_buffers", "_modules") or (
@@ -71,10 +66,8 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, (nn.Module, Tensor)):
-                yield (
-                    f"{where}: attribute {name} holds a {type(leaf).__name__}, which would neither be trained nor move to "
-                    "a device with the layer; use nn.ModuleList, nn.ParameterList or register_buffer"
-                )
+                kind = type(leaf).__name__
+                yield f"{where}: attribute {name} holds a {kind}; use nn.ModuleList, ParameterList or a buffer"
 
 
 def _can_be_stored(tensor: Tensor) -> bool:
