@@ -31,7 +31,7 @@ class MetricsFile:
         self._is_begun = False
         self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
         with suppress(OSError):  # the first record tries again and raises
-            self._begin()
+            self._write()
 
     def log(self, record: StepRecord) -> None:
         """Append one line. It is in the file when this returns."""
@@ -43,15 +43,12 @@ class MetricsFile:
         if self._unwritten:
             self._write()
 
-    def _begin(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _drop_after(self.path, self._after_step)
-        self._is_begun = True
-
     def _write(self) -> None:
         if not self._is_begun:
-            self._begin()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                _drop_after(self.path, self._after_step)
+            self._is_begun = True
         with open(self.path, "ab", buffering=0, opener=_open_no_link) as file:
             end, left = file.seek(0, os.SEEK_END), b"".join(self._unwritten)
             try:

@@ -1,4 +1,4 @@
-"""The metrics of one or several runs as one HTML file that needs no network, no account and no other file.
+"""The metrics of one or several runs as one HTML file, which needs no network and no other file, and their losses as a PNG.
 
 The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`. `run_page.html` and
 `run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchround.observe.console import duration
-from torchround.observe.loss_curve import draw_run
 from torchround.observe.metrics_file import METRICS_FILE, finite_number, read_records
-from torchround.untrusted.regular_file import read_regular, write_whole
+from torchround.untrusted.regular_file import read_regular, replaced_whole, write_whole
 from torchround.untrusted.strict_json import page_json
 from torchround.untrusted.terminal import escape_unprintable
 
@@ -32,7 +31,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-PAGE_FILE, CONFIG_FILE = "page.html", "config.toml"
+PAGE_FILE, PICTURE_FILE, CONFIG_FILE = "page.html", "loss.png", "config.toml"
 MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
 MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
@@ -69,6 +68,9 @@ PANELS = (
 )
 
 
+VALIDATION = "validation"
+
+
 class Curve:
     """The values of one curve, each with its step. Arrays keep a run of a million lines small."""
 
@@ -93,30 +95,69 @@ class Curve:
         return points
 
 
+class NoStepError(ValueError):
+    """Runs that have logged no step."""
+
+
 def draw_pictures(folder: Path) -> None:
     """Draw `loss.png` and `page.html` in the folder of a run that has ended. Never raises: a failure is one warning.
 
-    A run without a logged step gets no page.
+    A run without a logged step gets neither.
     """
-    draw_run(folder)
-    try:
-        if (folder / METRICS_FILE).exists() and (run := read_run(folder, run_names([folder])[0]))["curves"]:
-            write_whole(folder / PAGE_FILE, page_text([run]))
-    except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk does)
-        logger.warning("%s was not drawn: %s: %s", folder / PAGE_FILE, type(error).__name__, error)
+    for name, draw in {PICTURE_FILE: draw_losses, PAGE_FILE: write_page}.items():
+        try:
+            draw([folder], folder / name)
+        except NoStepError:
+            pass
+        except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk or matplotlib does)
+            logger.warning("%s was not drawn: %s: %s", folder / name, type(error).__name__, error)
+
+
+def draw_losses(folders: Sequence[Path], picture: Path) -> None:
+    """Draw the losses of one or several runs over each other into the PNG `picture`. Raises as `write_page`, and `ImportError`."""
+    runs = [run for run in _read_runs(folders) if "loss" in run["curves"]]
+    if not runs:
+        raise NoStepError(f"no loss is logged in {', '.join(map(str, folders))}")
+    # matplotlib takes half a second, and a machine may lack it. Its pyplot would choose a backend by the display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step (optimizer updates)", ylabel="loss (nats per label)")
+    for index, run in enumerate(runs):
+        # matplotlib would take `$` for the start of a formula, and hides a legend entry that begins with `_`.
+        name = run["name"].lstrip("_").replace("$", r"\$")
+        for curve in run["curves"]["loss"]:
+            steps, losses = [point[0] for point in curve["points"]], [point[1] for point in curve["points"]]
+            style = "o--" if curve["label"] == VALIDATION or len(steps) == 1 else "-"
+            axes.plot(
+                steps, losses, style, color=f"C{index}", markersize=4, label=f"{name}: {curve['label']}"
+            )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replaced_whole(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
     """Write the page of one or several runs.
 
-    Raises `ValueError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
+    Raises `NoStepError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
     """
-    runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
+    write_whole(output, page_text(_read_runs(folders)))
+
+
+def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    names = [folder.resolve().name for folder in folders]
+    # By the path if another run has the same name.
+    shown = [
+        name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)
+    ]
+    runs = [read_run(folder, _printable(name)) for folder, name in zip(folders, shown, strict=True)]
     if not any(run["curves"] for run in runs):
-        raise ValueError(
+        raise NoStepError(
             f"no step is logged in {', '.join(str(folder / METRICS_FILE) for folder in folders)}"
         )
-    write_whole(output, page_text(runs))
+    return runs
 
 
 def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -139,15 +180,6 @@ def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
     }
     # In one pass: text that was put in is not searched for places.
     return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], page)
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return how the page names each run: by its folder's name; by the path if another run has the same name."""
-    names = [folder.resolve().name for folder in folders]
-    return [
-        _printable(name if names.count(name) == 1 else str(folder))
-        for name, folder in zip(names, folders, strict=True)
-    ]
 
 
 def read_run(folder: Path, name: str) -> dict[str, Any]:
@@ -211,7 +243,7 @@ def _settings(folder: Path) -> dict[str, str]:
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (panel, curve, value) of a record. A curve without a name is the only one of its panel."""
     yield "loss", "training", record.get("loss")
-    yield "loss", "validation", record.get("validation_loss")
+    yield "loss", VALIDATION, record.get("validation_loss")
     for key in ("lr", "grad_norm", "tokens_per_s", "mfu"):
         yield key, "", record.get(key)
     yield "host_memory", "resident", record.get("host_gib")
