@@ -16,9 +16,8 @@ from torchround.untrusted.terminal import escape_unprintable
 _ETA_LINES = 20  # newest lines that the ETA takes the time per step from
 SEPARATOR = "  "
 TIME_WIDTH = 10  # of the time of day and the separator after it
-SLOW_MACHINE = (
-    1.1  # a machine is named if its own work takes so many times as long as that of the fastest one
-)
+# A machine is named if its own work takes so many times as long as that of the fastest one.
+SLOW_MACHINE = 1.1
 
 # Escape codes: bold, green, cyan, red.
 _COLOURS = {"step": "1", "loss": "1;32", "tokens/s": "36", "skipped": "1;31"}
