@@ -182,10 +182,10 @@ function hover(event, panel, figure, curves, x, y, cursor, width) {
   const tip = figure.querySelector(".tip");
   tip.replaceChildren(html("b", "", `step ${step}`), ...rows);
   tip.hidden = false;
-  const left = (x(step) / width) * box.width;
-  const place = left > box.width / 2 ? left - tip.offsetWidth : Math.min(left + 18, figure.clientWidth - tip.offsetWidth - 4);
-  tip.style.left = `${Math.max(4, place)}px`;
-  tip.style.top = `${box.top - figure.getBoundingClientRect().top + 8}px`;
+  // Beside the pointer's half of the picture, so that it hides no value there.
+  const isLeft = across < width / 2;
+  tip.style.left = isLeft ? "" : `${LEFT}px`;
+  tip.style.right = isLeft ? `${RIGHT}px` : "";
 }
 
 function addRow(run, index) {
