@@ -87,23 +87,6 @@ class AcceleratorKind:
         """Return the most memory that tensors of this process have used at once."""
         return torch.accelerator.max_memory_allocated(index)
 
-    def has_memory_history(self) -> bool:
-        """Return whether PyTorch records allocations, for pytorch.org/memory_viz."""
-        memory = getattr(getattr(torch, self.name, None), "memory", None)
-        return hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
-
-    def record_memory_history(self, wanted: bool) -> None:
-        """Let PyTorch record allocations, each with its Python stack, from now on, or end that."""
-        memory = torch.get_device_module(self.name).memory
-        if wanted:
-            memory._record_memory_history(stacks="python")
-        else:
-            memory._record_memory_history(enabled=None)
-
-    def dump_memory_history(self, path: Path) -> None:
-        """Write the recorded allocations to a file."""
-        torch.get_device_module(self.name).memory._dump_snapshot(str(path))
-
     def prepare_allocator(self) -> None:
         """Set PyTorch's allocator for this process, before the first allocation on a device."""
 

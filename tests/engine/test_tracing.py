@@ -1,13 +1,11 @@
-"""A trace holds every stage slot, transfer and update of a step and what overlaps it, in the simulator's own types."""
+"""A trace holds every stage slot, transfer and update of a step and its neighbours, in the simulator's own types."""
 
 import json
 import threading
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.toy import KEPT, OPTIMIZER, PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
@@ -38,7 +36,15 @@ class KeptTraces(StepTraces):
 
 
 def train_traced(
-    num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None, steps=(TRACED + 1,)
+    num_devices,
+    folder,
+    policy=SYNC,
+    validates=False,
+    kept=(),
+    optimizer=OPTIMIZER,
+    held=None,
+    steps=(TRACED + 1,),
+    profiler=False,
 ):
     """Train as a run does, one step dispatched ahead, with `steps` traced. Returns the first one's timeline and the store.
 
@@ -48,7 +54,7 @@ def train_traced(
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
-    traces = KeptTraces(TraceTable(steps=steps), folder, devices, total_steps=len(BATCHES))
+    traces = KeptTraces(TraceTable(steps=steps, profiler=profiler), folder, devices, total_steps=len(BATCHES))
     under_way = []
     settings = EngineSettings(kept=kept)
     with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
@@ -168,27 +174,12 @@ def test_the_copies_of_an_evaluation_are_in_no_steps_trace(plain, tmp_path):
     assert moved_bytes(timeline) == moved_bytes(plain[SYNC][0])
 
 
-def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(tmp_path, monkeypatch):
-    """The second of two traced steps is under way when the first one's snapshot is written."""
-    calls, memory = [], torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None))
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
-    device = CpuDevice(0)
-    device.torch_device = torch.device("cuda")  # a kind of device that has memory snapshots
-    traces = StepTraces(TraceTable(steps=(2, 3), memory=True), tmp_path, [device], total_steps=4)
-    device.torch_device = torch.device("cpu")
-    model = toy_model()
-    with Engine(model, toy_store(model), [device], PARTITION, optimizer=OPTIMIZER) as engine:
-        traces.start()
-        results = []
-        for step in range(4):
-            traces.before_dispatch(step + 1)
-            results.append(engine.forward_backward(BATCHES[step]))
-            engine.step(1e-2)
-            if step > 0:
-                results[step - 1].collect()
-                traces.add(results[step - 1])
-    assert calls == [True, True, "step-2-memory.pickle", "step-3-memory.pickle", False]
+def test_a_profile_of_neighbouring_steps_is_one_file_with_the_operators_of_the_workers_threads(tmp_path):
+    train_traced(2, tmp_path, steps=(2, 3), profiler=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2.json", "step-3-profiler.json", "step-3.json"]
+    events = json.loads((tmp_path / "step-3-profiler.json").read_text())["traceEvents"]
+    threads = {event["tid"] for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::mm"}
+    assert len(threads) > 1
 
 
 class NextStepComputes(DeviceWatcher):
@@ -236,12 +227,27 @@ def test_a_trace_shows_copies_of_the_step_before_that_overlap_it(tmp_path):
     assert TaskKind.GRADIENTS in {task.kind for task in timeline.tasks if task.step == TRACED - 1}
 
 
-def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(plain):
+def test_a_trace_that_was_written_at_an_engine_s_end_stays_as_it_is(tmp_path):
+    """A run that measures its plan goes on with another engine."""
+    model, device = toy_model(), CpuDevice(0)
+    store = toy_store(model)
+    traces, files = StepTraces(TraceTable(steps=(1,)), tmp_path, [device], total_steps=2), []
+    for step, micro_batches in enumerate(BATCHES[:2]):
+        with Engine(model, store, [device], PARTITION, optimizer=OPTIMIZER) as engine:
+            traces.start()
+            traces.before_dispatch(step + 1)
+            result = engine.forward_backward(micro_batches)
+            engine.step(1e-2)
+            result.collect()
+            traces.add(result)
+        traces.finish()
+        files.append((tmp_path / "step-1.json").read_text())
+    assert files[0] == files[1]
+
+
+def test_a_trace_has_the_steps_before_and_after_too_and_begins_at_0(plain):
     timeline, _ = plain[ASYNC]
-    first, last = min(start for _, start, _ in own(timeline)), max(end for _, _, end in own(timeline))
-    spans = list(zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True))
-    assert {task.step for task, _, _ in spans} <= {TRACED - 1, TRACED, TRACED + 1}
-    assert all(start < last and end > first for task, start, end in spans if task.step != TRACED)
+    assert {task.step for task in timeline.tasks} == {TRACED - 1, TRACED, TRACED + 1}
     assert min(timeline.start_s) == 0.0
 
 

@@ -6,16 +6,17 @@ import json
 import os
 import re
 import struct
+import sys
 import termios
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 
 import pytest
 
 from tests.support.step_records import ENGINE, Clock, record
 from torchround.observe import MetricsFile
+from torchround.observe.console import SLOW_MACHINE, ConsoleReport, duration
 from torchround.observe.record import MachineTimes, PromptSample
-from torchround.observe.reporters import SLOW_MACHINE, ConsoleReport, duration
 
 AT_NOON = {"now": lambda: datetime(2026, 1, 2, 12, 4, 31)}
 FULL = {"mfu": 0.4125, "device_peaks_gib": (10.123, 9.0), "skipped_steps": 2, "validation_loss": 3.5}
@@ -59,6 +60,7 @@ def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(monkeypatc
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "__stdout__", terminal)
         ConsoleReport(1000, stream=terminal, **AT_NOON).log(record(12, **FULL))
         shown = os.read(ours, 10_000).decode()
     os.close(ours)
@@ -129,5 +131,5 @@ def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
     assert first["machines"]["name"] == ["machine 0 (a)", "machine 1 (b)"]
     own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5).machine_times("machine 1 (b)")
     assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5)
-    assert MachineTimes.from_dict(json.loads(json.dumps(own.as_dict()))) == own
+    assert MachineTimes(**json.loads(json.dumps(asdict(own)))) == own
     assert first["machines"]["busy_s"] == [1.5, 1.0] and first["machines"]["sent_gib"] == [3.0, 2.0]

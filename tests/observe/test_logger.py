@@ -12,7 +12,7 @@ from tests.support.processes import run_program
 from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, open_metrics
-from torchround.observe.reporters import ConsoleReport
+from torchround.observe.console import ConsoleReport
 from torchround.observe.wandb_logger import connect
 
 

@@ -15,10 +15,9 @@ import pytest
 from tests.support.step_records import ENGINE, write_run
 from torchround.commands import draw_page, plot_loss
 from torchround.commands.draw_page import main
-from torchround.observe import loss_curve, run_page
-from torchround.observe.loss_curve import draw_curves, draw_run, read_losses
+from torchround.observe import metrics_file, run_page
 from torchround.observe.record import PromptSample
-from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
+from torchround.observe.run_page import MOST_POINTS, Curve, draw_losses, draw_pictures, read_run, write_page
 
 
 class Elements(HTMLParser):
@@ -135,7 +134,6 @@ def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path, li
         file.write(line.encode("utf-8", "surrogateescape"))
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
-    assert loss_curve.read_losses(tmp_path / "run").steps == [1, 2]
 
 
 def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(tmp_path, capsys):
@@ -148,24 +146,25 @@ def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_o
     # A record after the limit is a part of the same line.
     hidden = json.dumps({"step": 3, "loss": 1.0})
     with open(run / "metrics.jsonl", "a") as file:
-        file.write("x" * loss_curve.MOST_LINE_BYTES + hidden + "\n")
-        file.write(hidden[:-1] + " " * loss_curve.MOST_LINE_BYTES + "}\n")
+        file.write("x" * metrics_file.MOST_LINE_BYTES + hidden + "\n")
+        file.write(hidden[:-1] + " " * metrics_file.MOST_LINE_BYTES + "}\n")
     add(run, {"step": 4, "loss": 2.0})
-    assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
+    assert [step for step, _ in metrics_file.read_records(run)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("values", [1, MOST_POINTS, 25 * MOST_POINTS + 3])
 def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values):
-    samples = CurveSamples()
+    samples = Curve()
     given = [1000.0 if step == values // 2 else float(step % 7) for step in range(1, values + 1)]
     for step, value in enumerate(given, start=1):
         samples.add(step, value)
-    points = samples.points
+    points = samples.points()
     assert len(points) <= MOST_POINTS and (len(points) > MOST_POINTS // 2 or values == len(points))
-    assert (points[0].first, points[-1].last) == (1, values)
-    assert all(before.last + 1 == after.first for before, after in pairwise(points))
-    assert sum(point.total for point in points) == sum(given)
-    assert (max(p.high for p in points), min(p.low for p in points)) == (max(given), min(given))
+    assert points[-1][0] == values and all(before[0] < after[0] for before, after in pairwise(points))
+    ends = [0, *(int(point[0]) for point in points)]
+    means = [sum(given[begin:end]) / (end - begin) for begin, end in pairwise(ends)]
+    assert [point[1] for point in points] == pytest.approx(means, rel=1e-5)
+    assert (max(max(p[1:]) for p in points), min(min(p[1:]) for p in points)) == (max(given), min(given))
 
 
 def test_a_run_has_a_picture_and_a_page_if_it_has_a_step(tmp_path, caplog):
@@ -246,7 +245,7 @@ def test_a_page_has_the_newest_continuations_of_each_run(tmp_path):
     assert run["samples"] == [3, [["a", "\\x1b"]]], "what is no continuation is left out"
 
 
-# The picture of a run's losses: everything in its metrics is drawn, and a failure is only a warning.
+# The picture of a run's losses: a failure is only a warning.
 
 
 PNG = b"\x89PNG"
@@ -255,40 +254,34 @@ PNG = b"\x89PNG"
 def test_the_curve_of_a_resumed_run_has_all_its_parts_and_no_step_twice(tmp_path):
     write_run(tmp_path, range(1, 8))
     write_run(tmp_path, range(5, 11))  # resumed from the checkpoint after step 4
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 11, "loss": 2.0, "validation_loss": 2.5}) + "\n")
-    curve = read_losses(tmp_path)
-    assert curve.steps == list(range(1, 12))
-    assert curve.losses == [*(10.0 / step for step in range(1, 11)), 2.0]
-    assert (curve.validated_steps, curve.validation_losses) == ([11], [2.5])
+    add(tmp_path, {"step": 11, "loss": 2.0, "validation_loss": 2.5})
+    run = read_run(tmp_path, "run")
+    expected = [[step, pytest.approx(10.0 / step, rel=1e-5)] for step in range(1, 11)]
+    assert curve(run, "loss", "training") == [*expected, [11, 2.0]]
+    assert curve(run, "loss", "validation") == [[11, 2.5]]
 
 
-@pytest.mark.parametrize(("steps", "name"), [(300, "costs $5 and _more_"), (2, "_hidden")])
+@pytest.mark.parametrize(("steps", "name"), [(300, "costs $5 and _more_"), (1, "_hidden")])
 def test_a_run_that_has_ended_has_a_picture(tmp_path, steps, name):
     folder = write_run(tmp_path / name, range(1, steps + 1), validation_loss=1.0)
     (folder / "loss.png").write_text("the picture before")
-    draw_run(folder)
+    draw_losses([folder], folder / "loss.png")
     assert (folder / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
-def test_runs_without_a_curve_have_no_picture(tmp_path, caplog):
-    draw_run(write_run(tmp_path / "one step", range(1, 2)))
-    assert not (tmp_path / "one step" / "loss.png").exists() and not caplog.messages
-    draw_run(tmp_path)
-    assert len(caplog.messages) == 1, "no metrics"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
-    with pytest.raises(ValueError, match="no loss"):
-        draw_curves([read_losses(tmp_path)], tmp_path / "loss.png")
+def test_a_run_without_a_loss_that_is_finite_has_a_page_and_no_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null, "lr": 1.0}\n')
+    draw_pictures(tmp_path)
+    assert (tmp_path / "page.html").exists() and not (tmp_path / "loss.png").exists()
 
 
 def test_a_machine_without_matplotlib_gets_one_warning_and_no_failure(tmp_path, monkeypatch, caplog):
     write_run(tmp_path, range(1, 4))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.WARNING):
-        draw_run(tmp_path)
+    draw_pictures(tmp_path)
     (warning,) = caplog.messages
-    assert "loss.png was not drawn: ModuleNotFoundError" in warning
+    assert "loss.png was not drawn: ModuleNotFoundError" in warning and (tmp_path / "page.html").exists()
 
 
 def test_the_command_draws_several_runs_over_each_other(tmp_path, capsys):

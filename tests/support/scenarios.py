@@ -35,7 +35,7 @@ def warm_up():
         return
     configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
     export_hf.FAMILIES = configured_model.FAMILIES
-    run_page.draw_run = lambda folder: None  # it takes longer than five steps
+    run_page.draw_losses = lambda folders, picture: None  # it takes longer than five steps
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -27,7 +27,7 @@ def small_main(arguments):
     """Be `train.py` with the model family `small`."""
     families = {**configured_model.FAMILIES, "small": small_family()}
     configured_model.FAMILIES = export_hf.FAMILIES = families
-    run_page.draw_run = lambda folder: None  # it takes longer than the steps
+    run_page.draw_losses = lambda folders, picture: None  # it takes longer than the steps
     torch.set_num_threads(1)
     return train.main(arguments)
 

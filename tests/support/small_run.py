@@ -156,7 +156,7 @@ def shared_runs(tmp_path_factory):
 
 def draw_no_pictures(monkeypatch):
     """Let runs end without the picture of their losses, which takes them longer than five steps."""
-    monkeypatch.setattr(run_page, "draw_run", lambda folder: None)
+    monkeypatch.setattr(run_page, "draw_losses", lambda folders, picture: None)
 
 
 def use_family(monkeypatch, name, family):

@@ -51,7 +51,7 @@ from torchround.models import (
     add_adapters,
     peft_config,
 )
-from torchround.observe.loss_curve import finite_number, read_records
+from torchround.observe.metrics_file import finite_number, read_records
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
 from torchround.untrusted.terminal import terminal_safe
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchround.observe.loss_curve import PICTURE_FILE, draw_curves, read_losses
+from torchround.observe.run_page import PICTURE_FILE, draw_losses
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     picture = options.output or options.runs[0] / PICTURE_FILE
     try:
-        draw_curves([read_losses(run) for run in options.runs], picture)
+        draw_losses(options.runs, picture)
     except ImportError as error:
         print(f"plot_loss: drawing needs matplotlib: pip install matplotlib ({error})", file=sys.stderr)
         return 2

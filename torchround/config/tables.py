@@ -310,8 +310,7 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder, with what overlaps them of
-    the steps before and after. A step after the last one is a warning. Default: none."""
+    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One after the last is a warning."""
 
-    memory: bool = False
-    """Also write a snapshot of device memory for each traced step."""
+    profiler: bool = False
+    """Also write what `torch.profiler` records: operators, kernels and copies by CUDA stream, allocations. It slows the steps."""

@@ -75,9 +75,10 @@ USUAL_VALUES = MappingProxyType(
     }
 )
 
-# Another trainer's key or value -> what to write here, or that there is no such thing.
+# Another trainer's key or value, or a key of before -> what to write here, or that there is no such thing.
 OTHER_WAYS = MappingProxyType(
     {
+        "trace.memory": "trace.profiler, whose file has the allocations",
         "adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
         "adamw_bnb_8bit": 'optimizer.state = "compact" beside name = "adamw"',
         "paged_adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',

@@ -149,7 +149,7 @@ def _unknown(raw: RawConfig, key: str, given: Any) -> str:
     else:
         known = tuple(tables)
     meant = usual_key(name)
-    hint = f"; nearest: {meant}" if meant else other_way(name) or nearest(name, known)
+    hint = f"; nearest: {meant}" if meant else other_way(key) or other_way(name) or nearest(name, known)
     # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
     if not outer and not isinstance(given, dict):

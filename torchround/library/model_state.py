@@ -1,6 +1,6 @@
 """The state of a pipeline as a state dict: its weights by the plain net's names, and what its optimizer keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,42 +8,36 @@ from torch import Tensor, nn
 
 from torchround.engine.store.bundles import WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.library.module_layer import MEMBER, WrappedNet
+from torchround.library.module_layer import WrappedNet
 from torchround.library.refusals import PipelineUsageError
 
 
 def fill_store(store: HostStore, wrapped: WrappedNet, values: Mapping[str, Tensor]) -> None:
     """Copy values by the plain net's names into the store, and derive the device weights from them."""
     with torch.no_grad():
-        store.write_weights({wrapped.stored[name]: value for name, value in values.items()})
+        store.write_weights({stored: values[name] for name, stored in wrapped.stored.items()})
 
 
-def buffers_of(wrapped: WrappedNet, persistent: bool = False) -> dict[str, Tensor]:
-    """Return the net's buffers by the plain net's names; those that a state dict holds if `persistent`."""
-    found: dict[str, Tensor] = {}
-    for name, layer in zip(wrapped.model.names, wrapped.model.layers, strict=True):
-        for path, module in layer.named_modules(remove_duplicate=False):
-            for key, buffer in module._buffers.items():
-                if buffer is not None and not (persistent and key in module._non_persistent_buffers_set):
-                    inner = path.removeprefix(MEMBER).removeprefix(".")
-                    found[".".join(part for part in (name, inner, key) if part)] = buffer
-    return found
+def saved_buffers(wrapped: WrappedNet) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a state dict holds, by the plain net's names."""
+    for name, module in wrapped.members().items():
+        for path, part in module.named_modules(prefix=name, remove_duplicate=False):
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    yield f"{path}.{key}", buffer
 
 
-def state_dict_of(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
-    """Copy weights and buffers with the names and dtypes of the plain net. A tied tensor is one tensor under its names.
-
-    Weights that compute in 16 bits have more bits in the store than the state dict gives.
-    """
+def weights_of(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
+    """Copy weights and buffers with the names and dtypes of the plain net. A tied tensor is one tensor under its names."""
     weights = store.weights()
     copies: dict[tuple[str, torch.dtype], Tensor] = {}
-    state: dict[str, Tensor] = {}
+    state = {name: buffer.clone() for name, buffer in saved_buffers(wrapped)}
     for name, stored in wrapped.stored.items():
-        dtype = wrapped.dtypes[name]
-        if (stored, dtype) not in copies:
-            copies[stored, dtype] = weights[stored].to(dtype, copy=True)
-        state[name] = copies[stored, dtype]
-    return state | {name: buffer.clone() for name, buffer in buffers_of(wrapped, persistent=True).items()}
+        key = stored, wrapped.dtypes[name]
+        if key not in copies:
+            copies[key] = weights[stored].to(wrapped.dtypes[name], copy=True)
+        state[name] = copies[key]
+    return state
 
 
 def kept_views(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
@@ -56,51 +50,21 @@ def kept_views(store: HostStore, wrapped: WrappedNet) -> dict[str, Tensor]:
     return {key: view for key, view in store.named_views().items() if exact.get(key) != view.dtype}
 
 
-KEPT = ("step", "lr", "calls", "resume", "tensors", "class", "torch")
-"""The keys of a state dict's `"optimizer"`."""
+def check_same(what: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `PipelineUsageError` if two descriptions of a state differ."""
+    names = [name for name in {**expected, **given} if expected.get(name) != given.get(name)]
+    if names:
+        found = "; ".join(f"{name} is {given.get(name)}, not {expected.get(name)}" for name in names[:8])
+        raise PipelineUsageError(f"the state dict is not {what} ({len(names)} entries differ): {found}")
 
 
-def check_kept(kept: Mapping[str, Any], views: Mapping[str, Tensor], host_class: str | None) -> None:
-    """Raise `PipelineUsageError` if `kept` is not the state of this pipeline's optimizer.
-
-    `views` are the tensors that this one keeps, `host_class` is its class if it is one of `torch.optim`.
-    """
-    if missing := [key for key in KEPT if key not in kept]:
-        raise PipelineUsageError(f'the state dict\'s "optimizer" lacks {", ".join(missing)}')
-    tensors = kept["tensors"]
-    other = sorted(views.keys() ^ tensors.keys())
-    other += [
-        key
-        for key in views.keys() & tensors.keys()
-        if (views[key].shape, views[key].dtype) != (tensors[key].shape, tensors[key].dtype)
-    ]
-    other += ["its class"] * (kept["class"] != host_class)
-    if other:
-        raise PipelineUsageError(
-            f"the state dict is that of another optimizer ({other[0]} and {len(other) - 1} others differ): give "
-            "optimizer, state and update as the pipeline had them that made it, or load its weights alone: "
-            'load_state_dict(state["model"])'
-        )
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def check_state(shapes: Mapping[str, torch.Size], state: Mapping[str, Any]) -> None:
-    """Raise `PipelineUsageError` if names or shapes of a plain net's state dict are not the net's."""
-    missing = sorted(shapes.keys() - state.keys())
-    unknown = sorted(state.keys() - shapes.keys())
-    wrong = [
-        f"{name} is {tuple(state[name].shape)}, the net has {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in state and state[name].shape != shape
-    ]
-    lines = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(
-        unknown
-    )
-    if lines + wrong:
-        raise PipelineUsageError("the state dict is not the net's: " + "; ".join(lines + wrong))
-
-
-def free_weights(net: nn.Module, wrapped: WrappedNet) -> None:
-    """Put parameters on `meta` in place of the net's own, whose memory is free once no one else refers to it."""
+def free_weights(net: nn.Module) -> None:
+    """Put parameters on `meta` in place of the net's own, whose memory is free once nothing else refers to it."""
     shells: dict[int, nn.Parameter] = {}
     for module in net.modules():
         for name, parameter in module._parameters.items():
@@ -108,5 +72,3 @@ def free_weights(net: nn.Module, wrapped: WrappedNet) -> None:
                 empty = torch.empty_like(parameter, device="meta")
                 shell = shells.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
                 module._parameters[name] = shell
-    # Modules that the net holds at two places have their new parameters already, so no old one is left.
-    assert all(parameter.is_meta for parameter in net.parameters()), "a parameter kept its memory"

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from torchround.engine.store.bundles import owner_of
 from torchround.layer import LayeredModel
-from torchround.library.refusals import PipelineUsageError, layer_text
-from torchround.library.sample_batch import LossFn, SampleBatch
-from torchround.library.seeds import UnseededDrawError, drawing
+from torchround.library.refusals import PipelineUsageError
+from torchround.library.sample_batch import LossFn, SampleBatch, tensors_of
+from torchround.library.seeds import drawing
 
 # The attribute of a `ModuleLayer` that holds the user's module, and so the first part of its parameters' paths.
 MEMBER = "module"
@@ -34,11 +34,8 @@ class ModuleLayer(nn.Module):
     def __init__(self, module: nn.Module, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.module = module
-        self.is_first = is_first
-        self.is_last = is_last
-        self.draws = True
-        self.needs_graph = False
-        self.receives: tuple[bool, ...] = ()
+        self.is_first, self.is_last = is_first, is_last
+        self.forget_probe()
         self._trained = [path for path, parameter in self.named_parameters() if parameter.requires_grad]
         self._modes = {path: part.training for path, part in module.named_modules()}
         self._in_training = True
@@ -48,6 +45,11 @@ class ModuleLayer(nn.Module):
         for path, parameter in self.named_parameters(remove_duplicate=False):
             if path != first.setdefault(id(parameter), path):
                 self._same.append((path, first[id(parameter)]))
+
+    def forget_probe(self) -> None:
+        """Forget what a probe has found."""
+        self.draws, self.needs_graph = True, False
+        self.receives: tuple[bool, ...] = ()
 
     def forward(self, hidden: Any, batch: SampleBatch) -> Any:
         """Return the module's output for its input; the last layer returns the loss if the batch has a loss function."""
@@ -59,35 +61,26 @@ class ModuleLayer(nn.Module):
         self.use_modes(batch.is_training)
         value = batch.inputs_and_labels()[0] if self.is_first else hidden
         makes_graph = self.needs_graph and batch.is_training and not torch.is_grad_enabled()
-        if batch.is_training and not self.is_first:
-            value = self._as_received(value, makes_graph)
-        with self._drawing(batch, 0) if self.draws else nullcontext():
-            if makes_graph:
-                with torch.enable_grad():
-                    output = self.module(value)
-                output = _each_tensor_once(output, lambda tensor, _: tensor.detach())
-            else:
-                output = self.module(value)
+        if makes_graph and not self.is_first:
+            value = _each_tensor_once(
+                value, lambda tensor, wish: tensor.detach().requires_grad_(wish), self.receives
+            )
+        elif batch.is_training and not all(self.receives) and torch.is_grad_enabled():
+            value = _each_tensor_once(
+                value, lambda tensor, wish: tensor if wish else tensor.detach(), self.receives
+            )
+        seeded = self._drawing(batch, 0) if self.draws else nullcontext()
+        with seeded, torch.enable_grad() if makes_graph else nullcontext():
+            output = self.module(value)
+        if makes_graph:
+            output = _each_tensor_once(output, lambda tensor, _: tensor.detach())
         if not self.is_last or batch.loss_fn is None:
             return output
         with self._drawing(batch, 1):
             return loss_of(batch.loss_fn, output, batch.inputs_and_labels()[1])
 
-    def _as_received(self, hidden: Any, makes_graph: bool) -> Any:
-        """Return the input with a gradient for the tensors that receive one in a plain loop, and for no others."""
-        if makes_graph:
-            return _each_tensor_once(
-                hidden, lambda tensor, wish: tensor.detach().requires_grad_(wish), self.receives, False
-            )
-        if all(self.receives) or not torch.is_grad_enabled():
-            return hidden
-        return _each_tensor_once(
-            hidden, lambda tensor, wish: tensor if wish else tensor.detach(), self.receives, True
-        )
-
     def _drawing(self, batch: SampleBatch, offset: int) -> AbstractContextManager[None]:
-        device = batch.parts[0].device
-        return drawing(batch.layer_seed(offset), device)
+        return drawing(batch.layer_seed(offset), batch.parts[0].device)
 
     def use_modes(self, is_training: bool) -> None:
         """Give each part the mode that the net had, or evaluation mode, if the last call was of the other kind."""
@@ -98,12 +91,9 @@ class ModuleLayer(nn.Module):
 
 
 def _each_tensor_once(
-    value: Any,
-    change: Callable[[Tensor, bool], Tensor],
-    flags: Iterable[bool] = (),
-    without: bool = False,
+    value: Any, change: Callable[[Tensor, bool], Tensor], flags: Iterable[bool] = ()
 ) -> Any:
-    """Change each tensor by the next flag, or by `without` behind the last flag.
+    """Change each tensor by the next flag, one for each tensor.
 
     A tensor that comes twice stays one, because the engine sends it once and takes one gradient for it.
     """
@@ -111,7 +101,7 @@ def _each_tensor_once(
     left = iter(flags)
 
     def changed_once(tensor: Tensor) -> Tensor:
-        flag = next(left, without)
+        flag = next(left, True)
         if id(tensor) not in changed:
             changed[id(tensor)] = change(tensor, flag)
         return changed[id(tensor)]
@@ -122,23 +112,15 @@ def _each_tensor_once(
 def loss_of(loss_fn: LossFn, output: Any, labels: Any) -> Tensor:
     """Return the loss of a micro-batch. Raises `PipelineUsageError` if it is not a single floating-point number."""
     if isinstance(loss_fn, nn.Module) and (buffer := next(loss_fn.buffers(), None)) is not None:
-        devices = [leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        device = devices[0] if devices else buffer.device
+        device = next((tensor.device for tensor in tensors_of(output)), buffer.device)
         loss_fn = loss_fn if buffer.device == device else copy.deepcopy(loss_fn).to(device)
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    try:
-        loss = loss_fn(output, labels)
-    except (MemoryError, torch.OutOfMemoryError, UnseededDrawError):
-        raise
-    except Exception as error:
-        raise PipelineUsageError(f"loss_fn ({name}) failed: {type(error).__name__}: {error}") from error
+    loss = loss_fn(output, labels)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = (
             f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         )
         raise PipelineUsageError(
-            f"loss_fn ({name}) returned {found}; it must return one floating-point number as a tensor, "
-            "such as the mean or the sum over the micro-batch"
+            f"loss_fn returned {found}; it must return a tensor of one floating-point number"
         )
     return loss
 
@@ -162,47 +144,36 @@ class WrappedNet:
 
     def members(self) -> dict[str, nn.Module]:
         """Return the copies of the user's modules by their names in the net."""
-        pairs = zip(self.model.names, self.layers(), strict=True)
-        return {name: layer.module for name, layer in pairs}
+        return {name: layer.module for name, layer in zip(self.model.names, self.layers(), strict=True)}
 
 
-def wrap(net: nn.Sequential, is_decayed: Callable[[str], bool]) -> WrappedNet:
-    """Copy the structure of a net, not its weights. `is_decayed` says which of the net's parameters have weight decay.
-
-    A tied parameter decays if it does under its first name. Raises `PipelineUsageError` if a layer cannot be copied.
-    """
-    shells = {
+def wrap(net: nn.Sequential, undecayed: Collection[str] = ()) -> WrappedNet:
+    """Copy the structure of a net, not its weights. `undecayed` names parameters without weight decay, tied or not."""
+    named = dict(net.named_parameters(remove_duplicate=False))
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    spared = {id(named[name]) for name in undecayed}
+    meta = {
         id(parameter): nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad
         )
-        for parameter in net.parameters()
+        for parameter in named.values()
     }
     buffers = {id(buffer): buffer for buffer in net.buffers()}
-    names, layers = list(net._modules), []
-    for index, (name, module) in enumerate(net._modules.items()):
-        assert module is not None, "check_net refuses a layer that is no module"
-        try:
-            # A copy for each place: a module that the net holds twice is bound to other memory at each.
-            shell = copy.deepcopy(module, {**shells, **buffers})
-        except Exception as error:
-            raise PipelineUsageError(
-                f"{layer_text(name, module)} cannot be copied, which each device needs: {error}. Let its attributes be "
-                "plain values, or give the class a __deepcopy__"
-            ) from error
-        layers.append(ModuleLayer(shell, index == 0, index == len(names) - 1))
+    layers: list[ModuleLayer] = []
     stored: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, layer in zip(names, layers, strict=True):
-        for path, parameter in layer.named_parameters(remove_duplicate=False):
-            stored_name = first.setdefault(id(parameter), f"{name}.{path}")
-            stored[f"{name}.{path.removeprefix(MEMBER + '.')}"] = stored_name
-    dtypes = {name: parameter.dtype for name, parameter in net.named_parameters(remove_duplicate=False)}
+    for index, (name, module) in enumerate(zip(net._modules, net, strict=True)):
+        # A copy for each place: a module that the net holds twice is bound to other memory at each.
+        shell = copy.deepcopy(module, {**meta, **buffers})
+        layers.append(ModuleLayer(shell, index == 0, index == len(net) - 1))
+        for path, parameter in shell.named_parameters(remove_duplicate=False):
+            stored[f"{name}.{path}"] = first.setdefault(id(parameter), f"{name}.{MEMBER}.{path}")
     widest = store_dtype(dtypes.values())
     model = LayeredModel(
-        tuple(names),
+        tuple(net._modules),
         tuple(layers),
         own_dtypes={stored[name]: dtype for name, dtype in dtypes.items() if dtype != widest},
-        decayed=frozenset(stored[name] for name, _ in net.named_parameters() if is_decayed(name)),
+        decayed=frozenset(stored[name] for name, value in named.items() if id(value) not in spared),
     )
     return WrappedNet(model, stored, dtypes)
 

@@ -20,46 +20,48 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import kind_of
+from torchround.accelerators import kind_of, known_kinds
 from torchround.config import EngineTable
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
-from torchround.library.measured_plan import cut_model, kept_names
+from torchround.engine.update import trained_weights
 from torchround.library.model_state import (
-    buffers_of,
-    check_kept,
-    check_state,
+    check_same,
+    described,
     fill_store,
     free_weights,
     kept_views,
-    state_dict_of,
+    saved_buffers,
+    weights_of,
 )
 from torchround.library.module_layer import store_dtype, wrap
-from torchround.library.optimizers import OptimizerChoice, choose_optimizer
-from torchround.library.probe import probe
-from torchround.library.refusals import (
-    CALLS_OF_A_LOOP,
-    PipelineUsageError,
-    check_loss,
-    check_net,
-    check_number,
-    check_settings,
-    check_trained,
-    check_training,
-    names_arguments,
-)
+from torchround.library.optimizers import choose_optimizer
+from torchround.library.probe import cut_model, probe
+from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_number
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
 from torchround.library.seeds import INFERENCE
+from torchround.optim import HostOptimizer
+from torchround.optim.optimizer import NO_STATE, make_optimizer
 from torchround.planning.memory import GIB
 from torchround.planning.partition import Partition
 from torchround.run.hardware import Hardware, find_hardware
 
 logger = logging.getLogger(__name__)
+
+MODES = "leave it out: forward_backward() computes in the mode that the net had, forward() in evaluation mode"
+DEVICES = "leave it out: Pipeline(devices=..) takes the devices"
+# Calls of a plain loop on its module or its optimizer, with what takes their place.
+CALLS_OF_A_LOOP = {
+    **dict.fromkeys(("train", "eval"), MODES),
+    **dict.fromkeys(("to", "cpu", *known_kinds()), DEVICES),
+    "zero_grad": "leave it out: step() leaves no gradient",
+    "backward": "forward_backward(inputs, labels, loss_fn) computes loss and gradients",
+}
 
 
 class PendingLoss:
@@ -72,15 +74,7 @@ class PendingLoss:
         """Wait for the devices, and return the sum of the losses of all micro-batches."""
         return self._result.loss()
 
-    def backward(self) -> None:
-        """Raise `PipelineUsageError`: the gradients are computed with the loss."""
-        raise PipelineUsageError(
-            "leave backward() out: forward_backward() computes the gradients, too; call step()"
-        )
-
-    def __float__(self) -> float:
-        """Return `value()`."""
-        return self.value()
+    __float__ = value
 
 
 class Pipeline:
@@ -127,32 +121,37 @@ class Pipeline:
         takes_over: bool = False,
     ) -> None:
         check_net(net)
-        check_settings(update, partition, lr=lr, weight_decay=weight_decay, max_norm=max_norm)
-        names = dict(net.named_parameters(remove_duplicate=False))
-        if unknown := sorted(set(no_decay) - names.keys()):
+        if update not in ("sync", "async"):
+            raise PipelineUsageError(f'update = {update!r}; legal: "sync", "async"')
+        for name, value in {"lr": lr, "weight_decay": weight_decay, "max_norm": max_norm}.items():
+            check_number(name, value)
+        parameters = dict(net.named_parameters(remove_duplicate=False))
+        if unknown := sorted(set(no_decay) - parameters.keys()):
             raise PipelineUsageError(f"no_decay names {', '.join(unknown)}, which the net does not have")
-        undecayed = {id(names[name]) for name in no_decay}
         self.lr = lr
         self._update, self._seed, self._max_norm = update, seed, max_norm
         self._given = self._partition = partition
         self._keep = tuple(keep)
         self._hardware, self._devices = _find_devices(devices, device_memory_gib)
-        self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
-        self._shapes = {name: value.shape for name, value in net.state_dict().items()}
-        self._choice: OptimizerChoice = choose_optimizer(
+        self._wrapped = wrap(net, no_decay)
+        self._shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+        self._choice = choice = choose_optimizer(
             optimizer, self._wrapped, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, state=state
         )
+        self._host = choice if isinstance(choice, HostOptimizer) else None
+        predicts = not isinstance(choice, HostOptimizer) and choice.can_predict
         self.store = HostStore(
             self._wrapped.model,
             store_dtype(self._wrapped.dtypes.values()),
-            policy=SYNC if update == "sync" else self._choice.late_policy,
+            policy=SYNC if update == "sync" else ASYNC_PREDICT if predicts else ASYNC,
             pinned=kind_of(self._hardware.kind).locks_pages,
-            optimizer=self._choice.for_store(),
+            optimizer=NO_STATE if isinstance(choice, HostOptimizer) else make_optimizer(choice),
         )
-        fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
-        self._choice.bind(self.store)
+        fill_store(self.store, self._wrapped, parameters)
+        if self._host is not None:  # now, so that a scheduler can have it before the first batch
+            self._host.bind(trained_weights(self.store))
         if takes_over:
-            free_weights(net, self._wrapped)
+            free_weights(net)
         self._engine: Engine | None = None
         self._is_for_training = False
         self._calls = self._forwards = 0
@@ -163,7 +162,6 @@ class Pipeline:
 
     # Training.
 
-    @names_arguments
     def forward_backward(
         self,
         inputs: Any,
@@ -189,7 +187,7 @@ class Pipeline:
                 warnings.warn(
                     "two calls of forward_backward() and no step() of the Pipeline: their gradients add up, and no weight "
                     "has changed. An optimizer of its own on parameters() changes none; Pipeline(optimizer=..) takes it",
-                    stacklevel=3,
+                    stacklevel=2,
                 )
             self._open = True
             self._warn_of_skipped(keep=2)  # the engine has the updates of all steps before
@@ -202,16 +200,12 @@ class Pipeline:
         `lr` is the rate of this step. Without it `adamw` takes `Pipeline.lr`, and an optimizer of `torch.optim` the rates of
         its own groups, which a scheduler may have changed.
         """
-        if callable(lr):
-            raise PipelineUsageError(
-                "step() takes a rate, not a function; Pipeline(optimizer=..) takes a class of torch.optim, whose step it runs"
-            )
-        if self._engine is None or not self._open:
-            raise EngineUsageError("step() needs a forward_backward() before it")
         if lr is not None:
             check_number("lr", lr)
+        if self._engine is None or not self._open:
+            raise EngineUsageError("step() needs a forward_backward() before it")
         with self._guarded():
-            self._engine.step(self.lr if lr is None and self._choice.ours is not None else lr)
+            self._engine.step(self.lr if lr is None and self._host is None else lr)
             self._open = False
             assert self._last is not None, "a call came before the step"
             self._unread.append(self._last)
@@ -248,7 +242,7 @@ class Pipeline:
     def weights(self) -> dict[str, Tensor]:
         """Copy the weights and buffers, with the names and dtypes of the plain net. Waits for all steps."""
         self._drain()
-        state = state_dict_of(self.store, self._wrapped)
+        state = weights_of(self.store, self._wrapped)
         return {name: state[name] for name in self._shapes}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -259,8 +253,7 @@ class Pipeline:
         """
         if self._open:
             raise EngineUsageError(
-                "state_dict() was called between forward_backward() and step(), whose gradients it has not; weights() "
-                "are there at any time"
+                "state_dict() was called between forward_backward() and step(); call weights()"
             )
         model, host = self.weights(), self.optimizer
         optimizer = {
@@ -284,14 +277,16 @@ class Pipeline:
         model, kept = state, None
         if state.keys() == {"model", "optimizer"}:
             model, kept = state["model"], state["optimizer"]
-        check_state(self._shapes, model)
+        check_same("the net's", self._shapes, {name: tuple(value.shape) for name, value in model.items()})
         host = self.optimizer
         views = {} if kept is None else kept_views(self.store, self._wrapped)
         if kept is not None:
-            check_kept(kept, views, None if host is None else type(host).__qualname__)
+            own = {"class": None if host is None else type(host).__qualname__, **described(views)}
+            hint = 'of this optimizer (its weights alone: load_state_dict(state["model"]))'
+            check_same(hint, own, {"class": kept["class"], **described(kept["tensors"])})
         self._end_engine()  # it counts steps, and its devices hold buffers
-        fill_store(self.store, self._wrapped, {name: model[name] for name in self._wrapped.stored})
-        for name, buffer in buffers_of(self._wrapped, persistent=True).items():
+        fill_store(self.store, self._wrapped, model)
+        for name, buffer in saved_buffers(self._wrapped):
             buffer.copy_(model[name])
         if kept is None:
             return
@@ -307,16 +302,13 @@ class Pipeline:
         """Yield names and host weights, each tied one once, for reading between steps. The next step may change them."""
         self._drain()
         weights = self.store.weights()
-        seen: set[str] = set()
+        first_names: dict[str, str] = {}
         for name, stored in self._wrapped.stored.items():
-            if stored not in seen:
-                seen.add(stored)
-                if self.store.splits_weights:  # their values are a copy, which must not outlive the step
-                    yield name, nn.Parameter(weights[stored], requires_grad=False)
-                    continue
-                if name not in self._host_parameters:
-                    self._host_parameters[name] = nn.Parameter(weights[stored], requires_grad=False)
-                yield name, self._host_parameters[name]
+            if first_names.setdefault(stored, name) == name:
+                parameter = nn.Parameter(weights[stored], requires_grad=False)
+                # Weights that are split have copied values, which must not outlive the step.
+                known = {} if self.store.splits_weights else self._host_parameters
+                yield name, known.setdefault(name, parameter)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the host weights, each tied one once."""
@@ -327,7 +319,7 @@ class Pipeline:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The `torch.optim` object, for its state and its groups between steps; None for our own."""
         self._drain()
-        return None if self._choice.host is None or not self.store.trained else self._choice.host.optimizer
+        return None if self._host is None or not self.store.trained else self._host.optimizer
 
     @property
     def partition(self) -> Partition | None:
@@ -366,26 +358,22 @@ class Pipeline:
         if self._engine is not None and (self._is_for_training or not trains):
             return self._engine
         self._end_engine()
-        model = self._wrapped.model
-        if trains:
-            check_training(self._wrapped.members())
-            check_trained(self._wrapped.members().values())
+        model, keep = self._wrapped.model, self._keep if trains else ()
         # Copies, because a layer that changes its input must not change the caller's.
         copies = tuple(part.clone() for part in batches[0].parts)
-        keep = self._keep if trains else ()
-        measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies), keep)
-        if missing := [name for name in keep if all(name not in names for names in kept_names(measures))]:
+        costs = probe(self._wrapped, self.store, replace(batches[0], parts=copies), keep)
+        if missing := set(keep).difference(*(cost.kept for cost in costs)):
             raise PipelineUsageError(
                 f"keep names {', '.join(missing)}, but no layer runs such a part by torchround.keeping.keep"
             )
         partition = self._given or cut_model(
-            *(model, self.store, measures, batches), self._hardware, self._update
+            *(model, self.store, costs, batches), self._hardware, self._update
         )
-        settings = EngineSettings(max_norm=self._max_norm, accumulates=True, kept=kept_names(measures))
+        kept = tuple(cost.kept for cost in costs)
         self._engine = Engine(
             *(model, self.store, self._devices, partition),
-            optimizer=self._choice.for_engine(),
-            settings=settings,
+            optimizer=self._choice,
+            settings=EngineSettings(max_norm=self._max_norm, accumulates=True, kept=kept),
         )
         self._partition, self._is_for_training = partition, trains
         return self._engine
@@ -426,15 +414,10 @@ def _find_devices(devices: int | Sequence[Device], memory_gib: float | None) -> 
     if isinstance(devices, int) and devices > 0:
         hardware = find_hardware(EngineTable(num_devices=devices, device_memory_gib=memory_gib))
         return hardware, hardware.make_devices()
-    if (
-        isinstance(devices, (int, str))
-        or not devices
-        or not all(isinstance(device, Device) for device in devices)
-    ):
-        raise PipelineUsageError(
-            f"devices = {devices!r}; give their number, from 1 on, and choose GPUs by the environment variable "
-            "CUDA_VISIBLE_DEVICES (0,1 are the first two), or a list of Device objects"
-        )
-    kind = devices[0].torch_device.type
-    limit = None if memory_gib is None else int(memory_gib * GIB)
-    return Hardware(kind, len(devices), limit), list(devices)
+    if isinstance(devices, Sequence) and devices and all(isinstance(device, Device) for device in devices):
+        limit = None if memory_gib is None else int(memory_gib * GIB)
+        return Hardware(devices[0].torch_device.type, len(devices), limit), list(devices)
+    raise PipelineUsageError(
+        f"devices = {devices!r}; give their number, from 1 on, and choose GPUs by the environment variable "
+        "CUDA_VISIBLE_DEVICES (0,1 are the first two), or a list of Device objects"
+    )

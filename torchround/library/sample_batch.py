@@ -29,16 +29,14 @@ class _Place:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """A micro-batch of `samples` samples: the tensors of `(inputs, labels)`, and the facts that go with them.
+    """A micro-batch of `samples` samples: the tensors `parts`, and the facts that go with them.
 
-    `leaves` are the leaves of that structure, with places in the stead of tensors. `seed` is the pipeline's; `call` and
-    `micro_batch` number the call and the micro-batch in it. `layer` is set for one layer. Without `loss_fn` the last
-    layer's output is wanted.
+    `structure` is `(inputs, labels)` with places for the tensors. `seed` is the pipeline's; `call` and `micro_batch` number
+    the call and the micro-batch in it. `layer` is set for one layer. Without `loss_fn` the last layer's output is wanted.
     """
 
     parts: tuple[Tensor, ...]
     structure: Any
-    leaves: tuple[Any, ...]
     samples: int
     loss_fn: LossFn | None
     is_training: bool
@@ -57,7 +55,7 @@ class SampleBatch:
         return self.parts
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "SampleBatch"]:
-        """Return what makes the same micro-batch from tensors on a device."""
+        """Return a function that makes the same micro-batch from tensors on a device."""
         return partial(_with_parts, replace(self, parts=()))
 
     def for_layer(self, index: int) -> "SampleBatch":
@@ -78,8 +76,7 @@ class SampleBatch:
 
     def inputs_and_labels(self) -> tuple[Any, Any]:
         """Return inputs and labels as the user gave them, for this micro-batch."""
-        leaves = [self.parts[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
-        inputs, labels = pytree.tree_unflatten(leaves, self.structure)
+        inputs, labels = pytree.tree_map_only(_Place, lambda place: self.parts[place.number], self.structure)
         return inputs, labels
 
     def layer_seed(self, offset: int = 0) -> int:
@@ -105,98 +102,53 @@ def cut(
 
     Fewer samples make fewer micro-batches. Raises `PipelineUsageError` if the tensors do not fit together.
     """
-    if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+    tensors = tensors_of((inputs, labels))
+    numbers = iter(range(len(tensors)))
+    structure = pytree.tree_map_only(Tensor, lambda _: _Place(next(numbers)), (inputs, labels))
+    if any(tensor.requires_grad for tensor in tensors):
         raise PipelineUsageError(
-            f"num_micro_batches = {num_micro_batches!r} must be a whole number from 1 on"
+            "a tensor of the batch requires a gradient, which would not be computed; detach it"
         )
-    named, structure = pytree.tree_flatten_with_path((inputs, labels))
-    places = [_leaf_name(path) for path, _ in named]
-    values = [value for _, value in named]
-    for place, value in zip(places, values, strict=True):
-        if isinstance(value, Tensor) and (problem := _input_problem(value)):
-            raise PipelineUsageError(f"{place} {problem}")
-    samples = _count_samples(places, values)
-    if not _leaves_of(inputs):
-        raise PipelineUsageError("inputs hold no tensor with samples along dimension 0")
+    counts = sorted({len(tensor) for tensor in tensors if tensor.dim()})
+    if len(counts) != 1 or not counts[0] or not any(leaf.dim() for leaf in tensors_of(inputs)):
+        raise PipelineUsageError(
+            f"tensors of the batch have {counts} samples along dimension 0, and inputs need one at least; give all tensors "
+            "the same number. A tensor for all samples belongs in a buffer of the layer that uses it"
+        )
+    if num_micro_batches < 1:
+        raise PipelineUsageError(f"num_micro_batches = {num_micro_batches}; legal: a whole number from 1 on")
+    ranges = split_evenly(counts[0], min(num_micro_batches, counts[0]))
     batches = []
-    ranges = split_evenly(samples, min(num_micro_batches, samples))
     for number, span in enumerate(ranges):
-        parts: list[Tensor] = []
-        leaves: list[Any] = []
-        for value in values:
-            if isinstance(value, Tensor):
-                leaves.append(_Place(len(parts)))
-                parts.append(value[span.start : span.stop] if value.dim() else value)
-            else:
-                leaves.append(value)
+        parts = tuple(tensor[span.start : span.stop] if tensor.dim() else tensor for tensor in tensors)
         batches.append(
-            SampleBatch(
-                *(tuple(parts), structure, tuple(leaves), len(span), loss_fn, is_training, seed, call, number)
-            )
+            SampleBatch(parts, structure, len(span), loss_fn, is_training, seed, call, micro_batch=number)
         )
     return batches
 
 
-def _leaves_of(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-
-
-def _leaf_name(path: Any) -> str:
-    """Return how messages name a leaf of `(inputs, labels)`."""
-    return ("inputs", "labels")[path[0].idx] + pytree.keystr(path[1:])
-
-
-def _input_problem(tensor: Tensor) -> str | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return "is sparse, nested or quantised; give a dense tensor"
-    if tensor.requires_grad:
-        return "requires a gradient, which would not be computed; give it detached"
-    return "is on meta and has no values" if tensor.is_meta else None
-
-
-def _count_samples(places: Sequence[str], values: Sequence[Any]) -> int:
-    """Return the size of dimension 0 that all tensors have in common."""
-    counts = {
-        place: value.shape[0]
-        for place, value in zip(places, values, strict=True)
-        if isinstance(value, Tensor) and value.dim()
-    }
-    if not counts:
-        raise PipelineUsageError("inputs hold no tensor with samples along dimension 0")
-    first, samples = next(iter(counts.items()))
-    for place, count in counts.items():
-        if count != samples:
-            raise PipelineUsageError(
-                f"{place} has {count} samples along dimension 0, {first} has {samples}; give all tensors the same "
-                "number. A tensor for all samples belongs in a buffer of the layer that uses it"
-            )
-    if not samples:
-        raise PipelineUsageError(f"{first} has no samples: its dimension 0 is 0")
-    return samples
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested structure."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     """Join the outputs of micro-batches of so many samples each, leaf by leaf.
 
     Tensors whose dimension 0 is the number of samples are joined along it. Equal plain values are given once. Other
-    leaves become lists, one entry for each micro-batch. Outputs of different structures come as one list.
+    leaves become lists, one entry for each micro-batch.
     """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat):
-        return list(outputs)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined_leaf(column, samples) for column in columns], structure)
 
+    def joined_leaf(first: Any, *others: Any) -> Any:
+        leaves = [first, *others]
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return first if all(leaf == first for leaf in others) else leaves
+        fits = all(
+            isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count
+            for leaf, count in zip(leaves, samples, strict=True)
+        )
+        if not fits or {leaf.shape[1:] for leaf in leaves} != {first.shape[1:]}:
+            return leaves
+        return torch.cat(leaves) if others else first
 
-def _joined_leaf(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
-    first = leaves[0]
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
-        fits = all(leaf.dim() and len(leaf) == count for leaf, count in zip(leaves, samples, strict=True))
-        alike = all(leaf.shape[1:] == first.shape[1:] and leaf.dtype == first.dtype for leaf in leaves)
-        if fits and alike:
-            return torch.cat(list(leaves)) if len(leaves) > 1 else first
-        return list(leaves)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves) and all(leaf == first for leaf in leaves):
-        return first
-    return list(leaves)
+    return pytree.tree_map(joined_leaf, *outputs)

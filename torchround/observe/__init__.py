@@ -1,8 +1,8 @@
 """Everything that a run reports: a file, the console, Weights & Biases. A report that fails never fails a step."""
 
 from torchround.observe.logger import MetricsLogger, open_metrics
+from torchround.observe.metrics_file import MetricsFile
 from torchround.observe.record import StepRecord, host_gib, host_peak_gib
-from torchround.observe.reporters import MetricsFile
 
 __all__ = [
     "MetricsFile",

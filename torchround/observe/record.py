@@ -2,11 +2,20 @@
 
 import math
 import resource
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
+
+# Keys of a line and of its object `engine` that are fields of the record.
+LINE_KEYS = (
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_s", "elapsed_s", "data_s"),
+    *("optimizer_s", "bubble", "device_peak_gib", "host_gib", "skipped_steps", "loss_steps"),
+)
+ENGINE_KEYS = (
+    *("busy_s", "input_wait_s", "weights_wait_s", "optimizer_wait_s", "uploaded_gib", "downloaded_gib"),
+    *("host_peak_gib", "host_pool_gib", "device_allocations", "host_allocations", "weight_drift"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,15 +41,6 @@ class MachineTimes:
     def own_s(self) -> float:
         """Seconds per step that the machine would take if it waited for no other one."""
         return self.data_s + max(self.busy_s, self.optimizer_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return its values by name, JSON-able."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "MachineTimes":
-        """Rebuild it from `as_dict`."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -140,65 +140,25 @@ class StepRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values to store. A validated step has two more keys, and a third with `samples`.
 
-        A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN
-        in it.
+        A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN in it.
         """
-        values: dict[str, Any] = {
-            "step": self.step,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-            "step_s": self.step_s,
-            "elapsed_s": self.elapsed_s,
-            "data_s": self.data_s,
-            "optimizer_s": self.optimizer_s,
-            "bubble": self.bubble,
-            "device_peak_gib": self.device_peak_gib,
-            "host_gib": self.host_gib,
-            "skipped_steps": self.skipped_steps,
-            "loss_steps": self.loss_steps,
-        }
+        values = {name: getattr(self, name) for name in LINE_KEYS}
         if self.validation_loss is not None:
             values["validation_loss"] = self.validation_loss
             values["validation_perplexity"] = perplexity(self.validation_loss)
         if self.busy_s:
-            values["engine"] = self._engine()
+            values["engine"] = {name: getattr(self, name) for name in ENGINE_KEYS}
+            values["engine"]["optimizer_exposed_s"] = _mean(self.optimizer_wait_s)
+            values["engine"]["device_peak_gib"] = self.device_peaks_gib
         if self.machines:
-            values["machines"] = self._machines()
+            by_name = [asdict(machine) for machine in self.machines]
+            lists = {key: tuple(each[key] for each in by_name) for key in by_name[0]}
+            values["machines"] = {"slowest": self.slowest, **lists}
         if self.samples:
             values["samples"] = [asdict(sample) for sample in self.samples]
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
-        }
-
-    def _engine(self) -> dict[str, Any]:
-        """Return the object `engine` of a line: what the devices did, and memory besides."""
-        return {
-            "busy_s": self.busy_s,
-            "input_wait_s": self.input_wait_s,
-            "weights_wait_s": self.weights_wait_s,
-            "optimizer_wait_s": self.optimizer_wait_s,
-            "optimizer_exposed_s": _mean(self.optimizer_wait_s),
-            "uploaded_gib": self.uploaded_gib,
-            "downloaded_gib": self.downloaded_gib,
-            "device_peak_gib": self.device_peaks_gib,
-            "host_peak_gib": self.host_peak_gib,
-            "host_pool_gib": self.host_pool_gib,
-            "device_allocations": self.device_allocations,
-            "host_allocations": self.host_allocations,
-            "weight_drift": self.weight_drift,
-        }
-
-    def _machines(self) -> dict[str, Any]:
-        """Return the object `machines` of a line: lists by rank, and the rank of the slowest."""
-        by_name = [machine.as_dict() for machine in self.machines]
-        return {
-            "slowest": self.slowest,
-            **{key: tuple(values[key] for values in by_name) for key in by_name[0]},
         }
 
 

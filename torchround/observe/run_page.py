@@ -1,7 +1,8 @@
-"""Draws the metrics of one or several runs as one HTML file that needs no network, no account and no other file.
+"""The metrics of one or several runs as one HTML file, which needs no network and no other file, and their losses as a PNG.
 
-The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`.
-`run_page.html` and `run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every script but its own.
+The figures come from the `metrics.jsonl` in each run folder, the settings from its `config.toml`. `run_page.html` and
+`run_page.js` beside this module are the page without its figures. The page's own policy forbids every request, and every
+script but its own.
 """
 
 import base64
@@ -11,15 +12,15 @@ import json
 import logging
 import re
 import sys
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchround.observe.loss_curve import METRICS_FILE, draw_run, finite_number, read_records
-from torchround.observe.reporters import duration
-from torchround.untrusted.regular_file import read_regular, write_whole
+from torchround.observe.console import duration
+from torchround.observe.metrics_file import METRICS_FILE, finite_number, read_records
+from torchround.untrusted.regular_file import read_regular, replaced_whole, write_whole
 from torchround.untrusted.strict_json import page_json
 from torchround.untrusted.terminal import escape_unprintable
 
@@ -30,7 +31,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-PAGE_FILE, CONFIG_FILE = "page.html", "config.toml"
+PAGE_FILE, PICTURE_FILE, CONFIG_FILE = "page.html", "loss.png", "config.toml"
 MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
 MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
@@ -42,153 +43,143 @@ MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of
 class PagePanel(NamedTuple):
     """One picture of the page. The script of the page reads these fields by name.
 
-    `form` is how values are written: `number`, `power` (1.2e-04), `count` (12,345) or `percent`. `smooth` is for values
-    that vary from step to step, `log` for values of many magnitudes; both follow the page's controls. `zero` puts
-    zero at the foot of the axis.
+    `smooth` is for values that vary from step to step, `log` for values of many magnitudes; both follow the page's
+    controls. `zero` puts zero at the foot of the axis.
     """
 
     key: str
     title: str
-    unit: str
-    form: str = "number"
+    unit: str = ""
+    percent: bool = False
     smooth: bool = False
     log: bool = False
-    zero: bool = False
+    zero: bool = True
 
 
 PANELS = (
-    PagePanel("loss", "Loss", "nats per label", smooth=True, log=True),
-    PagePanel("lr", "Learning rate", "", "power", zero=True),
-    PagePanel("grad_norm", "Gradient norm before clipping", "", smooth=True, log=True),
-    PagePanel("tokens_per_s", "Tokens per second", "tokens/s", "count", smooth=True, zero=True),
-    PagePanel(
-        "bubble", "Bubble: share of the time without computation", "", "percent", smooth=True, zero=True
-    ),
-    PagePanel("device_memory", "Device memory, most so far", "GiB", zero=True),
-    PagePanel("host_memory", "Host memory", "GiB", zero=True),
-    PagePanel("mfu", "MFU: share of the devices' peak", "", "percent", smooth=True, zero=True),
+    PagePanel("loss", "Loss", "nats per label", smooth=True, log=True, zero=False),
+    PagePanel("lr", "Learning rate"),
+    PagePanel("grad_norm", "Gradient norm before clipping", smooth=True, log=True, zero=False),
+    PagePanel("tokens_per_s", "Tokens per second", "tokens/s", smooth=True),
+    PagePanel("bubble", "Bubble: share of the time without computation", percent=True, smooth=True),
+    PagePanel("device_memory", "Device memory, most so far", "GiB"),
+    PagePanel("host_memory", "Host memory", "GiB"),
+    PagePanel("mfu", "MFU: share of the devices' peak", percent=True, smooth=True),
 )
-TRAINING, VALIDATION = "training", "validation"
 
 
-@dataclass(slots=True)
-class CurvePoint:
-    """One point of a curve: the values of the logged steps from `first` to `last`."""
-
-    first: int
-    last: int
-    count: int
-    total: float
-    low: float
-    high: float
-
-    def merge(self, later: "CurvePoint") -> None:
-        """Take the values of a later point into this one."""
-        self.last = later.last
-        self.count += later.count
-        self.total += later.total
-        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
-
-    def as_list(self) -> list[float]:
-        """Return what the page gets: last step and mean; for several values also first step, lowest and highest."""
-        mean = _short(self.total / self.count)
-        if self.count == 1:
-            return [self.last, mean]
-        return [self.last, mean, self.first, _short(self.low), _short(self.high)]
+VALIDATION = "validation"
 
 
-class CurveSamples:
-    """A curve of at most `MOST_POINTS` points, however many values it is given.
-
-    When it is full, every two neighbouring points become one, and later points take twice as many values. So a run of a
-    million lines is read once, in memory that does not grow, and no spike is lost.
-    """
+class Curve:
+    """The values of one curve, each with its step. Arrays keep a run of a million lines small."""
 
     def __init__(self) -> None:
-        self.points: list[CurvePoint] = []
-        self._values_per_point = 1
+        self.steps, self.values = array("q"), array("d")
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a later step."""
-        newest = self.points[-1] if self.points else None
-        if newest is not None and newest.count < self._values_per_point:
-            # In place: a new point for each of a million values would take most of the time.
-            newest.last = step
-            newest.count += 1
-            newest.total += value
-            if value < newest.low:
-                newest.low = value
-            elif value > newest.high:
-                newest.high = value
-            return
-        if len(self.points) == MOST_POINTS:
-            self._halve()
-        self.points.append(CurvePoint(step, step, 1, value, value, value))
+        self.steps.append(step)
+        self.values.append(value)
 
-    def _halve(self) -> None:
-        for first, second in zip(self.points[::2], self.points[1::2], strict=True):
-            first.merge(second)
-        del self.points[1::2]
-        self._values_per_point *= 2
+    def points(self) -> list[list[float]]:
+        """Return at most `MOST_POINTS` points: step and value, of several values last step, mean, lowest and highest."""
+        size = -(-len(self.values) // MOST_POINTS)
+        points = []
+        for begin in range(0, len(self.values), size or 1):
+            part = self.values[begin : begin + size]
+            spread = [min(part), max(part)] if size > 1 else []
+            # Six digits: nine more would only make the page larger.
+            figures = [float(f"{value:.6g}") for value in (sum(part) / len(part), *spread)]
+            points.append([self.steps[begin + len(part) - 1], *figures])
+        return points
+
+
+class NoStepError(ValueError):
+    """Runs that have logged no step."""
 
 
 def draw_pictures(folder: Path) -> None:
     """Draw `loss.png` and `page.html` in the folder of a run that has ended. Never raises: a failure is one warning.
 
-    A run without a logged step gets no page.
+    A run without a logged step gets neither.
     """
-    draw_run(folder)
-    try:
-        if (folder / METRICS_FILE).exists() and (run := read_run(folder, run_names([folder])[0]))["curves"]:
-            write_whole(folder / PAGE_FILE, page_text([run]))
-    except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk does)
-        logger.warning("%s was not drawn: %s: %s", folder / PAGE_FILE, type(error).__name__, error)
+    for name, draw in {PICTURE_FILE: draw_losses, PAGE_FILE: write_page}.items():
+        try:
+            draw([folder], folder / name)
+        except NoStepError:
+            pass
+        except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk or matplotlib does)
+            logger.warning("%s was not drawn: %s: %s", folder / name, type(error).__name__, error)
+
+
+def draw_losses(folders: Sequence[Path], picture: Path) -> None:
+    """Draw the losses of one or several runs over each other into the PNG `picture`. Raises as `write_page`, and `ImportError`."""
+    runs = [run for run in _read_runs(folders) if "loss" in run["curves"]]
+    if not runs:
+        raise NoStepError(f"no loss is logged in {', '.join(map(str, folders))}")
+    # matplotlib takes half a second, and a machine may lack it. Its pyplot would choose a backend by the display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step (optimizer updates)", ylabel="loss (nats per label)")
+    for index, run in enumerate(runs):
+        # matplotlib would take `$` for the start of a formula, and hides a legend entry that begins with `_`.
+        name = run["name"].lstrip("_").replace("$", r"\$")
+        for curve in run["curves"]["loss"]:
+            steps, losses = [point[0] for point in curve["points"]], [point[1] for point in curve["points"]]
+            style = "o--" if curve["label"] == VALIDATION or len(steps) == 1 else "-"
+            axes.plot(
+                steps, losses, style, color=f"C{index}", markersize=4, label=f"{name}: {curve['label']}"
+            )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replaced_whole(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
     """Write the page of one or several runs.
 
-    Raises `ValueError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
+    Raises `NoStepError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
     """
-    runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
+    write_whole(output, page_text(_read_runs(folders)))
+
+
+def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    names = [folder.resolve().name for folder in folders]
+    # By the path if another run has the same name.
+    shown = [
+        name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)
+    ]
+    runs = [read_run(folder, _printable(name)) for folder, name in zip(folders, shown, strict=True)]
     if not any(run["curves"] for run in runs):
-        raise ValueError(
+        raise NoStepError(
             f"no step is logged in {', '.join(str(folder / METRICS_FILE) for folder in folders)}"
         )
-    write_whole(output, page_text(runs))
+    return runs
 
 
 def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the page of runs that `read_run` returned."""
-    here = Path(__file__).parent
-    page = (here / "run_page.html").read_text(encoding="utf-8")
-    script = (here / "run_page.js").read_text(encoding="utf-8")
-    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
+    script = Path(__file__).with_name("run_page.js").read_text(encoding="utf-8")
     given = [run["settings"] for run in runs if run["settings"]]
-    differing = [key for key in dict.fromkeys(key for keys in given for key in keys) if _differs(key, given)]
-    settings = differing[:MOST_SETTINGS]
+    keys = dict.fromkeys(key for settings in given for key in settings)
+    differing = [key for key in keys if len({settings.get(key) for settings in given}) > 1][:MOST_SETTINGS]
     content = {
-        "panels": [panel._asdict() for panel in PANELS],
-        "settings": settings,
-        "runs": [{**run, "settings": [run["settings"].get(key) for key in settings]} for run in runs],
+        "panels": [panel._asdict() for panel in PANELS if any(panel.key in run["curves"] for run in runs)],
+        "settings": differing,
+        "runs": [{**run, "settings": [run["settings"].get(key) for key in differing]} for run in runs],
     }
-    parts = {"digest": digest, "script": script, "title": html.escape(title), "figures": page_json(content)}
+    parts = {
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "script": script,
+        "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
+        "figures": page_json(content),
+    }
     # In one pass: text that was put in is not searched for places.
     return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], page)
-
-
-def _differs(key: str, given: Sequence[Mapping[str, str]]) -> bool:
-    return len({settings.get(key) for settings in given}) > 1
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return how the page names each run: by its folder's name; by the path if another run has the same name."""
-    names = [folder.resolve().name for folder in folders]
-    return [
-        _printable(name if names.count(name) == 1 else str(folder))
-        for name, folder in zip(names, folders, strict=True)
-    ]
 
 
 def read_run(folder: Path, name: str) -> dict[str, Any]:
@@ -196,8 +187,9 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
 
     Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
     """
-    curves: dict[str, dict[str, CurveSamples]] = defaultdict(lambda: defaultdict(CurveSamples))
-    last, newest = {}, -1
+    curves: dict[str, dict[str, Curve]] = defaultdict(lambda: defaultdict(Curve))
+    last: dict[str, Any] = {}
+    newest = -1
     samples: tuple[int, list[list[str]]] | None = None
     best: tuple[float, int] | None = None
     before_s = elapsed_s = 0.0
@@ -217,22 +209,16 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         loss = finite_number(record.get("validation_loss"))
         if loss is not None and (best is None or loss < best[0]):
             best = loss, step
-    figures = {
-        key: finite_number(last.get(key)) for key in ("loss", "tokens", "tokens_per_s", "skipped_steps")
-    }
     return {
         "name": name,
         "step": max(newest, 0),
         "duration": duration(before_s + elapsed_s) if elapsed_s else None,
         "settings": _settings(folder),
-        **figures,
+        **{key: finite_number(last.get(key)) for key in ("loss", "tokens", "tokens_per_s", "skipped_steps")},
         "best": best,
         "samples": samples,
         "curves": {
-            panel: [
-                {"label": label, "points": [point.as_list() for point in samples.points]}
-                for label, samples in found.items()
-            ]
+            panel: [{"label": label, "points": curve.points()} for label, curve in found.items()]
             for panel, found in curves.items()
         },
     }
@@ -242,20 +228,21 @@ def _settings(folder: Path) -> dict[str, str]:
     """Return the keys of the run's `config.toml` with their values as text. None without a readable one."""
     try:
         tables = tomllib.loads(read_regular(folder / CONFIG_FILE, MOST_CONFIG_BYTES).decode())
-        pairs = [
-            (f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str))
+        return {
+            _printable(f"{name}.{key}"): _printable(
+                value if isinstance(value, str) else json.dumps(value, default=str)
+            )
             for name, table in tables.items()
             if name != "run" and isinstance(table, dict)
             for key, value in table.items()
-        ]
+        }
     except (OSError, ValueError, RecursionError):
         return {}
-    return {_printable(key): _printable(value) for key, value in pairs}
 
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (panel, curve, value) of a record. A curve without a name is the only one of its panel."""
-    yield "loss", TRAINING, record.get("loss")
+    yield "loss", "training", record.get("loss")
     yield "loss", VALIDATION, record.get("validation_loss")
     for key in ("lr", "grad_norm", "tokens_per_s", "mfu"):
         yield key, "", record.get(key)
@@ -288,11 +275,6 @@ def _samples(given: Any) -> list[list[str]]:
 
 def _list(value: Any) -> list[Any]:
     return value[:MOST_DEVICES] if isinstance(value, list) else []
-
-
-def _short(value: float) -> float:
-    """Return the value to six digits: nine more would only make the page larger."""
-    return float(f"{value:.6g}")
 
 
 def _printable(name: str) -> str:

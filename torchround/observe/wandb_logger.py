@@ -64,13 +64,9 @@ class WandbLogger:
                 connect(str(wandb.setup().settings.base_url))
                 self._run = start("online")
             except Exception as error:  # noqa: BLE001  (without a page the figures are still wanted)
-                logger.warning(
-                    "Weights & Biases does not take this run (%s: %s), so it is logged offline to %s; `wandb "
-                    "sync` sends it later",
-                    type(error).__name__,
-                    error,
-                    folder / "wandb",
-                )
+                reason = f"{type(error).__name__}: {error}"
+                text = "Weights & Biases does not take this run (%s), so it is logged offline to %s; `wandb sync` sends it"
+                logger.warning(text, reason, folder / "wandb")
                 mode = "offline"
         if mode == "offline":
             self._run = start("offline")
@@ -84,11 +80,7 @@ class WandbLogger:
 
         Each device's figure is a curve of its own, such as `engine/busy_s/0`. The continuations of a step are a table.
         """
-        curves = _curves("", record.as_dict())
-        # A machine's name is no curve, and neither are continuations.
-        values = {
-            name: value for name, value in curves if value is not None and not isinstance(value, str | list)
-        }
+        values: dict[str, Any] = dict(_curves("", record.as_dict()))
         if record.samples:
             from wandb import Table
 
@@ -111,11 +103,11 @@ def connect(url: str) -> None:
     socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
 
 
-def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _curves(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield single numbers by path, because the library draws neither lists nor objects."""
-    if not isinstance(value, (Mapping, tuple)):
+    if isinstance(value, (Mapping, tuple)):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in parts:
+            yield from _curves(f"{name}/{key}" if name else str(key), part)
+    elif isinstance(value, (int, float)):
         yield name, value
-        return
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, part in parts:
-        yield from _curves(f"{name}/{key}" if name else str(key), part)

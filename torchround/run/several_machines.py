@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -206,9 +206,9 @@ class RunMachines:
         """Return a record with the times of all machines in it. All machines call this for the same steps."""
         if self.group is None:
             return record
-        own = record.machine_times(self.names[self.rank]).as_dict()
+        own = asdict(record.machine_times(self.names[self.rank]))
         times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
-        return replace(record, machines=tuple(map(MachineTimes.from_dict, times)))
+        return replace(record, machines=tuple(MachineTimes(**values) for values in times))
 
 
 class EndGuard:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchround.engine.passes import StepResult
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
-from torchround.observe.reporters import duration
+from torchround.observe.console import duration
 from torchround.observe.run_page import PAGE_FILE
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
