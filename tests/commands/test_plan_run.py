@@ -69,7 +69,7 @@ def test_advice_leaves_out_a_type_that_the_card_lacks(plan):
         (("--config", "debug.toml", "--machines.card=rtx9999"), ["machines.card rtx9999", "rtx4090"]),
         (("--config", "none.toml", "--device", "rtx4090"), ["none.toml"]),
         ((*DEBUG, "--training.stepz", "3"), ["training.stepz", "steps"]),
-        ((*DEBUG, "--lora-rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
+        ((*DEBUG, "--lora.rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
         ((*DEBUG, "--dry-run"), ["--dry-run", "train.py"]),
         ((*DEBUG, "--costs", "shipped"), ["rtx4090_debug.json", "rtx4090_qwen3_32b.json"]),
@@ -84,8 +84,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(plan, arguments, words):
 
 
 @pytest.mark.parametrize(
-    ("option", "given"),
-    [("--num-devices", "2.5"), ("--host-memory-gib", "inf"), ("--device-memory-gib", "0"), ("--lora-rank", "-1")],
+    ("option", "given"), [("--num-devices", "2.5"), ("--host-memory-gib", "inf"), ("--device-memory-gib", "0")]
 )
 def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(plan, capsys, option, given):
     with pytest.raises(SystemExit) as ended:

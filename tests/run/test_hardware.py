@@ -12,8 +12,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
 from torchround.planning.memory import GIB
 from torchround.run import hardware
-from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
-from torchround.run.missing_cards import Absence, why_no_accelerator
+from torchround.run.hardware import USABLE_DEVICE_FRACTION, Absence, find_hardware, planned_kind, why_no_accelerator
 
 
 class Cards(AcceleratorKind):

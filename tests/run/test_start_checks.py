@@ -18,8 +18,8 @@ from torchround.config import CheckpointTable, ValidationTable, parse_command_li
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run.last_save import MOST_WAIT_AFTER_SIGNAL_S, MOST_WAIT_S, RETRY_S, save_with_patience
+from torchround.run.run_folder import disk_need, num_at_once
 from torchround.run.several_machines import RunMachines
-from torchround.run.start_checks import disk_need, num_at_once
 
 __all__ = ["small_runs"]
 

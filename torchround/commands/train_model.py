@@ -14,19 +14,20 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import CheckpointError, MachineTeam
+from torchround.checkpoint import CheckpointError, MachineTeam, NoCheckpointError, open_checkpoint
+from torchround.commands import configured_model
 from torchround.commands.configured_model import (
+    Mapped,
     build_model,
-    check_weights,
+    find_tokenizer,
     find_weights,
-    mapped_text,
     model_config,
 )
 from torchround.commands.export_hf import Export, export, own_paths
@@ -37,62 +38,49 @@ from torchround.commands.plan_run import (
     network_text,
     plan_with_advice,
     question_of,
-    show_advice,
     show_plan,
 )
-from torchround.commands.tried_text import prompts_of
+from torchround.commands.try_model import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
-from torchround.data import (
-    DataError,
-    MissingTokenizerError,
-    Tokenizer,
-    TokenizerError,
-    build_loader,
-    build_tokenizer,
-    build_validation_loader,
-)
+from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader
 from torchround.data.loader import Loader
 from torchround.data.opening import reads_conversations
-from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
-from torchround.layer import MicroBatch
+from torchround.layer import LayeredModel, MicroBatch
 from torchround.machines.group import LaunchError, MachineError
-from torchround.models import ModelConfigError
-from torchround.planning.cards import UnknownPeakError
 from torchround.planning.memory import size_text
-from torchround.planning.partition import PlanError
 from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
-from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
+from torchround.run.engine_parts import RunParts
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
-from torchround.run.resume import require_same_optimizer, resumed_stale_layers
-from torchround.run.run_folder import ConfigSource, RunError, RunFolder
-from torchround.run.run_parts import RunParts
-from torchround.run.samples import RunSamples
+from torchround.run.resume import (
+    given_folder,
+    require_same_optimizer,
+    require_steps_left,
+    resumed_stale_layers,
+)
+from torchround.run.run_folder import ConfigSource, RunError, RunFolder, disk_need
 from torchround.run.several_machines import (
     RunMachines,
     is_first_process,
     joined_machines,
     quiet_unless_first,
 )
-from torchround.run.start_checks import disk_need, require_load_path
-from torchround.run.validation import best_of, kept_losses
+from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
 from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
-MISTAKES = (
-    *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunError, HFError, LaunchError, UnknownPeakError),
-)
+MISTAKES = (*configured_model.MISTAKES, LaunchError)
+FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 # A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
 SLOW_SAVE_BYTES = 9 * 10**9
-FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 
 
 def main(arguments: list[str]) -> int:
@@ -157,8 +145,7 @@ def train(options: Options, machines: RunMachines) -> int:
     machines.require_same(parts.identity)
     rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
     parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
-    with ExitStack() as stack:  # locked to the end, the export included
-        stack.enter_context(parts.folder)
+    with parts.folder:  # locked to the end, the export included
         say(description(parts))
         exit_code = Trainer(parts).run()
         if exit_code == 0 and options.config.checkpoint.export != "off" and machines.is_first:
@@ -177,7 +164,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers = RunNumbers(config.training, config.engine, config.machines, config.optimizer)
+    numbers = RunNumbers.of(config)
     hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
@@ -187,6 +174,12 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
     config, epoch_steps = settle_steps(options, loader, folder)
+    samples, table = RunSamples(), config.validation
+    if table.prompts:
+        # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
+        with_chat = reads_conversations(config.data)
+        prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
+        samples = RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
     return RunParts(
         config=config,
         folder=folder,
@@ -200,22 +193,9 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         pretrained=pretrained,
         mapped=mapped,
         epoch_steps=epoch_steps,
-        samples=run_samples(config, tokenizer),
+        samples=samples,
         machines=machines,
     )
-
-
-def run_samples(config: Config, tokenizer: Tokenizer) -> RunSamples:
-    """Return what continues the prompts of validations; without prompts, nothing.
-
-    A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
-    """
-    table = config.validation
-    if not table.prompts:
-        return RunSamples()
-    with_chat = reads_conversations(config.data)
-    prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
-    return RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:
@@ -234,14 +214,41 @@ def check_start(options: Options, machines: RunMachines) -> None:
     require_same_optimizer(options.config, folder.checkpointer())
 
 
+def require_load_path(config: Config, folder: RunFolder) -> None:
+    """Raise `RunError` if the run would start from `checkpoint.load_path` and there is no such checkpoint.
+
+    Only names and sizes are looked at; loading reads the contents.
+    """
+    path = given_folder(config)
+    checkpointer = folder.checkpointer()
+    if path is None or checkpointer.checkpoints():
+        return
+    try:
+        step = open_checkpoint(path, checkpointer.is_part).step
+    except CheckpointError as error:
+        if isinstance(error, NoCheckpointError) and checkpointer.is_part and not folder.team.is_alone:
+            return  # it may be on the disks of other machines, and loading asks all
+        raise RunError(f"checkpoint.load_path: {error}") from error
+    steps_are_known = config.training.steps is not None or config.data.epochs is None
+    if config.checkpoint.load == "all" and steps_are_known:
+        require_steps_left(config, path, step)
+
+
 def dry_run(options: Options) -> int:
     """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
     config = options.config
     if options.print_config:
         print(to_toml(config))
-    tokenizer = tokenizer_if_here(options)
+    tokenizer = None
+    try:
+        tokenizer = find_tokenizer(options)
+    except ConfigError as missing:
+        say(
+            f"{missing}\nthe run needs it; planned without, for the model's vocabulary and no look at the data"
+        )
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    check_weights(options, vocab_size)
+    # The headers of the pretrained files too, so that a dry run refuses what the run would refuse.
+    find_weights(options, build_model(options, vocab_size, warns=False))
     machine, folder = dry_run_hardware(config), RunFolder(config.run)
     question = configured_question(options, vocab_size, machine)
     if tokenizer is not None:
@@ -250,8 +257,7 @@ def dry_run(options: Options) -> int:
         if text := dry_text(config, loader, folder):
             say(text)
     answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(answer, machine)
-    show_advice(options, machine, answer)
+    show_plan(options, machine, answer)
     stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
     need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
     say(f"disk: {need.text()}")
@@ -321,6 +327,16 @@ def description(parts: RunParts) -> str:
     return "\n".join(lines)
 
 
+def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
+    """Say on one line how much of the frozen weights stays in files."""
+    # A parameter object is a key, so a tied one counts once.
+    frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
+    all_bytes = sum(frozen.values()) * dtype.itemsize
+    mapped_bytes = sum(tensor.memory.nbytes for tensors in mapped.values() for tensor in tensors)
+    rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
+    return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"
+
+
 def export_result(folder: RunFolder, config: Config) -> None:
     """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`.
 
@@ -345,27 +361,6 @@ def export_result(folder: RunFolder, config: Config) -> None:
         raise HFError(
             f"{output} could not be written: {error}; {checkpoint} is whole, and torchround export_hf exports it"
         ) from error
-
-
-def find_tokenizer(options: Options) -> Tokenizer:
-    """Build the tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` if nothing is at its path."""
-    config = options.config
-    try:
-        return build_tokenizer(config.tokenizer, config.model.hf_path)
-    except MissingTokenizerError as error:
-        raise options.error(error.key, error.message) from error
-
-
-def tokenizer_if_here(options: Options) -> Tokenizer | None:
-    """Return the tokenizer for a dry run; None, with a line that says so, if it is not on this machine."""
-    try:
-        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path)
-    except MissingTokenizerError as error:
-        missing = options.error(error.key, error.message)
-        say(
-            f"{missing}\nthe run needs it; planned without, for the vocabulary of the model and no look at the data"
-        )
-        return None
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:

@@ -1,6 +1,12 @@
-"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere."""
+"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere.
+
+If PyTorch sees no accelerator, files of the system tell why. They know NVIDIA's and AMD's cards, so a card of another
+maker is never said to be absent.
+"""
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +14,7 @@ import psutil
 import torch
 
 from torchround.accelerators import (
+    NO_ACCELERATORS,
     PLANNED_KIND,
     AcceleratorKind,
     kind_of,
@@ -23,7 +30,6 @@ from torchround.machines.group import HostShare
 from torchround.planning.cards import DeviceSpec, find_device
 from torchround.planning.memory import GIB
 from torchround.planning.partition import split_evenly
-from torchround.run.missing_cards import why_no_accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +43,9 @@ VIRTUAL_DEVICES_FRACTION = 0.5
 # Virtual devices of a run that names no number. Each computes with one thread, so this many use as many cores; with more
 # of them, steps of few micro-batches would leave most idle.
 MOST_VIRTUAL_DEVICES = 8
-# A container's memory limit, in version 2 and version 1 of cgroups. The same folder says how much is in use
-# (`CGROUP_USED`), and how much of that the kernel gives back when memory runs short (`memory.stat`).
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-CGROUP_USED = ("memory.current", "memory.usage_in_bytes")
-CGROUP_CACHES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
+# A container's control group: its memory limit, what is in use, and what of that the kernel gives back when memory runs
+# short.
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -87,29 +91,32 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
     `EngineUsageError` if the table asks for devices that are not here.
     """
     share = host_share or HostShare()
-    kind, host_bytes = _asked_for(table), usable_host_bytes(table, share.count)
+    kind = _asked_for(table)
+    if table.host_memory_gib is not None:
+        host_bytes = int(table.host_memory_gib * GIB)
+    else:
+        host_bytes = int(available_host_bytes() * USABLE_HOST_FRACTION) // share.count
+    limit = None if table.device_memory_gib is None else int(table.device_memory_gib * GIB)
     if kind is None:
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         note = _note_of_absence() if table.devices == "auto" else ""
-        return Hardware("cpu", count, _limit(table, device_bytes), host_bytes, note=note)
-    cards, num_users = _own_cards(kind.count(), share)
+        return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
+    cards, num_users = tuple(range(kind.count())), 1
+    if share.count > len(cards):
+        # Several processes use each card.
+        cards, num_users = (share.index % len(cards),), -(-share.count // len(cards))
+    elif share.count > 1:
+        cards = tuple(split_evenly(len(cards), share.count)[share.index])
     count = table.num_devices or len(cards)
     # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
-    used = cards[:count]
-    smallest = min(available_device_bytes(kind, index) for index in used)
+    # Unused memory of this process's own allocator counts as free, tensors of any process do not.
+    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in cards[:count])
     device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // len(cards)) * num_users)
     spec = find_device(kind.card_name(cards[0]))
     own = cards if share.count > 1 else ()
-    return Hardware(kind.name, count, _limit(table, device_bytes), host_bytes, spec, cards=own)
-
-
-def _own_cards(present: int, share: HostShare) -> tuple[tuple[int, ...], int]:
-    """Return the cards of a process that shares its host, and how many processes use each of them at most."""
-    if share.count > present:
-        return (share.index % present,), -(-share.count // present)
-    return tuple(split_evenly(present, share.count)[share.index]), 1
+    return Hardware(kind.name, count, limit or device_bytes, host_bytes, spec, cards=own)
 
 
 def planned_kind(table: EngineTable) -> str:
@@ -121,50 +128,15 @@ def planned_kind(table: EngineTable) -> str:
     return table.devices
 
 
-def available_device_bytes(kind: AcceleratorKind, index: int) -> int:
-    """Return the device memory that this process could use: free memory, and what its own allocator keeps unused.
-
-    Memory of other processes counts as taken, and so do this process's tensors. A run asks before it makes its first
-    engine, so the plan from measured steps has the same limit although an engine holds memory by then.
-    """
-    free, _ = kind.free_and_total_bytes(index)
-    return free + kind.cached_bytes(index)
-
-
-def usable_host_bytes(table: EngineTable, num_processes: int = 1) -> int:
-    """Return the host memory that one of the run's processes here may use.
-
-    It is `engine.host_memory_gib`, otherwise an equal part of a share of what is free.
-    """
-    if table.host_memory_gib is not None:
-        return int(table.host_memory_gib * GIB)
-    return int(available_host_bytes() * USABLE_HOST_FRACTION) // num_processes
-
-
 def available_host_bytes() -> int:
     """Return the machine's free memory, or what is left of the container's limit if that is less."""
-    limits = [int(psutil.virtual_memory().available)]
-    for path in CGROUP_LIMITS:
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):  # the other version of cgroups, or "max"
-            continue
-        limits.append(max(0, limit - _used_bytes(Path(path).parent)))
-    return min(limits)
-
-
-def _used_bytes(cgroup: Path) -> int:
-    """Return the memory that a container uses, without files that the kernel only keeps in memory."""
-    for name in CGROUP_USED:
-        try:
-            used = int((cgroup / name).read_text())
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # Version 1 gives the sums over inner containers under names of their own.
-        totals = [name for name in CGROUP_CACHES if name.startswith("total_") and name in stat]
-        return max(0, used - sum(int(stat[name]) for name in totals or CGROUP_CACHES if name in stat))
-    return 0
+    free_bytes = int(psutil.virtual_memory().available)
+    limit, used, stat = (_read(CGROUP / f"memory.{name}") for name in ("max", "current", "stat"))
+    if not limit.isdecimal():
+        return free_bytes  # no container, or "max"
+    counts = dict(line.split() for line in stat.splitlines())
+    caches = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return min(free_bytes, max(0, int(limit) - max(0, int(used or 0) - caches)))
 
 
 def _asked_for(table: EngineTable) -> AcceleratorKind | None:
@@ -204,5 +176,69 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 
 
-def _limit(table: EngineTable, default_bytes: int) -> int:
-    return default_bytes if table.device_memory_gib is None else int(table.device_memory_gib * GIB)
+# Why PyTorch sees no accelerator.
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_DRIVER = {"NVIDIA": "proc/driver/nvidia/version", "AMD": "sys/module/amdgpu"}
+_NODES = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd"}
+_PLATFORM = {"NVIDIA": PLANNED_KIND.upper(), "AMD": "ROCm"}
+# Processors of AMD hold a small GPU that is of no use for training. It has a small share of the host's memory.
+_SMALLEST_AMD_BYTES = 4 * GIB
+_WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")  # Windows' driver, as WSL shows it to Linux
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why PyTorch sees no accelerator. `has_card` is True if the machine has a card, so that the reason can be mended."""
+
+    reason: str
+    has_card: bool
+
+
+def why_no_accelerator(
+    target: str | None, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> Absence:
+    """Find the reason, with a PyTorch that is built for cards of the maker `target`. `root` holds `dev`, `proc`, `sys`."""
+    build = f"torch {torch.__version__}"
+    is_wsl = all((root / name).exists() for name in _WSL)
+    makers = {"NVIDIA"} if is_wsl or list((root / "dev").glob(_NODES["NVIDIA"])) else set()
+    for device in (root / "sys/bus/pci/devices").glob("*"):  # the list of PCI devices needs no driver
+        maker, memory = _VENDORS.get(_read(device / "vendor"), ""), _read(device / "mem_info_vram_total")
+        is_small = maker == "AMD" and int(memory or 0) < _SMALLEST_AMD_BYTES
+        if maker and _read(device / "class").startswith("0x03") and not is_small:  # a display controller
+            makers.add(maker)
+    if not makers:
+        return Absence(f"{build} sees none, and this machine shows no NVIDIA or AMD card", has_card=False)
+    # With cards of both makers, the one that this build can use is the one that is missed.
+    maker = target if target in makers else min(makers)
+    hidden = next((name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")), None)
+    if hidden is not None:
+        reason = f"{hidden} is set to {environment[hidden] or 'nothing'}, which hides the {maker} card"
+    elif target != maker:
+        platform = _PLATFORM[maker]
+        reason = (
+            f"this machine has an {maker} card, and {build} is built without {platform}; install a build for {platform} "
+            "(pytorch.org shows the command)"
+        )
+    elif not is_wsl and not (root / _DRIVER[maker]).exists():
+        reason = f"this machine has an {maker} card, and its driver is not loaded"
+    elif not is_wsl and not list((root / "dev").glob(_NODES[maker])):
+        reason = (
+            f"the driver of the {maker} card is loaded, and the card is not shown to this process; a container needs "
+            "an option for that, such as Docker's --gpus all"
+        )
+    else:
+        refusal = "PyTorch names no reason"
+        try:
+            torch.get_device_module(PLANNED_KIND).init()
+        except Exception as error:  # noqa: BLE001  (an error of any type is the reason)
+            refusal = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"the {maker} card cannot be used by {build}: {refusal}"
+    return Absence(reason, has_card=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, MachinesTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
@@ -48,6 +48,11 @@ class RunNumbers:
     engine: EngineTable
     machines: MachinesTable = field(default_factory=MachinesTable)
     optimizer: OptimizerTable = field(default_factory=AdamWTable)
+
+    @classmethod
+    def of(cls, config: Config) -> "RunNumbers":
+        """Return those of a whole config."""
+        return cls(config.training, config.engine, config.machines, config.optimizer)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -23,8 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
-from torchround.config import Config, RunTable, to_toml
+from torchround.checkpoint.fsync import free_bytes_at
+from torchround.config import CheckpointTable, Config, RunTable, ValidationTable, to_toml
+from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
+from torchround.planning.run_question import RunQuestion
 from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.terminal import terminal_safe
 
@@ -159,16 +163,14 @@ class RunFolder:
 
         A run would write to the target of a link, outside its folder, and would wait at a pipe.
         """
-        for folder in (self.path, self.path / "trace"):
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if path.is_symlink():
-                    raise RunError(
-                        f"run.folder: {path} is a link to {path.readlink()}; a run writes to nothing outside its "
-                        "folder. Remove it, or put what it points to in its place (the whole folder may be a link)"
-                    )
-                # Another machine of the run may have removed its own mark meanwhile.
-                if not (path.is_file() or path.is_dir()) and path.exists():
-                    raise RunError(f"run.folder: {path} is not an ordinary file; remove it")
+        for path in (*self.path.iterdir(), *self.path.glob("trace/*")):
+            # Another machine of the run may have removed its own mark meanwhile.
+            is_odd = path.exists() and not (path.is_file() or path.is_dir())
+            if path.is_symlink() or is_odd:
+                raise RunError(
+                    f"run.folder: {path} is a link or no ordinary file; a run writes to nothing outside its folder. Remove "
+                    "it, or put what it points to in its place (the whole folder may be a link)"
+                )
 
     def _take_lock(self) -> None:
         """Lock the folder. Raises `RunError` if another process holds the lock; warns if there are no locks."""
@@ -268,3 +270,100 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
         f'run.folder: {path} is one folder on {one} and {other}, and machines.checkpoints is "own"; give each '
         "machine its own folder, or use this one together (--machines.checkpoints shared)"
     )
+
+
+# The disk.
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """The disk of a run's checkpoints: what one takes, how many are there at once, and what is free.
+
+    `num_present` complete checkpoints are there already. `free_bytes` includes what the next save clears away first; it
+    is None if the file system does not say.
+    """
+
+    folder: Path
+    checkpoint_bytes: int
+    num_at_once: int
+    num_present: int
+    free_bytes: int | None
+
+    def text(self) -> str:
+        """Return the need and what is free, on one line."""
+        several = f", up to {self.num_at_once} at once" if self.num_at_once > 1 else ""
+        there = f" ({self.num_present} there already)" if self.num_present else ""
+        free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
+        return f"a checkpoint takes {size_text(self.checkpoint_bytes)}{several}{there}{free}"
+
+    def require_one(self) -> None:
+        """Raise `RunError` if not one checkpoint fits. One warning if fewer fit than the run keeps."""
+        if self.free_bytes is None:
+            return
+        if self.checkpoint_bytes > self.free_bytes:
+            raise RunError(
+                f"run.folder: {self.folder}: {self.text()}, so nothing could be saved. Free some space, or choose a "
+                "folder on another disk (--run.folder FOLDER)"
+            )
+        missing = max(1, self.num_at_once - self.num_present)
+        if missing * self.checkpoint_bytes > self.free_bytes:
+            logger.warning(
+                "run.folder: %s: %s, so the disk will be full before the run ends; a lower checkpoint.keep_latest_k "
+                "or another disk (run.folder) avoids that",
+                self.folder,
+                self.text(),
+            )
+
+
+def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskNeed:
+    """Count what the run's checkpoints take and what its disk has. Nothing is written."""
+    checkpointer = folder.checkpointer()
+    free_bytes = free_bytes_at(folder.path)
+    leftovers = 0
+    for path in checkpointer.leftovers():
+        with suppress(OSError):  # deleted meanwhile, or not readable
+            # Deleting a link frees nothing.
+            leftovers += 0 if path.is_symlink() else sum(file.lstat().st_size for file in path.iterdir())
+    return DiskNeed(
+        folder=folder.path,
+        checkpoint_bytes=-(-checkpoint_bytes(question) // (folder.team.size if checkpointer.is_part else 1)),
+        num_at_once=num_at_once(config.checkpoint, config.training.steps, config.validation),
+        num_present=len(checkpointer.complete_steps()),
+        free_bytes=None if free_bytes is None else free_bytes + leftovers,
+    )
+
+
+def checkpoint_bytes(question: RunQuestion) -> int:
+    """Count the tensors of one checkpoint: all that the host holds, except gradients and the newest device weights.
+
+    The newest device weights of trained parameters are the float32 weights, rounded, so they are saved only if they are a part
+    of split weights. Those take as much as float32 weights.
+    """
+    count, older_versions = question.parameters, int(question.update == "async")
+    # The older device weights of stale layers are saved too.
+    stale = question.costs().layers[: question.stale_layers or 0] if question.update == "bounded" else ()
+    num_stale = sum(layer.gradient_bytes for layer in stale) // question.accumulate_bytes
+    in_dtype = older_versions * count.trained + count.frozen + num_stale
+    return question.updates.saved_bytes(count.by_rule) + question.element_bytes * in_dtype
+
+
+def num_at_once(
+    table: CheckpointTable, total_steps: int | None, validation: ValidationTable | None = None
+) -> int:
+    """Return the most checkpoints that are on the disk at once: the kept ones, and the one that is being written.
+
+    Without `total_steps`, which may not be counted yet, it leaves out those that are kept for ever.
+    """
+    best = int(validation is not None and validation.keep_best)
+    if total_steps is None:
+        return table.keep_latest_k + 1 + best if table.keep_latest_k else 1
+    interval = table.interval_steps or total_steps
+    num_saves = -(-total_steps // interval)
+    if validation is not None and best:
+        num_saves += total_steps // validation.interval_steps
+    if not table.keep_latest_k:
+        return num_saves
+    for_ever = 0
+    if table.keep_every_n_steps:
+        for_ever = total_steps // math.lcm(interval, table.keep_every_n_steps)
+    return min(num_saves, table.keep_latest_k + 1 + best + for_ever)

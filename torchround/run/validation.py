@@ -1,4 +1,4 @@
-"""Validation in a run: when it is due, its loss, the best one so far, and the end that patience brings.
+"""Validation in a run: when it is due, its loss, continuations of prompts, the best one so far, and the end by patience.
 
 The best loss and the validations since are part of every checkpoint. So a resumed run keeps the same best checkpoint, and
 ends at the same step, as a run that never stopped.
@@ -14,11 +14,15 @@ from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import ValidationTable
 from torchround.data import DataError, cut
 from torchround.data.step_batches import Agree, raise_agreed
+from torchround.data.text.tokenizer import Tokenizer
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, mean_loss
+from torchround.generation import generate
+from torchround.generation.inference import SAMPLE_CACHE_BYTES
 from torchround.layer import MicroBatch
 from torchround.observe.record import PromptSample
 from torchround.planning.machine_shares import StepShare, step_share
+from torchround.run.several_machines import RunMachines
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +45,13 @@ class ValidationProgress:
     @classmethod
     def from_state(cls, state: object) -> "ValidationProgress":
         """Rebuild it from a checkpoint's state. Raises `ValueError` for values that no run could have saved."""
-        if not isinstance(state, dict) or state.keys() != {"loss", "best_loss", "best_step", "since_best"}:
-            raise ValueError(f"validation is {str(state)[:100]}")
-        losses = (state["loss"], state["best_loss"])
-        counts = (state["best_step"], state["since_best"])
-        if not all(loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses):
-            raise ValueError(f"the validation losses are {str(losses)[:100]}")
-        if not all(type(count) is int and 0 <= count <= MOST_COUNTED for count in counts):
-            raise ValueError(f"the best validation is {str(counts)[:100]}")
-        return cls(**state)
+        if isinstance(state, dict) and state.keys() == {"loss", "best_loss", "best_step", "since_best"}:
+            losses, counts = (state["loss"], state["best_loss"]), (state["best_step"], state["since_best"])
+            are_losses = (loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses)
+            are_counts = (type(count) is int and 0 <= count <= MOST_COUNTED for count in counts)
+            if all(are_losses) and all(are_counts):
+                return cls(**state)
+        raise ValueError(f"validation is {str(state)[:200]}")
 
     def after(self, step: int, loss: float) -> "ValidationProgress":
         """Return the progress once `step` was validated. A loss that is not finite is never the best."""
@@ -247,3 +249,57 @@ def keeps_best(state: Mapping[str, Any]) -> bool:
 def best_of(losses: Mapping[int, float]) -> int | None:
     """Return the step with the lowest loss, the first of equals; None of no losses."""
     return min(sorted(losses), key=losses.__getitem__, default=None)
+
+
+# The continuations of `validation.prompts`, made by the run's own engine with the weights of the step.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue: as it is shown, and as token ids."""
+
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class RunSamples:
+    """The prompts of a run; it needs a `tokenizer` to have any. A continuation has at most `max_tokens` tokens.
+
+    Each token is the likeliest one, so the text depends on the weights alone, apart from the rounding of logits.
+    """
+
+    prompts: Sequence[Prompt] = ()
+    max_tokens: int = 64
+    tokenizer: Tokenizer | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+    def made_by(self, engine: Engine, machines: RunMachines) -> tuple[PromptSample, ...]:
+        """Return the continuations with the engine's device weights. All machines call this, and the first one works.
+
+        The others wait, so that each batch of prompts is the same as on one machine. Logits that are not numbers give
+        no continuations, and one warning: the step's loss says the same.
+        """
+        if self.tokenizer is None or not self.prompts:
+            return ()
+        texts: list[str] = []
+        if machines.is_first:
+            prompts = [prompt.tokens for prompt in self.prompts]
+            try:
+                found = generate(
+                    *(engine, prompts),
+                    max_tokens=self.max_tokens,
+                    stop_tokens=self.stop_tokens,
+                    cache_bytes=SAMPLE_CACHE_BYTES,
+                )
+                kept = (without_end(ids, self.stop_tokens) for ids in found)
+                texts = [self.tokenizer.decode_known(ids) for ids in kept]
+            except ValueError as error:
+                logger.warning("validation.prompts are not continued: %s", error)
+        texts = machines.agree("validation", texts, "the continuations of the prompts")[0]
+        return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
+
+
+def without_end(ids: Sequence[int], stop_tokens: Sequence[int]) -> Sequence[int]:
+    """Return a continuation without the token that ended it."""
+    return ids[:-1] if ids and ids[-1] in stop_tokens else ids
