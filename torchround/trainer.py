@@ -55,13 +55,9 @@ class Trainer:
         self._total_steps = config.training.num_steps
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
+        micro_batch_size = config.training.micro_batch_size
         self._validation = RunValidation(
-            config.validation,
-            parts.validation,
-            config.training.micro_batch_size,
-            *(self._machines.agreement("validation", "the validation"), self._machines.rank),
-            self._machines.size,
-            names=self._machines.names,
+            config.validation, parts.validation, micro_batch_size, parts.machines
         )
         self._metrics = MetricsLogger({})
 

@@ -1,4 +1,4 @@
-"""The checkpoint command: what it lists, what it finds damaged, what it deletes and what it leaves."""
+"""The checkpoint command: what it lists, and what it finds damaged."""
 
 import os
 import re
@@ -11,8 +11,6 @@ from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.manifest import read_manifest
 from torchround.commands import manage_checkpoints
 from torchround.commands.manage_checkpoints import main
-from torchround.config import RunTable
-from torchround.run.run_folder import RunFolder
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -76,44 +74,9 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(run
     assert main(["verify", str(run / "checkpoints" / "step-2")]) == 1
 
 
-def test_prune_deletes_what_the_runs_own_keys_do_not_keep(run):
-    assert main(["prune", str(run)]) == 0
-    assert left(run) == {"step-3", "step-5", "step-6", "notes"}
-    assert main(["prune", str(run), "--keep-latest-k", "1", "--keep-every-n-steps", "0"]) == 0
-    assert left(run) == {"step-6", "notes"}
-
-
-def test_prune_says_before_what_it_would_delete(run, capsys):
-    main(["prune", str(run), "--dry-run"])
-    listed = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["step-7.tmp", "step-1", "step-2", "step-4"] and len(left(run)) == 8
-    for _ in range(2):
-        main(["prune", str(run)])
-    assert capsys.readouterr().out.splitlines()[4:] == ["nothing to delete"]
-
-
-def test_prune_keeps_the_newest_sound_checkpoint_if_all_others_that_it_keeps_are_damaged(run):
-    for step in (5, 6):
-        flip_last_bit(run / "checkpoints" / f"step-{step}" / TENSORS)
-    assert main(["prune", str(run), "--keep-every-n-steps", "0"]) == 0
-    assert left(run) == {"step-4", "step-5", "step-6", "notes"}
-
-
-def test_prune_leaves_the_folder_of_a_running_process_alone(run, capsys):
-    before = left(run)
-    with RunFolder(RunTable(name="my-run", folder=str(run.parent))):
-        assert main(["prune", str(run)]) == 2
-    assert "is in use by process" in capsys.readouterr().err
-    assert left(run) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["list", "nowhere"], "nowhere/checkpoints is not there"),
-        (["verify", "empty"], "there are no checkpoints"),
-        (["prune", "empty"], "--keep-latest-k says how many to keep"),
-    ],
+    [(["list", "nowhere"], "nowhere/checkpoints is not there"), (["verify", "empty"], "there are no checkpoints")],
 )
 def test_what_cannot_be_used_is_one_message(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ COMMANDS = {
     "inspect_data": ("inspect_data", "show the sequences that a run would read"),
     "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
     "page": ("draw_page", "draw the metrics of runs as an HTML page, or their losses as a picture"),
-    "checkpoint": ("manage_checkpoints", "list, verify and prune the checkpoints of a run"),
+    "checkpoint": ("manage_checkpoints", "list and verify the checkpoints of a run"),
     "try_model": ("try_model", "score text with a trained model, and continue prompts"),
     "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),
     "simulate": (".simulate.command", "simulate pipeline schedules side by side"),

@@ -1,13 +1,9 @@
-"""List the checkpoints of a run, verify them, and delete the ones that its rules do not keep.
+"""List the checkpoints of a run, and verify them.
 
     torchround checkpoint list outputs/my-run
     torchround checkpoint verify outputs/my-run
-    torchround checkpoint prune outputs/my-run --dry-run
 
-The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`. `verify` reads every byte and compares
-checksums. `prune` deletes the checkpoints that the run's `[checkpoint]` keys (or `--keep-latest-k`,
-`--keep-every-n-steps`) do not keep, and the leftovers of killed saves. It never deletes the newest sound checkpoint, nor
-the best one of a run with `validation.keep_best`, and deletes nothing while a process works in the run's folder.
+The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`, reads every byte and compares checksums.
 
 Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an argument cannot be used.
 """
@@ -22,14 +18,12 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.commands import NATURAL, CommandError
-from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
+from torchround.commands import CommandError
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
-from torchround.run.run_folder import CONFIG_FILE, RunError, RunFolder
-from torchround.run.validation import best_of, keeps_best, kept_losses
+from torchround.run.validation import kept_losses
 from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.untrusted.terminal import terminal_safe
 
 CHECKPOINTS = "checkpoints"
 
@@ -41,31 +35,23 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (
-        ("list", "list checkpoints and leftovers"),
-        ("verify", "compare every checksum"),
-        ("prune", "delete the checkpoints that are not kept"),
-    ):
-        command = commands.add_parser(name, help=help_text)
+    for name, does in (("list", "list checkpoints and leftovers"), ("verify", "compare every checksum")):
+        command = commands.add_parser(name, help=does)
         command.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
-        if name == "prune":
-            command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-            command.add_argument("--keep-latest-k", type=NATURAL, help="instead of the run's own")
-            command.add_argument("--keep-every-n-steps", type=NATURAL, help="instead of the run's own")
     options = parser.parse_args(arguments)
     try:
-        return {"list": list_all, "verify": verify, "prune": prune}[options.command](options)
-    except (CommandError, CheckpointError, ConfigError, RunError, OSError) as error:
+        return {"list": list_all, "verify": verify}[options.command](options.folder)
+    except (CommandError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def list_all(options: argparse.Namespace) -> int:
+def list_all(folder: Path) -> int:
     """Print a table of the checkpoints and leftovers in the folder.
 
     Tensors are not read, so `complete` says that all files have their sizes, not that they are sound.
     """
-    checkpointer = Checkpointer(checkpoints_of(options.folder))
+    checkpointer = Checkpointer(checkpoints_of(folder))
     losses = {checkpointer.checkpoints()[step]: loss for step, loss in kept_losses(checkpointer).items()}
     best = min(losses, key=losses.__getitem__, default=None)
     rows, any_damaged = [["folder", "size", "written", "validation loss", "condition"]], False
@@ -100,9 +86,8 @@ def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str]]:
         yield path, "being written, or left by a killed save" if is_new else "being deleted"
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify(folder: Path) -> int:
     """Read every byte of the checkpoints. Returns 1 if one is damaged, otherwise 0."""
-    folder = options.folder
     if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
         paths = [folder]
     else:
@@ -128,51 +113,6 @@ def fault_of(path: Path) -> CheckpointError | None:
         verify_checkpoint(path, Progress(f"reading {path}", total, size_text).advance)
     except CheckpointError as error:
         return error
-    return None
-
-
-def prune(options: argparse.Namespace) -> int:
-    """Delete by the rules, holding the lock that a running process would hold."""
-    run = checkpoints_of(options.folder).parent
-    latest, every = options.keep_latest_k, options.keep_every_n_steps
-    with RunFolder(RunTable(name=run.name, folder=str(run.parent))) as folder:
-        own = CheckpointTable()
-        if (run / CONFIG_FILE).exists() and None in (latest, every):
-            own = load_config(run / CONFIG_FILE).checkpoint
-        elif latest is None:
-            raise CommandError(f"{run / CONFIG_FILE} is not there; --keep-latest-k says how many to keep")
-        latest = own.keep_latest_k if latest is None else latest
-        every = own.keep_every_n_steps if every is None else every
-        checkpointer = Checkpointer(folder.checkpoints, latest, every)
-        checkpointer.best_step = best_to_keep(checkpointer)
-        doomed = checkpointer.superfluous()
-        if doomed:  # otherwise nothing has to be spared, and reading every byte of a checkpoint takes long
-            newest = newest_sound(checkpointer)
-            doomed = [path for path in doomed if path != newest]
-        if not (doomed := [*checkpointer.leftovers(), *doomed]):
-            print("nothing to delete")
-        for path in doomed:
-            say(f"{'would delete' if options.dry_run else 'deleting'} {path}")
-        if not options.dry_run:
-            checkpointer.delete(doomed)
-    return 0
-
-
-def best_to_keep(checkpointer: Checkpointer) -> int | None:
-    """Return the step with the lowest validation loss, if the run of the newest checkpoint keeps it."""
-    for step, path in reversed(checkpointer.checkpoints().items()):
-        with suppress(CheckpointError):
-            state = read_state(path, read_manifest(path, step))
-            return best_of(kept_losses(checkpointer)) if keeps_best(state) else None
-    return None
-
-
-def newest_sound(checkpointer: Checkpointer) -> Path | None:
-    """Find the newest checkpoint whose bytes all verify. Sizes alone do not show damage."""
-    for path in reversed(checkpointer.checkpoints().values()):
-        if (fault := fault_of(path)) is None:
-            return path
-        print(fault, file=sys.stderr)
     return None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchround.accelerators import deterministic_operations
 from torchround.commands import POSITIVE_COUNT, CommandError, number
-from torchround.commands.configured_model import MISTAKES, build_model, find_weights, model_config
+from torchround.commands.configured_model import MISTAKES, build_model, find_weights
 from torchround.config import Config, ConfigError, MachinesTable, Options, parse_command_line
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
@@ -26,12 +26,10 @@ from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
-from torchround.planning.costs import Costs, CostsError
+from torchround.planning.costs import Costs
 from torchround.planning.machine_report import (
     USABLE_RATE,
     fewest_machines,
-    machine_rows,
-    rates_shown,
     report_exchange,
     usable_bytes_per_s,
 )
@@ -60,13 +58,11 @@ from torchround.run.hardware import (
     find_hardware,
     planned_kind,
 )
-from torchround.run.numbers import RunNumbers, num_parameters, run_question
+from torchround.run.numbers import RunNumbers, run_question
 from torchround.untrusted.terminal import say
 
 MOST_ADVICE = 3
 ADVISED_RANK = 16  # of adapters
-# The value of `--costs` for measured times that are part of the repository, and their folder.
-SHIPPED, MEASURED_TIMES = "shipped", Path(__file__).parents[2] / "docs" / "costs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,10 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with deterministic_operations(options.config.training.deterministic):
             question = configured_question(options, known_vocab_size(options), machine)
             if given.costs:
-                question = question.with_times(measured_costs(given, machine))
+                try:
+                    question = question.with_times(Costs.from_json(Path(given.costs).read_text()))
+                except (OSError, ValueError) as error:
+                    raise CommandError(f"--costs {given.costs}: {error}") from None
             answer = report_plan(question)
             show_plan(options, machine, answer)
-    except (*MISTAKES, CommandError, CostsError) as error:
+    except (*MISTAKES, CommandError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     return 0 if answer.plan is not None else 1
@@ -107,28 +106,8 @@ def parser() -> argparse.ArgumentParser:
     add("--device-memory-gib", type=amount, help="of each device; default: the card's")
     add("--device-tflops", type=amount, help="dense peak in the run's dtype, instead of the card's")
     add("--pcie-gb-per-s", type=amount, help="nominal, one direction, instead of the card's")
-    add(
-        "--costs",
-        help=f'measured layer times: a file, or "{SHIPPED}": in docs/costs/, of this card and config',
-    )
+    add("--costs", help="file of measured layer times, such as those in docs/costs/")
     return result
-
-
-def measured_costs(given: argparse.Namespace, machine: Hardware) -> Costs:
-    """Read the measured times that `--costs` asks for. Raises `CommandError` or `CostsError`."""
-    path = Path(given.costs)
-    if given.costs == SHIPPED:
-        card = machine.spec.name if machine.spec else "unknown"
-        path = MEASURED_TIMES / f"{card}_{Path(given.config).stem}.json"
-        if not path.is_file():
-            known = (
-                ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*.json"))) or "files of a clone"
-            )
-            raise CommandError(f"--costs {SHIPPED}: no {path.name}; measured times are shipped as {known}")
-    try:
-        return Costs.from_json(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--costs {path}: {error}") from None
 
 
 def configured_question(
@@ -268,7 +247,7 @@ def advice(options: Options, machine: Hardware, question: RunQuestion) -> Iterat
 
 
 def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
-    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines, a smaller flavor."""
+    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines."""
     config, fits_with = options.config, partial(_fits_with, options, machine, question)
     if config.training.dtype == "float32" and fits_with("training", "dtype", "bfloat16"):
         yield 'training.dtype = "bfloat16"'
@@ -276,39 +255,24 @@ def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> I
         yield f"lora.rank = {ADVISED_RANK} (adapters)"
     if machines := fewest_machines(question):
         yield f"{machines} such machines"
-    if config.model.flavor is None or config.model.shape is not None:
-        return
-    sizes = {
-        name: num_parameters(build_model(_changed(options, "model", "flavor", name), warns=False))[0]
-        for name in model_config(options, None)[0].flavors
-        if not name.startswith("debug")
-    }
-    own = sizes.get(config.model.flavor, 0)
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sizes[name] < own and fits_with("model", "flavor", name):
-            yield f'model.flavor = "{name}"'
-            return
 
 
 def _fits_with(
     options: Options, machine: Hardware, question: RunQuestion, table: str, key: str, value: object
 ) -> bool:
     """Check whether the run of `question` fits with a key changed. A value that the model cannot take does not."""
-    try:
-        changed = configured_question(_changed(options, table, key, value), None, machine, warns=False)
-        return fits(replace(changed, machines=question.machines))
-    except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
-        return False
-
-
-def _changed(options: Options, table: str, key: str, value: object) -> Options:
-    """Return the options with a key changed, and without a plan, which is for other layers or costs."""
     config = options.config
     tables = {
         table: getattr(config, table).model_copy(update={key: value}),
+        # A plan would be for other layers or costs.
         "engine": config.engine.model_copy(update={"plan": None}),
     }
-    return replace(options, config=config.model_copy(update=tables))
+    changed = replace(options, config=config.model_copy(update=tables))
+    try:
+        asked = configured_question(changed, None, machine, warns=False)
+        return fits(replace(asked, machines=question.machines))
+    except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
+        return False
 
 
 def report_lines(report: PlanReport) -> Iterator[str]:
@@ -412,34 +376,7 @@ def _machine_lines(question: RunQuestion, plan: Plan | None) -> Iterator[str]:
             gradients_s, weights_s = (nbytes / rate for nbytes in sizes)
             tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
             yield (
-                f"at {_gbit(rate):g} Gb/s: {gradients_s:.3g} s and {weights_s:.3g} s on the wire, {exchange.exposed_s:.3g} s not "
-                f"hidden by compute; step {exchange.step_s:.4g} s, about {tokens_per_s:,.0f} tokens/s of all machines"
+                f"at {round(rate * 8 / 1e9 / USABLE_RATE, 6):g} Gb/s: {gradients_s:.3g} s and {weights_s:.3g} s on the wire, "
+                f"{exchange.exposed_s:.3g} s not hidden by compute; step {exchange.step_s:.4g} s, about "
+                f"{tokens_per_s:,.0f} tokens/s of all machines"
             )
-    if question.device is not None:
-        yield (
-            f"\ntokens/s of all machines, with a batch of {question.global_batch_size} sequences for all; in brackets the "
-            "share of what each machine gives in the first row that fits, without an exchange"
-        )
-        yield f"{text_table(_machine_table(question, plan), 0)}\n"
-
-
-def _gbit(bytes_per_s: float) -> float:
-    """Return the line rate of a usable rate, in Gb/s."""
-    return round(bytes_per_s * 8 / 1e9 / USABLE_RATE, 6)
-
-
-def _machine_table(question: RunQuestion, plan: Plan | None) -> Iterator[list[str]]:
-    """Yield the cells of each row: machines, micro-batches of each, host memory, tokens/s for each rate."""
-    rates = [f"{_gbit(rate):g} Gb/s" for rate in rates_shown(question.machines)]
-    yield ["machines", "micro-batches", "host", *rates, "no exchange"]
-    tokens, alone = question.global_batch_size * question.seq_len, 0.0
-    for count, micro_batches, host_bytes, steps in machine_rows(question, plan):
-        if not steps:
-            problem = "does not fit" if micro_batches else "without work"
-            yield [f"{count}", problem, *[""] * (len(rates) + 2)]
-            continue
-        speeds = [tokens / step_s for step_s in steps]
-        # The fewest machines that fit, without an exchange: what each of them gives is what a further one could add.
-        alone = alone or speeds[-1] / count
-        shares = (f"{speed:,.0f} ({speed / alone / count:.2f})" for speed in speeds)
-        yield [f"{count}", f"{micro_batches}", size_text(host_bytes), *shares]

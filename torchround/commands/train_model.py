@@ -6,17 +6,13 @@ Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in th
 after saving. The machines of one run end with the same code, except that 1 may stand for a mistake of another machine.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -24,7 +20,6 @@ from torchround.accelerators import deterministic_operations
 from torchround.checkpoint import CheckpointError, MachineTeam, NoCheckpointError, open_checkpoint
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
-    Mapped,
     build_model,
     find_tokenizer,
     find_weights,
@@ -47,7 +42,7 @@ from torchround.data.loader import Loader
 from torchround.data.opening import reads_conversations
 from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
@@ -72,15 +67,12 @@ from torchround.run.several_machines import (
 )
 from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
-from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
 MISTAKES = (*configured_model.MISTAKES, LaunchError)
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
-# A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
-SLOW_SAVE_BYTES = 9 * 10**9
 
 
 def main(arguments: list[str]) -> int:
@@ -89,7 +81,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        end_with(escape_unprintable(str(error)))
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
         # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
@@ -97,25 +89,11 @@ def main(arguments: list[str]) -> int:
         is_here = not isinstance(error.__cause__, MachineError | None)
         if isinstance(error, PipelineError) and is_here:
             traceback.print_exception(error.__cause__)
-        end_with(f"{type(error).__name__}: {escape_unprintable(str(error))}")
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
-        end_with("interrupted before the first step")
+        print("interrupted before the first step", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def end_with(message: str) -> None:
-    """Print the message that ends the command. Under torchrun it also closes torchrun's report, which is printed below it.
-
-    torchrun names a file in which a process may say why it failed, and quotes it at the end of its report.
-    """
-    print(message, file=sys.stderr, flush=True)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # the message is on the console
-        write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:
@@ -164,7 +142,6 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers = RunNumbers.of(config)
     hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
@@ -186,7 +163,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         model=model,
         loader=loader,
         validation=validation,
-        numbers=numbers,
+        numbers=RunNumbers.of(config),
         hardware=hardware,
         question=question,
         plan=plan,
@@ -206,32 +183,27 @@ def run_folder(options: Options, machines: RunMachines) -> RunFolder:
 
 
 def check_start(options: Options, machines: RunMachines) -> None:
-    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from."""
-    folder = run_folder(options, machines)
+    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from.
+
+    Only names, sizes and states of checkpoints are looked at; loading reads the tensors.
+    """
+    config, folder = options.config, run_folder(options, machines)
     if not options.is_named_on_command_line:
         folder.refuse_another_config()
-    require_load_path(options.config, folder)
-    require_same_optimizer(options.config, folder.checkpointer())
-
-
-def require_load_path(config: Config, folder: RunFolder) -> None:
-    """Raise `RunError` if the run would start from `checkpoint.load_path` and there is no such checkpoint.
-
-    Only names and sizes are looked at; loading reads the contents.
-    """
-    path = given_folder(config)
-    checkpointer = folder.checkpointer()
-    if path is None or checkpointer.checkpoints():
-        return
-    try:
-        step = open_checkpoint(path, checkpointer.is_part).step
-    except CheckpointError as error:
-        if isinstance(error, NoCheckpointError) and checkpointer.is_part and not folder.team.is_alone:
-            return  # it may be on the disks of other machines, and loading asks all
-        raise RunError(f"checkpoint.load_path: {error}") from error
-    steps_are_known = config.training.steps is not None or config.data.epochs is None
-    if config.checkpoint.load == "all" and steps_are_known:
-        require_steps_left(config, path, step)
+    path, checkpointer = given_folder(config), folder.checkpointer()
+    if path is not None and not checkpointer.checkpoints():
+        step = None
+        try:
+            step = open_checkpoint(path, checkpointer.is_part).step
+        except CheckpointError as error:
+            # The checkpoint may be on the disks of other machines, and loading asks all.
+            may_be_elsewhere = checkpointer.is_part and not folder.team.is_alone
+            if not (isinstance(error, NoCheckpointError) and may_be_elsewhere):
+                raise RunError(f"checkpoint.load_path: {error}") from error
+        steps_are_known = config.training.steps is not None or config.data.epochs is None
+        if step is not None and config.checkpoint.load == "all" and steps_are_known:
+            require_steps_left(config, path, step)
+    require_same_optimizer(config, checkpointer)
 
 
 def dry_run(options: Options) -> int:
@@ -301,40 +273,25 @@ def description(parts: RunParts) -> str:
     size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
-    need = disk_need(parts.config, parts.folder, parts.question)
     machines, host = parts.machines, host_memory(parts.question, parts.plan)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {size_text(host.total_bytes)} ({host.text()})",
-        f"disk     {need.text()}",
+        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
     ]
     if machines.group is not None:
         lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
         lines.insert(3, f"network  {network_text(parts.question, parts.plan)}")
-    if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
-        lines.append(
-            "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
-            "torchrun --shutdown-timeout SECONDS"
-        )
     # A run that continues keeps its rounds, and would have other losses with others.
     is_new = parts.folder.checkpointer().latest_step() is None
     if is_new and (found := gains(parts.question, parts.plan, every=False)):
         lines.append(f"faster   {gain_text(parts.question, *max(found.items(), key=lambda gain: gain[1]))}")
     if parts.config.lora.map_base:
-        lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
+        mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
+        lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")
     return "\n".join(lines)
-
-
-def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
-    """Say on one line how much of the frozen weights stays in files."""
-    # A parameter object is a key, so a tied one counts once.
-    frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
-    all_bytes = sum(frozen.values()) * dtype.itemsize
-    mapped_bytes = sum(tensor.memory.nbytes for tensors in mapped.values() for tensor in tensors)
-    rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
-    return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"
 
 
 def export_result(folder: RunFolder, config: Config) -> None:

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.checkpoint.fsync import free_bytes_at
-from torchround.config import CheckpointTable, Config, RunTable, ValidationTable, to_toml
+from torchround.config import Config, RunTable, to_toml
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
 from torchround.planning.run_question import RunQuestion
@@ -279,8 +278,8 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
 class DiskNeed:
     """The disk of a run's checkpoints: what one takes, how many are there at once, and what is free.
 
-    `num_present` complete checkpoints are there already. `free_bytes` includes what the next save clears away first; it
-    is None if the file system does not say.
+    `num_at_once` leaves out those that are kept for ever. `num_present` complete checkpoints are there already.
+    `free_bytes` includes what the next save clears away first; it is None if the file system does not say.
     """
 
     folder: Path
@@ -310,24 +309,28 @@ class DiskNeed:
             logger.warning(
                 "run.folder: %s: %s, so the disk will be full before the run ends; a lower checkpoint.keep_latest_k "
                 "or another disk (run.folder) avoids that",
-                self.folder,
-                self.text(),
+                *(self.folder, self.text()),
             )
 
 
 def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskNeed:
     """Count what the run's checkpoints take and what its disk has. Nothing is written."""
-    checkpointer = folder.checkpointer()
+    checkpointer, table = folder.checkpointer(), config.checkpoint
     free_bytes = free_bytes_at(folder.path)
     leftovers = 0
     for path in checkpointer.leftovers():
         with suppress(OSError):  # deleted meanwhile, or not readable
             # Deleting a link frees nothing.
             leftovers += 0 if path.is_symlink() else sum(file.lstat().st_size for file in path.iterdir())
+    # The kept ones, and the one that is being written. A run without steps yet has at least one.
+    num_saves = -(-(config.training.steps or 1) // (table.interval_steps or config.training.steps or 1))
+    if config.validation.keep_best:
+        num_saves += (config.training.steps or 0) // config.validation.interval_steps
+    kept = table.keep_latest_k + 1 + config.validation.keep_best if table.keep_latest_k else num_saves
     return DiskNeed(
         folder=folder.path,
         checkpoint_bytes=-(-checkpoint_bytes(question) // (folder.team.size if checkpointer.is_part else 1)),
-        num_at_once=num_at_once(config.checkpoint, config.training.steps, config.validation),
+        num_at_once=kept if config.training.steps is None else min(kept, num_saves),
         num_present=len(checkpointer.complete_steps()),
         free_bytes=None if free_bytes is None else free_bytes + leftovers,
     )
@@ -345,25 +348,3 @@ def checkpoint_bytes(question: RunQuestion) -> int:
     num_stale = sum(layer.gradient_bytes for layer in stale) // question.accumulate_bytes
     in_dtype = older_versions * count.trained + count.frozen + num_stale
     return question.updates.saved_bytes(count.by_rule) + question.element_bytes * in_dtype
-
-
-def num_at_once(
-    table: CheckpointTable, total_steps: int | None, validation: ValidationTable | None = None
-) -> int:
-    """Return the most checkpoints that are on the disk at once: the kept ones, and the one that is being written.
-
-    Without `total_steps`, which may not be counted yet, it leaves out those that are kept for ever.
-    """
-    best = int(validation is not None and validation.keep_best)
-    if total_steps is None:
-        return table.keep_latest_k + 1 + best if table.keep_latest_k else 1
-    interval = table.interval_steps or total_steps
-    num_saves = -(-total_steps // interval)
-    if validation is not None and best:
-        num_saves += total_steps // validation.interval_steps
-    if not table.keep_latest_k:
-        return num_saves
-    for_ever = 0
-    if table.keep_every_n_steps:
-        for_ever = total_steps // math.lcm(interval, table.keep_every_n_steps)
-    return min(num_saves, table.keep_latest_k + 1 + best + for_ever)

@@ -13,7 +13,7 @@ from typing import Any
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import ValidationTable
 from torchround.data import DataError, cut
-from torchround.data.step_batches import Agree, raise_agreed
+from torchround.data.step_batches import raise_agreed
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, mean_loss
@@ -89,23 +89,10 @@ class Validated:
         return self.loss is not None or bool(self.samples)
 
 
-@dataclass(frozen=True)
-class BatchLoss:
-    """The loss of one batch of a validation: the sum of each micro-batch's token losses, by its number, and its labels."""
-
-    sums: Mapping[int, float]
-    num_labels: int
-
-    def total(self) -> float:
-        """Return the loss of all labels, from the mean: the same on any number of machines."""
-        ordered = [self.sums[number] for number in sorted(self.sums)]
-        return mean_loss(ordered, self.num_labels) * self.num_labels
-
-
 class RunValidation:
     """The validations of one run: `batches` are the same each time they are iterated over.
 
-    Each of several machines evaluates its share of each batch. `agree` then gives every machine's sums to all.
+    Each of several machines evaluates its share of each batch, and gives the sums to all.
     """
 
     def __init__(
@@ -113,19 +100,13 @@ class RunValidation:
         table: ValidationTable,
         batches: Iterable[MicroBatch],
         micro_batch_size: int,
-        agree: Agree | None = None,
-        machine: int = 0,
-        num_machines: int = 1,
-        *,
-        names: Sequence[str] = (),
+        machines: RunMachines,
     ) -> None:
         self._table = table
         self._batches = batches
         self._micro_batch_size = micro_batch_size
-        self._agree = agree
-        self._machine = machine
-        self._num_machines = num_machines
-        self._names = names or [f"machine {rank}" for rank in range(num_machines)]
+        self._machines = machines
+        self._agree = machines.agreement("validation", "the validation")
         self._has_warned_of_no_labels = False
 
     @property
@@ -151,61 +132,57 @@ class RunValidation:
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        error: DataError | None = None
-        losses: list[BatchLoss] = []
+        own, error = [], None
         try:
-            losses = self._own_losses(engine)
+            own = self._own_losses(engine)
         except DataError as caught:
             if self._agree is None:
                 raise
-            error = caught
+            error = str(caught)
+        every = [own]
         if self._agree is not None:
-            losses = self._of_all(self._agree, losses, error)
-        num_labels = sum(loss.num_labels for loss in losses)
+            found = self._agree({"error": error, "losses": own})
+            names = self._machines.names
+            raise_agreed([each["error"] for each in found], names)
+            every = [each["losses"] for each in found]
+            for name, losses in zip(names, every, strict=True):
+                if [labels for labels, _ in losses] != [labels for labels, _ in every[0]]:
+                    raise DataError(
+                        f"validation: {name} reads other batches than {names[0]}: the files of the validation's "
+                        "sources differ between them"
+                    )
+        total, num_labels = 0.0, 0
+        for batch in zip(*every, strict=True):
+            labels = batch[0][0]
+            sums = sorted((pair for _, pairs in batch for pair in pairs), key=lambda pair: pair[0])
+            # From the mean: the same on any number of machines.
+            total += mean_loss([loss for _, loss in sums], labels) * labels
+            num_labels += labels
         if num_labels:
-            return sum(loss.total() for loss in losses) / num_labels
+            return total / num_labels
         if not self._has_warned_of_no_labels:
             self._has_warned_of_no_labels = True
             logger.warning(
                 "validation: its %d batches hold no label, so there is no loss to log; torchround inspect_data shows "
                 "which tokens are learnt",
-                len(losses),
+                len(own),
             )
         return None
 
-    def _own_losses(self, engine: Engine) -> list[BatchLoss]:
-        """Evaluate this machine's share of all batches."""
+    def _own_losses(self, engine: Engine) -> list[list[Any]]:
+        """Evaluate this machine's share of all batches.
+
+        Returns for each batch its labels, and the number and the sum of the token losses of each own micro-batch.
+        """
         found: list[tuple[StepShare, StepResult | None, int]] = []
         for batch in self._batches:
             parts = cut(batch, self._micro_batch_size)
-            share = step_share(len(parts), 1, self._machine, self._num_machines)
+            share = step_share(len(parts), 1, self._machines.rank, self._machines.size)
             own = [parts[number] for number in share.micro_batches]
             found.append((share, engine.evaluate(own) if own else None, batch.num_labels()))
         return [
-            BatchLoss(
-                dict(zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)),
-                num_labels,
-            )
-            for share, result, num_labels in found
-        ]
-
-    def _of_all(self, agree: Agree, own: Sequence[BatchLoss], error: DataError | None) -> list[BatchLoss]:
-        """Return the losses with the sums of all machines."""
-        value = {
-            "error": error and str(error),
-            "losses": [[loss.num_labels, sorted(loss.sums.items())] for loss in own],
-        }
-        found = agree(value)
-        raise_agreed([each["error"] for each in found], self._names)
-        for name, each in zip(self._names, found, strict=True):
-            if [labels for labels, _ in each["losses"]] != [labels for labels, _ in found[0]["losses"]]:
-                raise DataError(
-                    f"validation: {name} reads other batches than {self._names[0]}: the files of the validation's "
-                    "sources differ between them"
-                )
-        return [
-            BatchLoss({number: loss for _, sums in batch for number, loss in sums}, batch[0][0])
-            for batch in zip(*(each["losses"] for each in found), strict=True)
+            [labels, [*zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)]]
+            for share, result, labels in found
         ]
 
 
@@ -236,14 +213,6 @@ def joint_losses(checkpointer: Checkpointer) -> dict[int, float]:
     every = checkpointer.team.gather(own, "the validation losses of the checkpoints")
     # Machine 0 has the last word: in a shared folder it sees the newest state.
     return {step: loss for losses in reversed(every) for step, loss in losses}
-
-
-def keeps_best(state: Mapping[str, Any]) -> bool:
-    """Whether the run of a checkpoint's state had `validation.keep_best`."""
-    try:
-        return state["config"]["validation"]["keep_best"] is True
-    except (KeyError, TypeError):
-        return False  # from before the key
 
 
 def best_of(losses: Mapping[int, float]) -> int | None:
