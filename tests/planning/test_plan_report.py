@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.support.counted_rules import COMPACT_ADAMW, FULL
-from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.planning.cards import DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.planning.machine_report import machine_rows, report_exchange, usable_bytes_per_s
+from torchround.planning.machine_report import report_exchange, usable_bytes_per_s
 from torchround.planning.machine_shares import assign_owners, landing_bytes, step_share
-from torchround.planning.memory import GIB, STAGED_BYTES, gib_text
+from torchround.planning.memory import GIB, gib_text
 from torchround.planning.partition import Partition, PlanError, split_evenly
 from torchround.planning.plan_report import (
     changes_that_fit,
@@ -317,22 +316,6 @@ def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
     small, large = BundleCount((MIB,)), BundleCount((50 * MIB,))
     assert landing_bytes(ParameterCounts((small,) * 100), 2, 1, 2) == int(0.12 * 2 * 100 * MIB)
     assert landing_bytes(ParameterCounts((large, *(small,) * 50)), 2, 1, 2) == 2 * 51 * MIB
-
-
-def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate():
-    question = asked(3)
-    plan = plan_for(question)
-    rows = list(machine_rows(question, plan))
-    assert [count for count, *_ in rows] == [1, 2, 3, 4, 8, 16] and rows[-1][1:] == (0, 0, [])
-    for *_, steps in rows[:-1]:
-        # 10, 25 and 100 Gb/s, and no exchange at all: faster networks never make longer steps.
-        assert len(steps) == 4 and sorted(steps, reverse=True) == steps
-    assert rows[2][-1][-1] == pytest.approx(plan.step_s)
-    assert rows[0][-1] == [pytest.approx(plan_for(asked(1)).step_s)] * 4
-    short = asked(2, host_bytes=400 * MIB)
-    alone, two, *_ = machine_rows(short, plan_for(short))
-    assert alone[1] and not alone[-1] and two[2] <= 400 * MIB
-    assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES
 
 
 # Shares of several machines: together they are one machine's step, and owners are balanced.

@@ -6,6 +6,7 @@ Every command builds them here.
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,18 +220,15 @@ def _refuse_another_family(options: Options, given: ModelFamily, path: Path, mod
     """Raise `ConfigError` if another family reads this type, or none. The message lists what is supported."""
     if given.name == BORROWED or model_type in given.hf_model_types:
         return
-    fitting = [family.name for family in OWN_FAMILIES.values() if model_type in family.hf_model_types]
-    if fitting:
+    readers = {kind: family.name for family in OWN_FAMILIES.values() for kind in family.hf_model_types}
+    if isinstance(model_type, str) and model_type in readers:
         raise options.error(
             "model.family",
             f"given {show(options.config.model.family)}, but {path} has model_type {show(model_type)}; "
-            f"legal for it: {' or '.join(show(name) for name in fitting)}",
+            f"legal for it: {show(readers[model_type])}",
         )
     named = f"model_type {show(model_type)}" if isinstance(model_type, str) else "no model_type"
-    supported = "; ".join(
-        f"{' or '.join(show(kind) for kind in family.hf_model_types)} with model.family = {show(family.name)}"
-        for family in OWN_FAMILIES.values()
-    )
+    supported = "; ".join(f"{show(kind)} with model.family = {show(name)}" for kind, name in readers.items())
     raise options.error(
         "model.hf_path",
         f"{path} has {named}, which no family of torchround reads; legal: {supported}; most decoders of other types "
@@ -244,23 +242,18 @@ def _advise_on_borrowed(options: Options) -> None:
         return
     if options.config.engine.compile is True:
         logger.warning(
-            "engine.compile = true compiles the optimizer's update alone: the layers of model.family = %s run as "
-            "transformers wrote them",
+            "engine.compile = true compiles the update alone: layers of model.family = %s stay as they are",
             show(BORROWED),
         )
-    path, content = _read_config_json(options)
+    _, content = _read_config_json(options)
     for family in OWN_FAMILIES.values():
-        if content.get("model_type") not in family.hf_model_types:
-            continue
-        try:
-            family.config_from_hf(content)
-        except ModelConfigError:
-            continue
-        logger.warning(
-            "model.family = %s runs the modules of transformers; model.family = %s trains %s with kernels of its own, "
-            "which are faster",
-            *(show(BORROWED), show(family.name), path.parent),
-        )
+        with suppress(ModelConfigError):
+            if content.get("model_type") in family.hf_model_types:
+                family.config_from_hf(content)
+                logger.warning(
+                    "model.family = %s runs the modules of transformers; model.family = %s has faster kernels of its own",
+                    *(show(BORROWED), show(family.name)),
+                )
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.

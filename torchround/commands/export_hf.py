@@ -145,10 +145,8 @@ def export(request: Export) -> str:
             content = peft_config(trained.lora, trained.adapters, trained.module_names, base)
         else:
             files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
-            name, written = (
-                "config.json",
-                write_generation(folder, content, run, trained.base, request.tokenizer),
-            )
+            written = write_generation(folder, content, run, trained.base, request.tokenizer)
+            name = "config.json"
         write_json(folder / name, content)
         write_whole(folder / CARD_FILE, model_card(trained.facts))
     # The tokenizer `bytes` writes its files over copied ones.

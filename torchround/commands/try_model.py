@@ -275,68 +275,14 @@ def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> Tr
         verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
     except CheckpointError as error:
         raise CheckpointError(error, "--step N tries another checkpoint of the run") from error
-    tokenizer = find_tokenizer(options)
-    model = build_model(options, tokenizer.vocab_size, warns=False)
-    family, shape = model_config(options, tokenizer.vocab_size)
-    weights = CheckpointWeights(path, checkpoint_weights(path))
-    shapes = model.stored_shapes()
-    if unknown := sorted(weights.stored.keys() - shapes.keys()):
-        raise HFError(f"{path}: {', '.join(unknown[:5])} is not part of the model that {file} describes")
-    mapped: Mapped = {}
-    if missing := sorted(shapes.keys() - weights.stored.keys()):
-        base = options.config.model.hf_path
-        if base is None or not set(missing) <= family.module_names(shape).keys():
-            raise HFError(f"{path}: {', '.join(missing[:5])} of the model that {file} describes is not in it")
-        weights.base = open_weights(Path(base).expanduser(), family, shape, shapes)
-        weights.base.restrict(missing)
-        mapped = weights.base.map_tensors(missing, DTYPES[options.config.training.dtype])
-    _freeze(model)
-    name = f"{options.config.model.family}, {folder} after step {step}"
-    return TriedModel(name, options, model, shape, tokenizer, weights, mapped)
+    return _opened(options, f"{folder} after step {step}", path)
 
 
 def model_of_folder(folder: Path, overrides: Sequence[str]) -> TriedModel:
     """Open a released or exported model, or adapters in PEFT's format with their base model.
 
-    `overrides` are keys as on the command line of a run. Raises as `model_of_run`.
+    The config is that of a run that would begin with the model. Arguments and errors as of `model_of_run`.
     """
-    options = _folder_options(folder, overrides)
-    tokenizer = find_tokenizer(options)
-    model = build_model(options, tokenizer.vocab_size, warns=False)
-    family, shape = model_config(options, tokenizer.vocab_size)
-    weights, _ = find_weights(options, model)
-    assert weights is not None, "a folder has weights"
-    in_base = model.stored_shapes().keys() - adapter_names(model, family.module_names(shape)).keys()
-    mapped = weights.map_tensors(sorted(in_base), DTYPES[options.config.training.dtype])
-    _freeze(model)
-    name = f"{options.config.model.family}, {folder}"
-    return TriedModel(name, options, model, shape, tokenizer, weights, mapped)
-
-
-def _freeze(model: LayeredModel) -> None:
-    for layer in model.layers:
-        layer.requires_grad_(False)
-
-
-def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: int) -> TextEngine:
-    """Read the model's weights, and start an engine for `batch_size` sequences of up to `tokens` tokens."""
-    dtype = DTYPES[tried.options.config.training.dtype]
-    shapes = tried.model.stored_shapes().items()
-    own = sum(shape.numel() * dtype.itemsize for name, shape in shapes if name not in tried.mapped)
-    if hardware.host_bytes is not None and own > hardware.host_bytes:
-        raise EngineUsageError(
-            f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used; weights "
-            "that files hold in the type of --dtype stay in the files and take none"
-        )
-    devices = hardware.make_devices()
-    store = inference_store(tried.model, dtype, devices, tried.mapped)
-    store.initialize(tried.model, 0, tried.weights.load)
-    limit = hardware.device_bytes
-    return TextEngine(tried.model, store, devices, batch_size=batch_size, tokens=tokens, device_bytes=limit)
-
-
-def _folder_options(folder: Path, overrides: Sequence[str]) -> Options:
-    """Make the config of a run that would begin with the model in `folder`. Raises `ConfigError` or `HFError`."""
     if not folder.is_dir():
         legal = "a local folder (a name on the hub is not downloaded)"
         raise ConfigError([f"--model: there is no folder {folder}; legal: {legal}"])
@@ -360,7 +306,59 @@ def _folder_options(folder: Path, overrides: Sequence[str]) -> Options:
     raw = RawConfig(main_source=str(folder), tables=tables)
     for key_path, value in given.items():
         apply_override(raw, key_path, value)
-    return Options(validate(raw), print_config=False, dry_run=False, raw=raw)
+    return _opened(Options(validate(raw), print_config=False, dry_run=False, raw=raw), str(folder))
+
+
+def _opened(options: Options, name: str, checkpoint: Path | None = None) -> TriedModel:
+    """Open the configured model with the weights of a checkpoint, otherwise with those in its folder."""
+    tokenizer = find_tokenizer(options)
+    model = build_model(options, tokenizer.vocab_size, warns=False)
+    family, shape = model_config(options, tokenizer.vocab_size)
+    shapes, dtype = model.stored_shapes(), DTYPES[options.config.training.dtype]
+    weights: CheckpointWeights | PretrainedWeights | None
+    mapped: Mapped = {}
+    if checkpoint is None:
+        weights, _ = find_weights(options, model)
+        assert weights is not None, "a folder has weights"
+        in_base = shapes.keys() - adapter_names(model, family.module_names(shape)).keys()
+        mapped = weights.map_tensors(sorted(in_base), dtype)
+    else:
+        weights = CheckpointWeights(checkpoint, checkpoint_weights(checkpoint))
+        source = options.raw.main_source
+        if unknown := sorted(weights.stored.keys() - shapes.keys()):
+            raise HFError(
+                f"{checkpoint}: {', '.join(unknown[:5])} is not part of the model that {source} describes"
+            )
+        if missing := sorted(shapes.keys() - weights.stored.keys()):
+            base = options.config.model.hf_path
+            if base is None or not set(missing) <= family.module_names(shape).keys():
+                raise HFError(
+                    f"{checkpoint}: {', '.join(missing[:5])} of the model that {source} describes is not in it"
+                )
+            weights.base = open_weights(Path(base).expanduser(), family, shape, shapes)
+            weights.base.restrict(missing)
+            mapped = weights.base.map_tensors(missing, dtype)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    name = f"{options.config.model.family}, {name}"
+    return TriedModel(name, options, model, shape, tokenizer, weights, mapped)
+
+
+def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: int) -> TextEngine:
+    """Read the model's weights, and start an engine for `batch_size` sequences of up to `tokens` tokens."""
+    dtype = DTYPES[tried.options.config.training.dtype]
+    shapes = tried.model.stored_shapes().items()
+    own = sum(shape.numel() * dtype.itemsize for name, shape in shapes if name not in tried.mapped)
+    if hardware.host_bytes is not None and own > hardware.host_bytes:
+        raise EngineUsageError(
+            f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used; weights "
+            "that files hold in the type of --dtype stay in the files and take none"
+        )
+    devices = hardware.make_devices()
+    store = inference_store(tried.model, dtype, devices, tried.mapped)
+    store.initialize(tried.model, 0, tried.weights.load)
+    limit = hardware.device_bytes
+    return TextEngine(tried.model, store, devices, batch_size=batch_size, tokens=tokens, device_bytes=limit)
 
 
 def _read_adapter_config(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -101,7 +101,16 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
-        note = _note_of_absence() if table.devices == "auto" else ""
+        note = ""
+        if table.devices == "auto":
+            absence = why_no_accelerator(maker_of_build())
+            note = f": no accelerator found ({absence.reason})"
+            if absence.has_card:
+                logger.warning(
+                    'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
+                    'engine.devices = "cpu" asks for that without this warning',
+                    absence.reason,
+                )
         return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
     cards, num_users = tuple(range(kind.count())), 1
     if share.count > len(cards):
@@ -151,27 +160,13 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     return here
 
 
-def _note_of_absence() -> str:
-    """Return why `auto` found no accelerator. One warning if the machine has a card, which is then not used."""
-    absence = why_no_accelerator(maker_of_build())
-    if absence.has_card:
-        logger.warning(
-            'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
-            'engine.devices = "cpu" asks for that without this warning',
-            absence.reason,
-        )
-    return f": no accelerator found ({absence.reason})"
-
-
 def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
-        absence = why_no_accelerator(maker_of_build())
-        # A build for the CPU is the usual cause.
-        reason += f" ({absence.reason if absence.has_card else f'this is torch {torch.__version__}'})"
+        reason += f" ({why_no_accelerator(maker_of_build()).reason})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 

@@ -94,7 +94,15 @@ def run_question(
     """
     training, engine = numbers.training, numbers.engine
     given = None if engine.plan is None else given_plan(engine)
-    _check(model, numbers, hardware, None if given is None else given[0].num_layers)
+    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+        raise EngineUsageError(
+            f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
+        )
+    if given is not None and given[0].num_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
     updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
     counts = parameter_counts(bundles, mapped, rule_of)
@@ -177,20 +185,6 @@ def _counted_costs(
     return cache(costs_for)  # a report asks for the same lengths many times
 
 
-def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
-    """Raise `EngineUsageError` for a switch that the devices lack, or a given plan of another number of layers."""
-    if numbers.training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
-        raise EngineUsageError(
-            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
-            "legal: false"
-        )
-    if planned_layers is not None and planned_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {planned_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
-        )
-
-
 def layer_works(
     model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
 ) -> list[LayerWork]:
@@ -199,8 +193,8 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if runs_compiled(layer, numbers.engine, kind, tokens * sequences):
-            # A compiled backward gives all gradients of its layer at once.
+        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind, tokens * sequences):
+            # The layer keeps all its parts or nothing. A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             workspace_bytes = work.workspace_bytes + trained * element_bytes
             work = replace(kept_whole(work), workspace_bytes=workspace_bytes, keeps_whole=True)
@@ -215,11 +209,6 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
     """
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
-
-
-def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tokens: int) -> bool:
-    """Return whether a layer runs compiled for micro-batches of this size, so that it keeps all its parts or nothing."""
-    return compiles_layers(table, kind) and not runs_fused(layer, kind, num_tokens)
 
 
 def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
@@ -278,8 +267,13 @@ def optimizer_costs(
     others = _smaller_settings(table, engine)
     optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
     trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
+
+    def costs_of(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
+        values = sum(state_format.element_bytes(value) for value in rule.values)
+        return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
+
     kept = {
-        name: tuple(_rule_costs(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
+        name: tuple(costs_of(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
         for name, facts in parameter_facts(model).items()
         if name in trained
     }
@@ -296,11 +290,6 @@ def optimizer_costs(
     return updates, {name: distinct.index(costs) for name, costs in kept.items()}
 
 
-def _rule_costs(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
-    values = sum(state_format.element_bytes(value) for value in rule.values)
-    return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
-
-
 def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
     """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
     changes = {}
@@ -309,9 +298,8 @@ def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, O
     if not isinstance(table, AdamWTable):
         keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
         if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
-            keys.append(
-                'engine.delay_correction = "none"'
-            )  # AdamW would correct the delay, which takes 2 bytes
+            # AdamW would correct the delay, which takes 2 bytes.
+            keys.append('engine.delay_correction = "none"')
         changes[" and ".join(keys)] = AdamWTable(state="compact")
     return changes
 

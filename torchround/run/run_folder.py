@@ -17,7 +17,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,8 +37,6 @@ MOST_PLAN_BYTES = 2**24
 MOST_SOURCE_BYTES = 2**16
 # Errors of flock on file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# A network's file system keeps the lock of a machine that died for its lease, 90 s by default.
-LEASE_S = 100
 
 
 class RunError(Exception):
@@ -129,8 +126,13 @@ class RunFolder:
         The same path is the same file, edited or not. A file of the same content has been moved or copied, or is seen
         under another path in a container. The folder's own `config.toml` is the run's too.
         """
-        kept, source = self._kept_source(), self._source
-        if kept is None or source is None or self._is_own_config(source):
+        source = self._source
+        try:
+            content = json.loads(read_regular(self.path / SOURCE_FILE, MOST_SOURCE_BYTES))
+            kept = ConfigSource(str(content["path"]), str(content["digest"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return  # no run is there, or no readable record of it
+        if source is None or self._is_own_config(source):
             return
         if source.path != kept.path and source.digest != kept.digest:
             raise RunError(
@@ -144,14 +146,6 @@ class RunFolder:
         try:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
         except (OSError, ValueError):
-            return None
-
-    def _kept_source(self) -> ConfigSource | None:
-        """Return the file that the run came from, None if the folder has no readable record of it."""
-        try:
-            content = json.loads(read_regular(self.path / SOURCE_FILE, MOST_SOURCE_BYTES))
-            return ConfigSource(str(content["path"]), str(content["digest"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _is_own_config(self, source: ConfigSource) -> bool:
@@ -174,40 +168,23 @@ class RunFolder:
     def _take_lock(self) -> None:
         """Lock the folder. Raises `RunError` if another process holds the lock; warns if there are no locks."""
         try:
-            self._flock(0 if self.team.is_alone else LEASE_S)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             raise RunError(
-                f"{self.path} is in use by {holder}; wait for it to end, or give this run a name of its own "
-                "(--run.name NAME)"
+                f"{self.path} is in use by {holder}; wait for it to end (a network's file system keeps the lock of a "
+                "machine that died for up to two minutes), or give this run a name of its own (--run.name NAME)"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise RunError(f"run.folder: {self.path} cannot be locked: {error}") from error
             logger.warning(
                 "%s cannot be locked (%s); nothing will stop a second process from writing there",
-                self.path,
-                error,
+                *(self.path, error),
             )
         # The holder's name is for the message of a second process. The lock itself is the kernel's.
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _flock(self, patience_s: int) -> None:
-        """Take the kernel's lock. Raises `BlockingIOError` if another process holds it for `patience_s` seconds."""
-        for left_s in range(patience_s, -1, -1):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if left_s == 0:
-                    raise
-                if left_s == patience_s:
-                    logger.warning(
-                        "%s is locked; waiting up to %d s, in case a machine died", self.path, left_s
-                    )
-                time.sleep(1)
-            else:
-                return
 
 
 def raise_on_all(team: MachineTeam, error: RunError | None, what: str) -> None:

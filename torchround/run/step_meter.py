@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchround.engine.device import Device
@@ -249,34 +249,24 @@ class Dispatched:
     num_tokens: int
 
 
+@dataclass
 class StepReports:
     """The steps of a run that are not reported yet: each is reported once it is done, in order.
 
     A record is logged every `log_every_steps`, and of `last_step`.
     """
 
-    def __init__(
-        self,
-        meter: StepMeter,
-        metrics: MetricsLogger,
-        traces: StepTraces,
-        bad_steps: BadSteps,
-        checkpoints: RunCheckpoints,
-        machines: RunMachines,
-        log_every_steps: int,
-        last_step: int,
-    ) -> None:
-        self._meter = meter
-        self._metrics = metrics
-        self._traces = traces
-        self._bad_steps = bad_steps
-        self._checkpoints = checkpoints
-        self._machines = machines
-        self._log_every_steps = log_every_steps
-        self._last_step = last_step
-        self._under_way: deque[Dispatched] = deque()
-        self._newest: Dispatched | None = None
-        self._is_ending = False
+    meter: StepMeter
+    metrics: MetricsLogger
+    traces: StepTraces
+    bad_steps: BadSteps
+    checkpoints: RunCheckpoints
+    machines: RunMachines
+    log_every_steps: int
+    last_step: int
+    _under_way: deque[Dispatched] = field(default_factory=deque, init=False)
+    _newest: Dispatched | None = field(default=None, init=False)
+    _is_ending: bool = field(default=False, init=False)
 
     @property
     def are_complete(self) -> bool:
@@ -295,28 +285,28 @@ class StepReports:
         while len(self._under_way) > leave:
             done = self._under_way[0]
             step = done.position.step
-            self._meter.add(done.result, done.num_tokens)
-            self._traces.add(done.result)
-            self._bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
+            self.meter.add(done.result, done.num_tokens)
+            self.traces.add(done.result)
+            self.bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
             self._newest = done
-            is_due = step % self._log_every_steps == 0 or step == self._last_step
+            is_due = step % self.log_every_steps == 0 or step == self.last_step
             found = validated if len(self._under_way) == 1 else None
             if is_due or found:
                 self.log_rest(found)
             # Only now: a step whose report fails stays under way, and is named when the run ends.
             self._under_way.popleft()
-            self._checkpoints.reported(step)
+            self.checkpoints.reported(step)
 
     def log_rest(self, validated: Validated | None = None) -> None:
         """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
         done = self._newest
-        if done is not None and self._meter.num_steps:
+        if done is not None and self.meter.num_steps:
             step, tokens = done.position.step, done.position.tokens
             found = validated or Validated()
-            record = self._meter.record(step, tokens, done.lr, found.loss)
+            record = self.meter.record(step, tokens, done.lr, found.loss)
             record = replace(record, samples=found.samples)
             # After a fault the other machines answer no more.
-            self._metrics.log(record if self._is_ending else self._machines.merged(record))
+            self.metrics.log(record if self._is_ending else self.machines.merged(record))
 
     def report_finished(self, updates: int) -> None:
         """After a fault, report the steps up to number `updates`, as far as their figures are still there.
