@@ -1,17 +1,19 @@
 """The answers before a run, of one machine or several, against hand-made figures and against the planner itself."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
 from tests.support.counted_rules import COMPACT_ADAMW, FULL
+from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.planning.cards import DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.planning.machine_report import report_exchange, usable_bytes_per_s
+from torchround.planning.machine_report import GBIT_PER_S, machine_step_seconds, report_exchange, usable_bytes_per_s
 from torchround.planning.machine_shares import assign_owners, landing_bytes, step_share
-from torchround.planning.memory import GIB, gib_text
+from torchround.planning.memory import GIB, STAGED_BYTES, gib_text
 from torchround.planning.partition import Partition, PlanError, split_evenly
 from torchround.planning.plan_report import (
     changes_that_fit,
@@ -316,6 +318,15 @@ def test_the_window_is_a_share_of_all_gradients_if_two_parts_are_less():
     small, large = BundleCount((MIB,)), BundleCount((50 * MIB,))
     assert landing_bytes(ParameterCounts((small,) * 100), 2, 1, 2) == int(0.12 * 2 * 100 * MIB)
     assert landing_bytes(ParameterCounts((large, *(small,) * 50)), 2, 1, 2) == 2 * 51 * MIB
+
+
+def test_faster_networks_never_make_longer_steps():
+    question = asked(3)
+    plan = plan_for(question)
+    rates = [*map(usable_bytes_per_s, GBIT_PER_S), math.inf]
+    steps = [machine_step_seconds(question, plan, rate) for rate in rates]
+    assert sorted(steps, reverse=True) == steps and steps[-1] == pytest.approx(plan.step_s)
+    assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES
 
 
 # Shares of several machines: together they are one machine's step, and owners are balanced.
