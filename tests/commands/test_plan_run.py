@@ -129,8 +129,8 @@ def test_a_plan_for_four_machines_shows_the_exchange(plan):
     machines = ["--machines.planned", "4", "--machines.gbit_per_s", "0.9"]
     out = plan(*TWO_CARDS, *machines).stdout
     assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out and "no limit was given" in out
-    assert re.search(r"link: (\S+) MiB of gradients out, \1 MiB of weights back", out)
-    assert re.search(r"at 0.9 Gb/s: (\S+) s and \1 s on the wire, \S+ s not hidden by compute; step \S+ s", out)
+    assert re.search(r"(\S+) MiB of gradients out and \1 MiB of weights back per step on the busiest link", out)
+    assert re.search(r"\S+ s at 0.81 Gb/s .*, \S+ s of it not hidden by compute; step \S+ s, about", out)
 
 
 def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(plan):

@@ -34,6 +34,12 @@ class CommandError(Exception):
     """A command line that a command cannot work with; the message says what is wrong and what is legal."""
 
 
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return an empty parser of a command line. The help shows the description as it is written."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
+
+
 def number(kind: type, legal: str, is_legal: Callable[[Any], bool]) -> Callable[[str], Any]:
     """Return a parser of a number on the command line. It refuses a value that is not `legal`, and says what is."""
 

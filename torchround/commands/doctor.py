@@ -7,7 +7,6 @@ The rates of the links to the devices are measured. Every config is planned for 
 now. Nothing is trained, and nothing is written.
 """
 
-import argparse
 import logging
 import os
 import platform
@@ -21,6 +20,7 @@ import psutil
 import torch
 
 from torchround.accelerators import AcceleratorKind, present_kind
+from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES
 from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
@@ -42,9 +42,7 @@ LINK_BYTES = 2**28  # of one copy: long compared with its start
 
 def main(arguments: list[str]) -> int:
     """Print the facts. Returns the exit code: 2 for a mistake in the arguments, otherwise 0, whatever fits."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--config", action="append", metavar="NAME.toml", help="plan this instead of the shipped configs")
     add("--folder", type=Path, default=Path(), help="folder for runs, whose disk is looked at (default: .)")

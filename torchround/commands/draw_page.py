@@ -7,10 +7,10 @@ A run draws its own `page.html` and `loss.png` when it ends. This draws a run th
 each run has a colour, and the table switches runs off and on. A name that ends in `.png` asks for the picture of the losses.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from torchround.commands import new_parser
 from torchround.observe.loss_curve import draw_curves, read_losses
 from torchround.observe.run_page import PAGE_FILE, write_page
 from torchround.untrusted.terminal import say, terminal_safe
@@ -18,9 +18,7 @@ from torchround.untrusted.terminal import say, terminal_safe
 
 def main(arguments: list[str]) -> int:
     """Draw the page or the picture. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl")
     add("--output", type=Path, metavar="FILE", help=f"(default: {PAGE_FILE} in the folder of the first run)")

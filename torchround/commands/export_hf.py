@@ -14,7 +14,6 @@ that it has in `model.hf_path`. Without such a folder, and for MXFP4, it gets th
 for all. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
+from torchround.commands import new_parser
 from torchround.commands.configured_model import checkpoint_weights, open_weights
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.config import Config, ConfigError, load_config, show
@@ -82,9 +82,7 @@ class Export:
 
 def main(arguments: list[str]) -> int:
     """Run the command. Its options are fields of `Export`, and `--config`, which gives several. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
     add("output", type=Path, help="new folder")

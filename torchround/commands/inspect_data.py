@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from torchround.commands import POSITIVE_COUNT
+from torchround.commands import POSITIVE_COUNT, new_parser
 from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Tokenizer, build_loader, num_tokens
@@ -32,7 +32,7 @@ LONGEST = 5  # documents that are shown of each source
 
 def main(arguments: Sequence[str]) -> int:
     """Print all of it. Returns the exit code: 2 for a mistake in the config or in the data."""
-    parser = argparse.ArgumentParser(description="Show what a run would read.", allow_abbrev=False)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the run's TOML file")
     add("--batches", type=POSITIVE_COUNT, default=1, help="global batches to read (default 1)")

@@ -8,7 +8,6 @@ The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`, r
 Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an argument cannot be used.
 """
 
-import argparse
 import logging
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.commands import CommandError
+from torchround.commands import CommandError, new_parser
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import kept_losses
@@ -31,9 +30,7 @@ CHECKPOINTS = "checkpoints"
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, does in (("list", "list checkpoints and leftovers"), ("verify", "compare every checksum")):
         command = commands.add_parser(name, help=does)

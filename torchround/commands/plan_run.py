@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from torchround.accelerators import deterministic_operations
-from torchround.commands import POSITIVE_COUNT, CommandError, number
+from torchround.commands import POSITIVE_COUNT, CommandError, new_parser, number
 from torchround.commands.configured_model import MISTAKES, build_model, find_weights
 from torchround.config import Config, ConfigError, MachinesTable, Options, parse_command_line
 from torchround.data import MissingTokenizerError, build_tokenizer
@@ -28,7 +28,6 @@ from torchround.models import ModelConfigError
 from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.planning.costs import Costs
 from torchround.planning.machine_report import (
-    USABLE_RATE,
     fewest_machines,
     report_exchange,
     usable_bytes_per_s,
@@ -90,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options; other arguments are overrides of the config."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    result = new_parser(__doc__)
     amount = number(float, "a number above 0", lambda value: 0 < value < math.inf)
     add = result.add_argument
     add("--config", required=True, help="TOML file, looked up as given, then in configs/")
@@ -302,7 +299,13 @@ def report_lines(report: PlanReport) -> Iterator[str]:
         yield link_text(question, plan)
         if ratio := ratio_text(question, question.costs()):
             yield ratio if question.is_measured else f"{ratio}, counted"
-    yield from _machine_lines(question, plan)
+    if (count := question.machines.count) > 1:
+        yield (
+            f"{count} machines share each step of {question.step_micro_batches} micro-batches, at most "
+            f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
+        )
+        if plan is not None:
+            yield exchange_text(question, plan)
     if plan is not None:
         yield from (gain_text(question, *found) for found in gains(question, plan).items())
     yield _length_line(question)
@@ -333,50 +336,25 @@ def _length_line(question: RunQuestion) -> str:
     )
 
 
-# Several machines: what they exchange, and the speed of 1 to 16 of them.
-
-
 def planned_machines(table: MachinesTable) -> PlannedMachines:
     """Return the machines that a dry run and the `plan` command plan for."""
     rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
     return PlannedMachines(table.planned, rate)
 
 
-def network_text(question: RunQuestion, plan: Plan) -> str:
-    """Describe the measured network of a run of several machines, and what its exchange takes of a step."""
-    rate = question.machines.bytes_per_s
-    assert rate is not None, "several machines measure their network"
-    exchange = report_exchange(question, plan)
-    text = (
-        f"{rate * 8 / 1e9:.3g} Gb/s each way (measured); "
-        f"{size_text(round(exchange.gradient_bytes))} of gradients and {size_text(round(exchange.weight_bytes))} of weights "
-        f"per step take {(exchange.gradient_bytes + exchange.weight_bytes) / rate:.3g} s"
+def exchange_text(question: RunQuestion, plan: Plan) -> str:
+    """Describe what several machines exchange in a step, and how much of it lengthens the step."""
+    exchange, rate = report_exchange(question, plan), question.machines.bytes_per_s
+    sizes = exchange.gradient_bytes, exchange.weight_bytes
+    gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
+    text = f"{gradients} of gradients out and {weights} of weights back per step on the busiest link"
+    if rate is None:
+        return text
+    text += f", {sum(sizes) / rate:.3g} s at {rate * 8 / 1e9:.3g} Gb/s of data"
+    if question.device is None:
+        return text  # the devices' speed says how much of this is hidden
+    tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
+    return (
+        f"{text}, {exchange.exposed_s:.3g} s of it not hidden by compute; step {exchange.step_s:.4g} s, about "
+        f"{tokens_per_s:,.0f} tokens/s of all machines"
     )
-    # The devices' speed says how much of this is hidden.
-    return text if question.device is None else f"{text}, {exchange.exposed_s:.3g} s not hidden by compute"
-
-
-def _machine_lines(question: RunQuestion, plan: Plan | None) -> Iterator[str]:
-    """Yield what a report says about several machines; nothing if it is about one."""
-    machines, rate = question.machines, question.machines.bytes_per_s
-    if machines.count == 1:
-        return
-    yield (
-        f"{machines.count} machines share each step of {question.step_micro_batches} micro-batches, at most "
-        f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
-    )
-    if plan is not None:
-        exchange = report_exchange(question, plan)
-        sizes = exchange.gradient_bytes, exchange.weight_bytes
-        gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
-        yield (
-            f"exchange per step on the busiest link: {gradients} of gradients out, {weights} of weights back"
-        )
-        if question.device is not None and rate is not None:
-            gradients_s, weights_s = (nbytes / rate for nbytes in sizes)
-            tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
-            yield (
-                f"at {round(rate * 8 / 1e9 / USABLE_RATE, 6):g} Gb/s: {gradients_s:.3g} s and {weights_s:.3g} s on the wire, "
-                f"{exchange.exposed_s:.3g} s not hidden by compute; step {exchange.step_s:.4g} s, about "
-                f"{tokens_per_s:,.0f} tokens/s of all machines"
-            )

@@ -30,7 +30,7 @@ from torchround.commands.generation_files import stop_tokens
 from torchround.commands.plan_run import (
     configured_question,
     dry_run_hardware,
-    network_text,
+    exchange_text,
     plan_with_advice,
     question_of,
     show_plan,
@@ -283,7 +283,7 @@ def description(parts: RunParts) -> str:
     ]
     if machines.group is not None:
         lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
-        lines.insert(3, f"network  {network_text(parts.question, parts.plan)}")
+        lines.insert(3, f"network  {exchange_text(parts.question, parts.plan)}")
     # A run that continues keeps its rounds, and would have other losses with others.
     is_new = parts.folder.checkpointer().latest_step() is None
     if is_new and (found := gains(parts.question, parts.plan, every=False)):

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
-from torchround.commands import NATURAL, POSITIVE_COUNT, number
+from torchround.commands import NATURAL, POSITIVE_COUNT, new_parser, number
 from torchround.commands.configured_model import (
     BORROWED,
     MISTAKES,
@@ -96,9 +96,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own flags. Returns them and the rest, which are overrides of the configuration."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     not_negative = number(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
     share = number(float, "a number above 0, at most 1", lambda value: 0 < value <= 1)
     add = parser.add_argument
