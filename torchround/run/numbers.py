@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, Config, EngineTable, MachinesTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
@@ -34,7 +34,7 @@ from torchround.planning.update_costs import (
     newton_schulz_flops,
 )
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
+from torchround.run.run_plan import given_plan
 
 COMPACT_STATE = 'optimizer.state = "compact"'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,17 +42,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Types and sizes that `[training]`, `[engine]`, `[machines]` and `[optimizer]` ask for."""
+    """Types and sizes that `[training]`, `[engine]` and `[optimizer]` ask for."""
 
     training: TrainingTable
     engine: EngineTable
-    machines: MachinesTable = field(default_factory=MachinesTable)
     optimizer: OptimizerTable = field(default_factory=AdamWTable)
 
     @classmethod
     def of(cls, config: Config) -> "RunNumbers":
         """Return those of a whole config."""
-        return cls(config.training, config.engine, config.machines, config.optimizer)
+        return cls(config.training, config.engine, config.optimizer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +92,7 @@ def run_question(
     layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    given = None if engine.plan is None else given_plan(engine)
+    given, stale_layers, given_kept = given_plan(engine)
     if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
@@ -136,10 +135,10 @@ def run_question(
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,
-        stale_layers=given_stale_layers(engine),
+        stale_layers=stale_layers,
         keep_activations=engine.keep_activations,
         slower_for_memory=engine.slower_for_memory,
-        given_kept=given_kept(engine),
+        given_kept=given_kept,
         machines=machines,
     )
 
