@@ -70,7 +70,7 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     """
     family, config = model_config(options, vocab_size)
     if warns:
-        _warn_of_positions(options, config)
+        warn_of_positions("training.seq_len", options.config.training.seq_len, config)
         _advise_on_borrowed(options)
     try:
         model = family.build(config)
@@ -169,16 +169,13 @@ def _map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
-def _warn_of_positions(options: Options, config: KnownShape) -> None:
-    """Warn if documents may be longer than the model knows positions. RoPE has no limit of its own, so it is legal."""
-    seq_len, known = options.config.training.seq_len, config.known_positions
-    table = options.config.model
-    if seq_len > known:
+def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
+    """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
+    if tokens > (known := config.known_positions):
         logger.warning(
-            "training.seq_len = %d, but %s knows only %d positions (max_position_embeddings, RoPE's scaling counted): of "
-            "a longer document, the tokens after the first %d are at positions that it was not made for; "
-            "--training.seq_len %d stays inside",
-            *(seq_len, show(table.hf_path or table.flavor or table.family), known, known, known),
+            "%s = %d, but the model knows only %d positions (max_position_embeddings, RoPE's scaling counted): of a longer "
+            "document, the tokens after the first %d are at positions that it was not made for",
+            *(what, tokens, known, known),
         )
 
 

@@ -40,6 +40,7 @@ from torchround.commands.configured_model import (
     find_weights,
     model_config,
     open_weights,
+    warn_of_positions,
 )
 from torchround.commands.generation_files import stop_tokens
 from torchround.config import ConfigError, Options, SourceTable, parse_command_line, show
@@ -138,21 +139,18 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         tried = model_of_run(options.run, options.step, overrides)
     else:
         tried = model_of_folder(options.model, overrides)
-    config, tokenizer, known = tried.options.config, tried.tokenizer, tried.shape.known_positions
+    config, tokenizer = tried.options.config, tried.tokenizer
     prompts = prompts_of(options.prompt, options.prompts, tokenizer, options.chat)
     longest = max((len(prompt.tokens) + options.max_tokens for prompt in prompts), default=0)
     text = None
     if options.perplexity is not None:
         seq_len = config.training.seq_len
-        seq_len = options.seq_len or (seq_len if options.run is not None else min(seq_len, known))
+        seq_len = options.seq_len or (
+            seq_len if options.run is not None else min(seq_len, tried.shape.known_positions)
+        )
         text = ScoredText(scored_source(options), tried, seq_len, options.batch_size)
         longest = max(longest, seq_len)
-    if longest > known:  # legal, because RoPE has no limit of its own
-        logger.warning(
-            "sequences of up to %d tokens, but the model knows only %d positions (max_position_embeddings, RoPE's scaling "
-            "counted): later tokens are at positions that it was not made for",
-            *(longest, known),
-        )
+    warn_of_positions("the longest sequence", longest, tried.shape)
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     hardware = find_hardware(config.engine)
