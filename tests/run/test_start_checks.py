@@ -70,6 +70,7 @@ def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_writte
         updates=SimpleNamespace(saved_bytes=lambda by_rule: 4),
         update="sync",
         element_bytes=2,
+        accumulate_bytes=4,
     )
     assert disk_need(config, RunFolder(config.run), question).num_at_once == expected
 
