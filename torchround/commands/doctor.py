@@ -91,7 +91,8 @@ def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
             for index, device in enumerate(found.make_devices()[: kind.count()]):
                 yield f"link {index}", link_text(device)
     except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
-        yield "devices", f"cannot be used: {_reason(error)}"
+        reason, *_ = str(error).split("\n")
+        yield "devices", f"cannot be used: {reason}"
     yield "disk", f"{size_text(shutil.disk_usage(folder).free)} are free in {folder.absolute()}"
 
 
@@ -140,15 +141,10 @@ def config_text(path: Path) -> str:
         question = configured_question(options, known_vocab_size(options), found)
         answer = report_plan(question)
     except (*MISTAKES, EngineError, RuntimeError) as error:
-        return f"cannot be planned: {_reason(error)}"
+        reason, *_ = str(error).split("\n")  # after PyTorch's reasons follows advice to programmers
+        return f"cannot be planned: {reason}"
     if answer.plan is None or answer.device is None:
         return f"does not fit: {answer.problem}"  # `plan` lists the changes that would help, and tries each
     devices = f"each of {question.num_devices} devices {size_text(answer.device.total_bytes)}"
     host, disk = size_text(answer.host.total_bytes), size_text(checkpoint_bytes(question))
     return f"fits: host memory {host}, {devices}, a checkpoint {disk}"
-
-
-def _reason(error: Exception) -> str:
-    """Return the message; of PyTorch's errors the first line, because advice to programmers follows it."""
-    text = str(error)
-    return text.partition("\n")[0] if isinstance(error, RuntimeError) else text
