@@ -1,4 +1,4 @@
-"""Several machines before a run: what they exchange in a step, what of it is exposed, and the speed of 1 to 16 machines.
+"""Several machines before a run: what they exchange in a step, and what of it is exposed.
 
 A plan takes the exchange as hidden. This module simulates it beside the plan's step.
 """

@@ -161,7 +161,7 @@ class RunFolder:
             is_odd = path.exists() and not (path.is_file() or path.is_dir())
             if path.is_symlink() or is_odd:
                 raise RunError(
-                    f"run.folder: {path} is a link or no ordinary file; a run writes to nothing outside its folder. Remove "
+                    f"run.folder: {path} is a link, or not an ordinary file; a run writes to nothing outside its folder. Remove "
                     "it, or put what it points to in its place (the whole folder may be a link)"
                 )
 
