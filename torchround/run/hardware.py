@@ -173,13 +173,11 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
 
 # Why PyTorch sees no accelerator.
 
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-_DRIVER = {"NVIDIA": "proc/driver/nvidia/version", "AMD": "sys/module/amdgpu"}
-_NODES = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd"}
+# Files of NVIDIA's driver once it is loaded: in the list of drivers, as a device, and as WSL shows it to Linux.
+_NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1")
+# AMD's driver shows the memory of each GPU. Processors hold a small one with a share of the host's, of no use for training.
+_AMD_FILES, _SMALLEST_AMD_BYTES = "sys/class/drm/card*/device/mem_info_vram_total", 4 * GIB
 _PLATFORM = {"NVIDIA": PLANNED_KIND.upper(), "AMD": "ROCm"}
-# Processors of AMD hold a small GPU that is of no use for training. It has a small share of the host's memory.
-_SMALLEST_AMD_BYTES = 4 * GIB
-_WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")  # Windows' driver, as WSL shows it to Linux
 
 
 @dataclass(frozen=True)
@@ -195,17 +193,13 @@ def why_no_accelerator(
 ) -> Absence:
     """Find the reason, with a PyTorch that is built for cards of the maker `target`. `root` holds `dev`, `proc`, `sys`."""
     build = f"torch {torch.__version__}"
-    is_wsl = all((root / name).exists() for name in _WSL)
-    makers = {"NVIDIA"} if is_wsl or list((root / "dev").glob(_NODES["NVIDIA"])) else set()
-    for device in (root / "sys/bus/pci/devices").glob("*"):  # the list of PCI devices needs no driver
-        maker, memory = _VENDORS.get(_read(device / "vendor"), ""), _read(device / "mem_info_vram_total")
-        is_small = maker == "AMD" and int(memory or 0) < _SMALLEST_AMD_BYTES
-        if maker and _read(device / "class").startswith("0x03") and not is_small:  # a display controller
-            makers.add(maker)
+    makers = ["NVIDIA"] if any((root / name).exists() for name in _NVIDIA_FILES) else []
+    if any(int(_read(path) or 0) >= _SMALLEST_AMD_BYTES for path in root.glob(_AMD_FILES)):
+        makers.append("AMD")
     if not makers:
-        return Absence(f"{build} sees none, and this machine shows no NVIDIA or AMD card", has_card=False)
+        return Absence(f"{build} sees none, and no driver of an NVIDIA or AMD card is loaded", has_card=False)
     # With cards of both makers, the one that this build can use is the one that is missed.
-    maker = target if target in makers else min(makers)
+    maker = target if target in makers else makers[0]
     hidden = next((name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")), None)
     if hidden is not None:
         reason = f"{hidden} is set to {environment[hidden] or 'nothing'}, which hides the {maker} card"
@@ -215,20 +209,16 @@ def why_no_accelerator(
             f"this machine has an {maker} card, and {build} is built without {platform}; install a build for {platform} "
             "(pytorch.org shows the command)"
         )
-    elif not is_wsl and not (root / _DRIVER[maker]).exists():
-        reason = f"this machine has an {maker} card, and its driver is not loaded"
-    elif not is_wsl and not list((root / "dev").glob(_NODES[maker])):
-        reason = (
-            f"the driver of the {maker} card is loaded, and the card is not shown to this process; a container needs "
-            "an option for that, such as Docker's --gpus all"
-        )
     else:
         refusal = "PyTorch names no reason"
         try:
             torch.get_device_module(PLANNED_KIND).init()
         except Exception as error:  # noqa: BLE001  (an error of any type is the reason)
             refusal = (str(error) or type(error).__name__).splitlines()[0]
-        reason = f"the {maker} card cannot be used by {build}: {refusal}"
+        reason = (
+            f"the {maker} card cannot be used by {build}: {refusal} (a container needs an option that shows it the "
+            "card, such as Docker's --gpus all)"
+        )
     return Absence(reason, has_card=True)
 
 
