@@ -1,4 +1,4 @@
-"""List, verify and prune the checkpoints of a run. The command itself is in `torchround/commands/manage_checkpoints.py`."""
+"""List and verify the checkpoints of a run. The command itself is in `torchround/commands/manage_checkpoints.py`."""
 
 import sys
 from pathlib import Path

@@ -115,7 +115,7 @@ def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog
         caplog.clear()
         assert train.main(["--config", "small.toml", *flags]) == 0
         (said,) = [text for text in caplog.messages if "positions" in text]
-        assert said.startswith('training.seq_len = 16, but "release" knows only 15 positions')
+        assert said.startswith("training.seq_len = 16, but the model knows only 15 positions")
     change_config(folder, max_position_embeddings=16)
     caplog.clear()
     assert train.main(["--config", "small.toml", "--dry-run"]) == 0

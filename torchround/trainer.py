@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
 from torchround.data import DataError
-from torchround.data.opening import reads_conversations
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
@@ -19,13 +18,11 @@ from torchround.optim import LRSchedule
 from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
-from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
+from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
 from torchround.run.epoch_steps import end_of_data_text, more_by, unread_text
-from torchround.run.run_folder import RunError
-from torchround.run.run_parts import RunParts
+from torchround.run.run_folder import RunError, disk_need
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.start_checks import disk_need
-from torchround.run.step_reports import Dispatched, ReportTargets, StepReports, closing_text
+from torchround.run.step_meter import Dispatched, StepReports
 from torchround.run.validation import RunValidation, Validated
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
@@ -58,13 +55,9 @@ class Trainer:
         self._total_steps = config.training.num_steps
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
+        micro_batch_size = config.training.micro_batch_size
         self._validation = RunValidation(
-            config.validation,
-            parts.validation,
-            config.training.micro_batch_size,
-            *(self._machines.agreement("validation", "the validation"), self._machines.rank),
-            self._machines.size,
-            names=self._machines.names,
+            config.validation, parts.validation, micro_batch_size, parts.machines
         )
         self._metrics = MetricsLogger({})
 
@@ -74,83 +67,101 @@ class Trainer:
         Raises `RunError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
         saving what can be saved.
         """
-        parts = self._parts
+        parts, folder, machines = self._parts, self._folder, self._machines
         newest = self._checkpoints.complete_step(self._loader)
         if newest is not None:
+            longer = more_by(self.config, parts.epoch_steps)
             say(
-                f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
-                f"(raise {more_by(self.config, parts.epoch_steps)} to continue)"
+                f"{folder.path}: the run is complete after {newest} steps; nothing to do (raise {longer} to continue)"
             )
             return 0
-        room = disk_need(self.config, self._folder, parts.question)
-        self._machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
-        self._allocate()
+        room = disk_need(self.config, folder, parts.question)
+        machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
+        self.store = build_store(
+            parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
+        )
+        # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
+        self._compiler = layer_compiler(parts.model, self.config.engine, parts.hardware.kind)
+        self._devices = parts.hardware.make_devices()
+        traces = StepTraces(self.config.trace, folder.path / "trace", self._devices, self._total_steps)
+        self._traces = traces
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         # Each machine has filled what it owns.
-        self._machines.share_weights(self.store)
+        machines.share_weights(self.store)
         self._metrics = parts.open_metrics(self._position.step, self._checkpoints.wandb_run_id)
         self._checkpoints.wandb_run_id = self._metrics.wandb_run_id
+        in_fp16 = self.config.training.fp16_accumulation
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
-        with StopRequest(self._machines.names) as stop:
+        with StopRequest(machines.names) as stop:
             try:
-                with self._accumulation():
+                with accumulating_in_fp16(parts.hardware.kind) if in_fp16 else nullcontext():
                     ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
-            if self._machines.is_first:
-                draw_pictures(self._folder.path)
-            self._say_what_was_left_out()
+            if machines.is_first:
+                draw_pictures(folder.path)
+            if bad := self._loader.num_bad_records():
+                say(f"bad records skipped: {bad}")
+            if long := self._loader.num_long_documents():
+                handled = self.config.data.long_documents
+                say(f"documents longer than a sequence: {long} (long_documents = {handled})")
             if (ended_by, exit_code) == COMPLETE:
                 ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
-            if exit_code == 0 and self._machines.is_first and self._meter.mean_tokens_per_s():
-                say(closing_text(self._folder, self._meter, reads_conversations(self.config.data)))
+            if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
+                say(parts.closing_text(self._meter))
             saved = self._checkpoints.saved_step
-            say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
+            say(f"{folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
 
-    def _allocate(self) -> None:
-        """Allocate the host store, and make the devices, which allocate nothing yet."""
-        parts, config = self._parts, self.config
-        ownership = self._machines.ownership()
-        self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped, ownership)
-        # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
-        self._compiler = layer_compiler(parts.model, config.engine, parts.hardware.kind)
-        devices = parts.hardware.make_devices()
-        self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, self._total_steps)
-        self._devices = devices
+    def _initialize(self) -> None:
+        """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
+        seed, model, config = self.config.run.seed, self._parts.model, self.config
+        pretrained = self._checkpoints.starting_weights(self.store) or self._parts.pretrained
+        if pretrained is None:
+            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
+        else:
+            say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
+        if pretrained is None and config.lora.rank:
+            logger.warning(
+                "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
+                "the folder of a released or exported model (model.hf_path)",
+                config.lora.rank,
+            )
+        if (lr := config.optimizer.lr) > HIGH_LR:
+            logger.warning("optimizer.lr = %g is far above what trains a model: usual are 1e-5 to 1e-2", lr)
+        progress = Progress("initialising layers", len(model.layers))
+        self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
         """Train the steps that measure, settle the plan, train the others.
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, total_steps = self._parts, self._total_steps
+        parts, total_steps, machines = self._parts, self._total_steps, self._machines
         kept = self._folder.kept_plan() if self._position.step else None
         measure_steps = self.config.engine.measure_steps
         planning = PlanByMeasuring(
             parts.question, parts.plan, kept, self._position.step, measure_steps, total_steps
         )
         # All measure if one has to: the machines report the same steps at the same time.
-        if not all(self._machines.agree("start", planning.is_kept, "whether plans are kept")):
+        if not all(machines.agree("start", planning.is_kept, "whether plans are kept")):
             planning.measure()
         say(planning.text())
         self._folder.describe(self.config, planning.settled)
         if parts.epoch_steps is not None:
             parts.epoch_steps.keep(self._folder.path)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        self._batches = self._machines.step_batches(
-            self._loader,
-            self.config.training.micro_batch_size,
-            planning.settled.rounds,
-            self._meter.waiting_for_data,
+        waiting = self._meter.waiting_for_data
+        micro_batch_size, rounds = self.config.training.micro_batch_size, planning.settled.rounds
+        self._batches = machines.step_batches(self._loader, micro_batch_size, rounds, waiting)
+        self._reports = StepReports(
+            *(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints, machines),
+            log_every_steps=self.config.metrics.log_every_steps,
+            last_step=total_steps,
         )
-        targets = ReportTargets(
-            *(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints), self._machines
-        )
-        self._reports = StepReports(targets, self.config.metrics.log_every_steps, total_steps)
         self._meter.start()
         if self._position.step < planning.until:
             end = self._train_measured(planning, stop)
@@ -165,17 +176,9 @@ class Trainer:
             try:
                 self._folder.describe(self.config, planning.settled)
             except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning(
-                    "%s; training continues, and a resumed run has the plan before this one", error
-                )
+                logger.warning("%s; training continues, and a resumed run has the plan before it", error)
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
-
-    def _accumulation(self) -> AbstractContextManager[None]:
-        """Return the context in which products add up as the config asks."""
-        if not self.config.training.fp16_accumulation:
-            return nullcontext()
-        return accumulating_in_fp16(self._parts.hardware.kind)
 
     def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
@@ -183,11 +186,46 @@ class Trainer:
         with self._running_engine(planning.settled, times_layers=True) as engine:
             return self._train(engine, stop, planning.until, measured_by=planning)
 
+    @contextmanager
+    def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
+        """Run an engine for the block. After a fault, save the state that it left."""
+        parts, machines = self._parts, self._machines.group
+        with self._meter.excluded():
+            engine = build_engine(
+                *(parts.model, self.store, self._devices, plan, parts.numbers, self.config.optimizer),
+                compiler=self._compiler,
+                times_layers=times_layers,
+                machines=machines,
+            )
+        try:
+            with engine:
+                reserve_buffers(engine, self.config.training, self._validation.is_on)
+                self._traces.start()
+                try:
+                    yield engine
+                except DataError:
+                    if machines is not None:
+                        # All machines have the error. They end their saves together, while all engines run.
+                        self._reports.report(leave=0)
+                        self._checkpoints.finish_saves()
+                    raise
+            self._traces.finish()
+        except CheckpointError:
+            raise  # saving failed, so saving again would too
+        except Exception as error:
+            # The saves first: they read the store that the rescue saves.
+            self._checkpoints.end_saves()
+            self._reports.report_finished(self.store.step)
+            self._checkpoints.rescue(self.store, error)
+            raise
+
+    # The loop.
+
     def _train(
         self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
     ) -> tuple[str, int] | None:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
-        end = None
+        end, save_every = None, self.config.checkpoint.interval_steps
         while self._position.step < until and self._bad_steps.error is None:
             stop.poll()
             if (end := self._reason_to_stop(stop)) is not None:
@@ -205,11 +243,11 @@ class Trainer:
             # One step stays under way, so that the devices compute while the step before it is reported.
             self._reports.report(leave=1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.
-            if self._validation.is_due(self._position.step, self._total_steps):
+            step = self._position.step
+            if self._validation.is_due(step, self._total_steps):
                 self._validate(engine)
-            if self._is_due(self.config.checkpoint.interval_steps) or self._validation.keeps(
-                self._position.validation, self._position.step
-            ):
+            is_due = save_every > 0 and step % save_every == 0
+            if is_due or self._validation.keeps(self._position.validation, step):
                 self._checkpoints.begin_save(engine)
         # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
         self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
@@ -218,17 +256,20 @@ class Trainer:
     def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
-        Raises `BadStepsError` after saving.
+        Raises `BadStepsError` or `CheckpointError`, the former after saving.
         """
-        may_validate = is_over and not is_stopped and self._bad_steps.error is None
+        bad = self._bad_steps.error
+        may_validate = is_over and not is_stopped and bad is None
         if may_validate and self._validation.is_on and not self._reports.are_complete:
             self._validate(engine)
         self._reports.report(leave=0)
         self._checkpoints.finish_saves()
-        bad = self._bad_steps.error
+        bad = self._bad_steps.error  # a step that was reported just now may be one too many
         if is_over or bad is not None:
             self._reports.log_rest()
-            self._save(engine, stop)
+            engine.drain()  # the step under way counts as training time
+            with self._meter.excluded():
+                self._checkpoints.save_now(engine, lambda: stop.requested)
         if bad is not None:
             raise bad
 
@@ -239,8 +280,6 @@ class Trainer:
         progress = self._position.validation
         early = progress.stop_reason(self.config.validation.patience) if progress else None
         return None if early is None else (early, 0)
-
-    # One step.
 
     @property
     def _position(self) -> RunPosition:
@@ -260,7 +299,7 @@ class Trainer:
         return batch
 
     def _dispatch(self, engine: Engine, batch: StepBatch) -> StepResult:
-        """Hand a step and its update to the engine, and note the run's position after it. Does not wait."""
+        """Give a step and its update to the engine, and note the run's position after it. Does not wait."""
         step = self._position.step  # finished steps, which is the index of this one
         lr = self._schedule(step)
         self._traces.before_dispatch(step + 1)
@@ -284,79 +323,3 @@ class Trainer:
         if loss is not None:
             self._checkpoints.add_validation(loss)
         self._reports.report(leave=0, validated=Validated(loss, samples))
-
-    def _is_due(self, interval_steps: int) -> bool:
-        return interval_steps > 0 and self._position.step % interval_steps == 0
-
-    # Start, checkpoints, end.
-
-    def _initialize(self) -> None:
-        """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
-        seed, model = self.config.run.seed, self._parts.model
-        pretrained = self._checkpoints.starting_weights(self.store) or self._parts.pretrained
-        if pretrained is None:
-            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
-        else:
-            say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
-        if pretrained is None and self.config.lora.rank:
-            logger.warning(
-                "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
-                "the folder of a released or exported model (model.hf_path)",
-                self.config.lora.rank,
-            )
-        if (lr := self.config.optimizer.lr) > HIGH_LR:
-            logger.warning("optimizer.lr = %g is far above what trains a model: usual are 1e-5 to 1e-2", lr)
-        progress = Progress("initialising layers", len(model.layers))
-        self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
-
-    @contextmanager
-    def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
-        """Run an engine for the block. After a fault, save the state that it left."""
-        parts = self._parts
-        with self._meter.excluded():
-            engine = build_engine(
-                parts.model,
-                self.store,
-                self._devices,
-                plan,
-                parts.numbers,
-                self.config.optimizer,
-                self._compiler,
-                times_layers,
-                self._machines.group,
-            )
-        try:
-            with engine:
-                reserve_buffers(engine, self.config.training, self.config.validation.interval_steps > 0)
-                self._traces.start()
-                try:
-                    yield engine
-                except DataError:
-                    if self._machines.group is not None:
-                        # All machines have the error. They end their saves together, while all engines run.
-                        self._reports.report(leave=0)
-                        self._checkpoints.finish_saves()
-                    raise
-            self._traces.finish()
-        except CheckpointError:
-            raise  # saving failed, so saving again would too
-        except Exception as error:
-            # The saves first: they read the store that the rescue saves.
-            self._checkpoints.end_saves()
-            self._reports.report_finished(self.store.step)
-            self._checkpoints.rescue(self.store, error)
-            raise
-
-    def _save(self, engine: Engine, stop: StopRequest) -> None:
-        """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
-        self._reports.report(leave=0)
-        engine.drain()  # the step under way counts as training time
-        with self._meter.excluded():
-            self._checkpoints.save_now(engine, lambda: stop.requested)
-
-    def _say_what_was_left_out(self) -> None:
-        if bad := self._loader.num_bad_records():
-            say(f"bad records skipped: {bad}")
-        if long := self._loader.num_long_documents():
-            handled = self.config.data.long_documents
-            say(f"documents longer than a sequence: {long} (long_documents = {handled})")

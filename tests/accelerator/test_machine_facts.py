@@ -4,19 +4,19 @@ import re
 
 import pytest
 
+from torchround.commands import doctor
 from torchround.config import EngineTable
-from torchround.run import machine
 from torchround.run.hardware import find_hardware
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(machine, "LINK_BYTES", 2**22)
+    monkeypatch.setattr(doctor, "LINK_BYTES", 2**22)
 
 
-def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(kind):
+def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(kind, tmp_path):
     hardware = find_hardware(EngineTable(devices=kind))
-    found = dict(machine.device_facts(hardware))
+    found = dict(doctor.machine_facts(tmp_path))
     for index in range(hardware.num_devices):
         assert re.search(r": .+iB free of .+iB", found[f"device {index}"])
         assert re.fullmatch(
@@ -28,4 +28,4 @@ def test_each_card_is_named_with_its_memory_and_the_measured_rates_of_its_link(k
 def test_a_link_that_cannot_be_measured_has_no_rate(simulator, kind):
     [device] = find_hardware(EngineTable(devices=kind, num_devices=1)).make_devices()
     simulator.set_memory_limit(0, 2**20)
-    assert machine.link_text(device).startswith(f"not measured: {kind}:0 cannot allocate")
+    assert doctor.link_text(device).startswith(f"not measured: {kind}:0 cannot allocate")

@@ -5,23 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import files_limited_to
 from torchround.commands import doctor
-from torchround.run.machine import disk_text, system_facts
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def facts(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `doctor` in an empty folder, where a file of the measured size cannot be written."""
-    monkeypatch.setenv("COLUMNS", "1000")  # one line for each fact
+    """Return a function that runs `doctor` for an empty folder."""
 
     def run(*configs):
         (tmp_path / "disk").mkdir()
         arguments = [word for config in configs for word in ("--config", str(config))]
-        with files_limited_to(2**20):
-            assert doctor.main(["--folder", str(tmp_path / "disk"), *arguments]) == 0
+        assert doctor.main(["--folder", str(tmp_path / "disk"), *arguments]) == 0
         assert list((tmp_path / "disk").iterdir()) == []
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line and not line.startswith((" ", "configs"))]
@@ -32,13 +28,13 @@ def facts(tmp_path, monkeypatch, capsys):
 
 def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(facts):
     found = facts()
-    for name in ("system", "software", "processors", "host memory", "memlock", "driver", "devices", "link", "disk"):
+    for name in ("system", "software", "processors", "host memory", "memlock", "devices", "disk"):
         assert found[name], name
     shipped = {path.name for path in (ROOT / "configs").glob("*.toml")}
     assert shipped <= set(found)
     assert re.fullmatch(r"fits: host memory .+iB, each of 2 devices .+iB, a checkpoint .+iB", found["debug.toml"])
     assert re.match(r"does not fit: .*the host needs \d+\.\d\d GiB .* and may use", found["qwen3_235b_lora.toml"])
-    assert found["disk"].startswith("not measured in ") and found["disk"].endswith("File too large")
+    assert re.match(r"\d+\.\d\d [KMGT]iB are free in /", found["disk"])
 
 
 def test_what_cannot_be_used_is_said_and_the_rest_follows(facts, tmp_path, monkeypatch):
@@ -66,14 +62,3 @@ def test_a_mistake_is_one_message_before_anything_is_measured(tmp_path, monkeypa
     assert doctor.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("doctor: ") and message in captured.err and captured.out == ""
-
-
-def test_rates_of_the_disk_and_the_driver_are_read_from_the_system(tmp_path):
-    text = disk_text(tmp_path, 2**24)
-    assert re.fullmatch(r"\d+\.\d\d GB/s written, \d+\.\d\d GB/s read, past .*|.*reads not measured: .*", text)
-    assert list(tmp_path.iterdir()) == []
-    driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
-    driver.parent.mkdir(parents=True)
-    driver.write_text("NVRM version: 580.65.06\nGCC version: 12\n")
-    assert dict(system_facts(tmp_path))["driver"] == "NVRM version: 580.65.06"
-    assert dict(system_facts(tmp_path / "empty"))["driver"].startswith("none is shown in /proc/driver")

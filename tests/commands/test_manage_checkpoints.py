@@ -1,4 +1,4 @@
-"""The checkpoint command: what it lists, what it finds damaged, what it deletes and what it leaves."""
+"""The checkpoint command: what it lists, and what it finds damaged."""
 
 import os
 import re
@@ -11,8 +11,6 @@ from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.manifest import read_manifest
 from torchround.commands import manage_checkpoints
 from torchround.commands.manage_checkpoints import main
-from torchround.config import RunTable
-from torchround.run.run_folder import RunFolder
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -41,30 +39,12 @@ def test_list_shows_what_is_there_and_what_is_damaged(run, capsys):
     assert main(["list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["folder", *(f"step-{n}" for n in range(1, 7)), "step-7.tmp"]
-    assert all("complete" in line and line.endswith("my-run") for line in map(str.rstrip, lines[1:7]))
+    assert all(line.endswith("complete") for line in lines[1:7])
     assert "left by a killed save" in lines[7]
     assert not any("0.00 GiB" in line for line in lines) and " MiB" in lines[1]
     (run / "checkpoints" / "step-4" / "state.json").unlink()
     assert main(["list", str(run / "checkpoints")]) == 1
     assert "damaged: state.json is missing" in capsys.readouterr().out.splitlines()[4]
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"optimizer": {"name": "muon", "state": "compact"}}, "muon, compact"),
-        ({"optimizer": {"lr": 1e-3}}, "adamw, exact"),  # of a release without these keys
-        ({"optimizer": {"name": "[bold]\x1b]0;pwned\x07", "state": 5}}, "[bold]\\x1b]0;pwned\\x07, 5"),
-        (None, ""),
-    ],
-    ids=["muon", "old", "hostile", "no config"],
-)
-def test_list_shows_the_optimizer_and_the_format_of_its_state(tmp_path, config, told, capsys):
-    Checkpointer(tmp_path / "checkpoints").save(1, {"w": torch.zeros(2)}, {"config": config})
-    assert main(["list", str(tmp_path)]) == 0
-    heads, line = capsys.readouterr().out.splitlines()
-    place = slice(heads.index("optimizer"), heads.index("validation loss"))
-    assert line[place].strip() == told
 
 
 def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
@@ -94,45 +74,9 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(run
     assert main(["verify", str(run / "checkpoints" / "step-2")]) == 1
 
 
-def test_prune_deletes_what_the_runs_own_keys_do_not_keep(run):
-    assert main(["prune", str(run)]) == 0
-    assert left(run) == {"step-3", "step-5", "step-6", "notes"}
-    assert main(["prune", str(run), "--keep-latest-k", "1", "--keep-every-n-steps", "0"]) == 0
-    assert left(run) == {"step-6", "notes"}
-
-
-def test_prune_says_before_what_it_would_delete(run, capsys):
-    main(["prune", str(run), "--dry-run"])
-    listed = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["step-7.tmp", "step-1", "step-2", "step-4"] and len(left(run)) == 8
-    for _ in range(2):
-        main(["prune", str(run)])
-    assert capsys.readouterr().out.splitlines()[4:] == ["nothing to delete"]
-
-
-def test_prune_keeps_the_newest_sound_checkpoint_if_all_others_that_it_keeps_are_damaged(run):
-    for step in (5, 6):
-        flip_last_bit(run / "checkpoints" / f"step-{step}" / TENSORS)
-    assert main(["prune", str(run), "--keep-every-n-steps", "0"]) == 0
-    assert left(run) == {"step-4", "step-5", "step-6", "notes"}
-
-
-def test_prune_leaves_the_folder_of_a_running_process_alone(run, capsys):
-    before = left(run)
-    with RunFolder(RunTable(name="my-run", folder=str(run.parent))):
-        assert main(["prune", str(run)]) == 2
-    assert "is in use by process" in capsys.readouterr().err
-    assert left(run) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["list", "nowhere"], "nowhere/checkpoints is not there"),
-        (["verify", "empty"], "there are no checkpoints"),
-        (["prune", "empty"], "--keep-latest-k says how many to keep"),
-        (["prune", "empty", "--keep-latest-k", "-1", "--keep-every-n-steps", "0"], "at least 0, got -1"),
-    ],
+    [(["list", "nowhere"], "nowhere/checkpoints is not there"), (["verify", "empty"], "there are no checkpoints")],
 )
 def test_what_cannot_be_used_is_one_message(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
@@ -141,16 +85,15 @@ def test_what_cannot_be_used_is_one_message(tmp_path, monkeypatch, capsys, argum
     assert message in capsys.readouterr().err
 
 
-def test_list_shows_links_and_ages_that_a_clock_behind_makes_negative(run, tmp_path, capsys):
+def test_list_shows_links_and_no_character_that_commands_a_terminal(run, tmp_path, capsys):
     checkpoints = run / "checkpoints"
     (checkpoints / "step-5").rename(tmp_path / "disk")
     (checkpoints / "step-5").symlink_to(tmp_path / "disk")
     (checkpoints / "step-6").rename(tmp_path / "gone")
-    (checkpoints / "step-6").symlink_to(tmp_path / "[bold]\x1b[2J")
-    os.utime(checkpoints / "step-4", (2**33, 2**33))
+    (checkpoints / "step-6").symlink_to(tmp_path / "\x1b[2J")
+    os.utime(checkpoints / "step-4", (2**31, 2**31))
     assert main(["list", str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert re.search(r"step-4 .* MiB +in the future +complete", lines[4])
+    assert re.search(r"step-4 .* MiB +2038-01-\d\d \d\d:\d\d +complete", lines[4])
     assert "complete, a link to" in lines[5] and re.search(r"step-5 +0\.00 MiB", lines[5])
-    folded = "".join(lines[6:])
-    assert "damaged: manifest.json cannot be read" in folded and "\x1b" not in folded
+    assert "damaged: manifest.json cannot be read" in lines[6] and "\x1b" not in lines[6]

@@ -12,12 +12,12 @@ from tests.support.small_run import small_runs
 from tests.support.toy import toy_model
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
+from torchround.commands.doctor import compiler_text
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.run import engine_parts
-from torchround.run.machine import compiler_text
 from torchround.run.numbers import RunNumbers, layer_works
 
 __all__ = ["small_runs"]  # the fixture

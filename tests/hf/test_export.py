@@ -16,7 +16,7 @@ from tests.support.rounding import assert_close_in_sums
 from tests.support.small_run import flip_last_bit, tensors_in
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
-from torchround.commands.checkpoint_weights import checkpoint_weights
+from torchround.commands.configured_model import checkpoint_weights
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
 from torchround.models import FAMILIES

@@ -19,7 +19,7 @@ from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
-from torchround.commands.released_folder import open_weights
+from torchround.commands.configured_model import open_weights
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, read_adapters

@@ -13,7 +13,6 @@ from itertools import pairwise
 import pytest
 
 from tests.support.step_records import ENGINE, write_run
-from torchround.commands import draw_page, plot_loss
 from torchround.commands.draw_page import main
 from torchround.observe import metrics_file, run_page
 from torchround.observe.record import PromptSample
@@ -222,19 +221,19 @@ def test_a_mistake_is_one_message_and_writes_nothing(tmp_path, monkeypatch, caps
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [draw_page, plot_loss])
-def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(command, tmp_path):
+@pytest.mark.parametrize("name", ["page.html", "loss.png"])
+def test_what_is_drawn_into_a_stranger_s_run_goes_through_no_link(name, tmp_path):
     folder, precious = write_run(tmp_path / "run", range(1, 5)), tmp_path / "precious"
     precious.write_text("precious")
-    for name in ("page.html", "loss.png", "page.html.tmp", "loss.png.tmp"):
-        (folder / name).symlink_to(precious)
-    assert command.main([str(folder)]) == 0
+    for link in ("page.html", "loss.png", "page.html.tmp", "loss.png.tmp"):
+        (folder / link).symlink_to(precious)
+    drawn = folder / name
+    assert main([str(folder), f"--output={drawn}"]) == 0
     assert precious.read_text() == "precious"
-    drawn = folder / ("page.html" if command is draw_page else "loss.png")
     assert drawn.is_file() and not drawn.is_symlink() and drawn.stat().st_size > 1000
     assert not list(folder.glob(".*")), "a temporary file was left"
-    os.mkfifo(pipe := tmp_path / "pipe")
-    assert command.main([str(folder), f"--output={pipe}"]) == 2 and pipe.is_fifo()
+    os.mkfifo(pipe := tmp_path / f"pipe{drawn.suffix}")
+    assert main([str(folder), f"--output={pipe}"]) == 2 and pipe.is_fifo()
 
 
 def test_a_page_has_the_newest_continuations_of_each_run(tmp_path):
@@ -287,9 +286,9 @@ def test_a_machine_without_matplotlib_gets_one_warning_and_no_failure(tmp_path, 
 def test_the_command_draws_several_runs_over_each_other(tmp_path, capsys):
     runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
     picture = tmp_path / "both.png"
-    assert plot_loss.main([*map(str, runs), "--output", str(picture)]) == 0
+    assert main([*map(str, runs), "--output", str(picture)]) == 0
     assert capsys.readouterr().out == f"{picture}\n"
     assert picture.read_bytes().startswith(PNG)
-    assert plot_loss.main([str(tmp_path / "missing")]) == 2
+    assert main([str(tmp_path / "missing")]) == 2
     printed = capsys.readouterr().err
     assert "missing/metrics.jsonl" in printed and "Errno" not in printed

@@ -137,15 +137,15 @@ def test_each_length_is_tried_with_its_own_batches_of_data():
     assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
 
 
-def test_a_containers_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
-    none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
-    limit.write_text("12345\n")
-    unlimited.write_text("max\n")
-    paths = [none, unlimited]
-    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", paths)
+def test_a_containers_limit_counts_where_it_is_lower_without_files_that_the_kernel_gives_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(torchround.run.hardware, "CGROUP", tmp_path)
     assert available_host_bytes() > 2**20
-    paths.append(limit)
-    assert available_host_bytes() == 12345
+    for limit, bytes_left in (("max", None), ("50000", 50000 - (20000 - 6000)), ("13000", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("20000\n")
+        (tmp_path / "memory.stat").write_text("anon 14000\ninactive_file 4000\nactive_file 2000\n")
+        found = available_host_bytes()
+        assert found > 2**20 if bytes_left is None else found == bytes_left
 
 
 @pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])

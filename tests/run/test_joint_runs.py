@@ -20,7 +20,6 @@ from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.optim.optimizer import make_optimizer
-from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import RETRY_S, save_with_patience
@@ -135,8 +134,7 @@ def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path):
     assert not is_locked(tmp_path / "disk1" / "run")
 
 
-def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "LEASE_S", 1)
+def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path):
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
         messages = refusals(entered(tmp_path, True, pytest.fail))
     holder = f"is in use by process {os.getpid()}"

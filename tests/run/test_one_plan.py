@@ -16,7 +16,7 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
-from torchround.run.run_plan import given_kept
+from torchround.run.run_plan import given_plan
 
 __all__ = ["small_runs"]
 
@@ -101,5 +101,5 @@ def test_the_plan_of_a_file_says_what_is_kept_unless_a_setting_does(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     assert any(plan.kept)
-    assert given_kept(EngineTable(plan=str(path))) == plan.kept
-    assert given_kept(EngineTable(plan=str(path), keep_activations="none")) is None
+    assert given_plan(EngineTable(plan=str(path)))[2] == plan.kept
+    assert given_plan(EngineTable(plan=str(path), keep_activations="none"))[2] is None

@@ -1,5 +1,7 @@
 """A validation on several machines, each of which evaluates its share, against the same one on one machine."""
 
+from types import SimpleNamespace
+
 import torch
 
 from tests.support.joint_teams import run_agreeing
@@ -30,9 +32,10 @@ def loss_on(num_machines, batches_of, size=2, names=()):
 
     def work(machine, gather):
         model, agree = toy_model(), gather if num_machines > 1 else None
-        options = {"names": names} if names else {}
+        called = names or [f"machine {rank}" for rank in range(num_machines)]
+        machines = SimpleNamespace(agreement=lambda *_: agree, rank=machine, size=num_machines, names=called)
         with toy_engine(PARTITIONS["forward coarser"], 1, model=model) as engine:
-            validation = RunValidation(TABLE, batches_of(machine), size, agree, machine, num_machines, **options)
+            validation = RunValidation(TABLE, batches_of(machine), size, machines)
             try:
                 return validation.loss(engine)
             except DataError as error:

@@ -14,12 +14,12 @@ import torchround.run.checkpoints
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.commands import train_model
-from torchround.config import CheckpointTable, ValidationTable, parse_command_line
+from torchround.config import parse_command_line
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run.last_save import MOST_WAIT_AFTER_SIGNAL_S, MOST_WAIT_S, RETRY_S, save_with_patience
+from torchround.run.run_folder import RunFolder, disk_need
 from torchround.run.several_machines import RunMachines
-from torchround.run.start_checks import disk_need, num_at_once
 
 __all__ = ["small_runs"]
 
@@ -54,21 +54,25 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps", "best", "expected"),
+    ("keys", "expected"),
     [
-        ({"interval_steps": 0}, 100, False, 1),
-        ({"interval_steps": 10}, 100, False, 3),
-        ({"interval_steps": 10, "keep_latest_k": 0}, 95, False, 10),
-        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, False, 7),
-        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, False, 6),
-        ({"keep_latest_k": 2}, 100, True, 4),
-        ({"keep_latest_k": 2}, None, True, 4),
-        ({"keep_latest_k": 2, "interval_steps": 0}, 15, True, 2),
+        (["interval_steps=0"], 1),
+        (["interval_steps=10"], 3),
+        (["interval_steps=10", "keep_latest_k=0"], 10),
+        (["interval_steps=60", "keep_latest_k=5"], 2),
     ],
 )
-def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(keys, steps, best, expected):
-    validation = ValidationTable(interval_steps=10, keep_best=best)
-    assert num_at_once(CheckpointTable(**keys), steps, validation) == expected
+def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(small_runs, keys, expected):
+    keys = [f"--checkpoint.{key}" for key in keys]
+    config = parse_command_line(["--config", "small.toml", "--training.steps=95", *keys]).config
+    question = SimpleNamespace(
+        parameters=SimpleNamespace(trained=1, frozen=0, by_rule=()),
+        updates=SimpleNamespace(saved_bytes=lambda by_rule: 4),
+        update="sync",
+        element_bytes=2,
+        accumulate_bytes=4,
+    )
+    assert disk_need(config, RunFolder(config.run), question).num_at_once == expected
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_fills_later_is_a_warning(

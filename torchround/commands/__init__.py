@@ -3,6 +3,7 @@
 `torchround COMMAND ..` is installed with the package; `train.py` and `scripts/` in a clone start the same commands.
 """
 
+import argparse
 import atexit
 import os
 import select
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Name on the command line: module, seen from this room, and what the command does. A module has a `main(arguments)` that
 # returns the exit code.
@@ -21,9 +22,8 @@ COMMANDS = {
     "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
     "inspect_data": ("inspect_data", "show the sequences that a run would read"),
     "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
-    "page": ("draw_page", "draw the metrics of runs as an HTML page"),
-    "plot_loss": ("plot_loss", "draw the loss curves of runs as a picture"),
-    "checkpoint": ("manage_checkpoints", "list, verify and prune the checkpoints of a run"),
+    "page": ("draw_page", "draw the metrics of runs as an HTML page, or their losses as a picture"),
+    "checkpoint": ("manage_checkpoints", "list and verify the checkpoints of a run"),
     "try_model": ("try_model", "score text with a trained model, and continue prompts"),
     "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),
     "simulate": (".simulate.command", "simulate pipeline schedules side by side"),
@@ -32,6 +32,28 @@ COMMANDS = {
 
 class CommandError(Exception):
     """A command line that a command cannot work with; the message says what is wrong and what is legal."""
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return an empty parser of a command line. The help shows the description as it is written."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
+
+
+def number(kind: type, legal: str, is_legal: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Return a parser of a number on the command line. It refuses a value that is not `legal`, and says what is."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if is_legal(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"given {text}; legal: {legal}")
+
+    return parse
+
+
+POSITIVE_COUNT = number(int, "an integer of at least 1", lambda value: value >= 1)
+NATURAL = number(int, "an integer of at least 0", lambda value: 0 <= value < 2**63)
 
 
 def main() -> NoReturn:

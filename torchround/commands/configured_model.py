@@ -1,18 +1,30 @@
-"""The model that a config asks for, and its pretrained weights: every command builds them here."""
+"""The model that a config asks for, and its weights in a Hugging Face folder or in a checkpoint.
+
+Every command builds them here.
+"""
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchround.commands.released_folder import BORROWED, advise_on_borrowed, open_weights, released_config
-from torchround.config import Config, LoraTable, Options, show
-from torchround.hf import PretrainedWeights, read_adapters
+from torchround.checkpoint.manifest import STATE_FILE, read_manifest
+from torchround.config import MODEL_FOLDER, Config, ConfigError, Options, show
+from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
+from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
+from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import (
     FAMILIES,
+    OWN_FAMILIES,
     KnownShape,
     LoraShape,
     ModelConfigError,
@@ -20,13 +32,34 @@ from torchround.models import (
     adapter_names,
     add_adapters,
 )
-from torchround.planning.memory import size_text
+from torchround.optim.split_weights import join
+from torchround.planning.cards import UnknownPeakError
+from torchround.planning.partition import PlanError
+from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.numbers import DTYPES
+from torchround.run.run_folder import RunError
 
 logger = logging.getLogger(__name__)
 
+BORROWED = "transformers"
+"""The family whose modules `transformers` builds."""
+
+MISTAKES = (
+    *(ConfigError, ModelConfigError, TokenizerError, HFError, EngineUsageError),
+    *(InfeasiblePlanError, PlanError, RunError, UnknownPeakError),
+)
+"""Errors of the user in what a config asks for. A command ends with exit code 2 and the message."""
+
 Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
+
+
+def find_tokenizer(options: Options) -> Tokenizer:
+    """Build the tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` if nothing is at its path."""
+    try:
+        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path)
+    except MissingTokenizerError as error:
+        raise options.error(error.key, error.message) from error
 
 
 def build_model(options: Options, vocab_size: int | None = None, *, warns: bool = True) -> LayeredModel:
@@ -37,32 +70,20 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     """
     family, config = model_config(options, vocab_size)
     if warns:
-        warn_of_positions(options, config)
-        advise_on_borrowed(options)
-    model, lora = _built(options, family, config), options.config.lora
-    if lora.rank:
-        add_adapters(model, family.module_names(config), lora_shape(lora))
-    return model
-
-
-def _built(options: Options, family: ModelFamily, config: KnownShape) -> LayeredModel:
-    """Build the layers. Raises `ConfigError` for a borrowed model that cannot be cut into layers."""
-    if family.name != BORROWED:
-        return family.build(config)
+        warn_of_positions("training.seq_len", options.config.training.seq_len, config)
+        _advise_on_borrowed(options)
     try:
-        return family.build(config)
+        model = family.build(config)
     except ModelConfigError as error:
+        if family.name != BORROWED:
+            raise
+        # The modules of transformers cannot be cut into layers.
         raise options.error("model.hf_path", f"{options.config.model.hf_path}: {error}") from error
-
-
-def flavors_of(family: str) -> list[str]:
-    """Return the names of a family's flavors."""
-    return list(FAMILIES[family].flavors)
-
-
-def lora_shape(table: LoraTable) -> LoraShape:
-    """Return the adapters that `[lora]` asks for."""
-    return LoraShape(table.rank, table.alpha, table.dropout, tuple(table.targets))
+    lora = options.config.lora
+    if lora.rank:
+        shape = LoraShape(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets))
+        add_adapters(model, family.module_names(config), shape)
+    return model
 
 
 def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, KnownShape]:
@@ -71,20 +92,34 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
     if table.family not in FAMILIES:
         raise options.unknown_name("model.family", table.family, FAMILIES)
     family = FAMILIES[table.family]
-    _refuse_sizes(options, family)
-    if table.flavor is not None and table.flavor not in family.flavors:
-        raise options.unknown_name("model.flavor", table.flavor, family.flavors)
+    if not family.flavors and table.hf_path is None:
+        key, given = (
+            ("model.shape", "a table") if table.flavor is None else ("model.flavor", show(table.flavor))
+        )
+        raise options.error(
+            key,
+            f"given {given}, but model.family = {show(family.name)} has no sizes of its own; "
+            "legal: model.hf_path, a folder with config.json and weights",
+        )
+    flavor_vocab = vocab_size
+    if table.flavor is not None:
+        if table.flavor not in family.flavors:
+            raise options.unknown_name("model.flavor", table.flavor, family.flavors)
+        # A smaller vocabulary leaves rows unused; it does not make a model of another size of the one that was asked
+        # for. Flavors called `debug` have no vocabulary of their own.
+        if vocab_size is not None and not table.flavor.startswith("debug"):
+            flavor_vocab = max(vocab_size, family.config_from_flavor(table.flavor).vocab_size)
     if table.shape is not None:
         shape = table.shape.model_dump(exclude_none=True)
-        if table.flavor is not None and (rows := _flavor_vocab(options, vocab_size)) is not None:
-            shape.setdefault("vocab_size", rows)
+        if table.flavor is not None and flavor_vocab is not None:
+            shape.setdefault("vocab_size", flavor_vocab)
         try:
             return family, family.config_from_shape(shape, table.flavor, vocab_size)
         except ModelConfigError as error:
             raise options.error("model.shape", str(error)) from error
     if table.flavor is not None:
-        return family, family.config_from_flavor(table.flavor, vocab_size=_flavor_vocab(options, vocab_size))
-    path, config = released_config(options, family)
+        return family, family.config_from_flavor(table.flavor, vocab_size=flavor_vocab)
+    path, config = _released_config(options, family)
     if vocab_size is not None and config.vocab_size < vocab_size:
         raise options.error(
             "tokenizer",
@@ -92,33 +127,6 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
             "legal: a tokenizer with at most as many",
         )
     return family, config
-
-
-def _refuse_sizes(options: Options, family: ModelFamily) -> None:
-    """Raise `ConfigError` for a flavor or a shape in a family that takes all sizes from a folder."""
-    table = options.config.model
-    if family.flavors or table.hf_path is not None:
-        return
-    key = "model.shape" if table.flavor is None else "model.flavor"
-    given = "a table" if table.flavor is None else show(table.flavor)
-    raise options.error(
-        key,
-        f"given {given}, but model.family = {show(family.name)} has no sizes of its own; "
-        "legal: model.hf_path, a folder with config.json and weights",
-    )
-
-
-def _flavor_vocab(options: Options, vocab_size: int | None) -> int | None:
-    """Return the vocabulary of a flavor's model: its own, unless the tokenizer has more tokens.
-
-    A smaller one leaves rows unused. It does not make a model of another size of the one that was asked for.
-    Flavors called `debug` have no vocabulary of their own.
-    """
-    table = options.config.model
-    assert table.flavor is not None, "only a flavor has a vocabulary of its own"
-    if vocab_size is None or table.flavor.startswith("debug"):
-        return vocab_size
-    return max(vocab_size, FAMILIES[table.family].config_from_flavor(table.flavor).vocab_size)
 
 
 def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
@@ -130,24 +138,24 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
     if config.model.hf_path is None:
         return None, {}
     family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
-    folder = Path(os.path.expanduser(config.model.hf_path))
     shapes = model.stored_shapes()
-    weights = open_weights(folder, family, shape, shapes)
+    weights = open_weights(Path(os.path.expanduser(config.model.hf_path)), family, shape, shapes)
     if config.lora.path is not None:
         names = adapter_names(model, family.module_names(shape))
         weights.adapters = read_adapters(config.lora, names, shapes)
-    return weights, map_base(weights, model, config)
+    return weights, _map_base(weights, model, config)
 
 
-def check_weights(options: Options, vocab_size: int | None) -> None:
-    """Check the headers of the pretrained files, so that a dry run refuses what the run would refuse.
+def open_weights(
+    folder: Path, family: ModelFamily, config: Any, shapes: Mapping[str, Sequence[int]]
+) -> PretrainedWeights:
+    """Open the weights in a folder under the names that it gives them. Raises `HFError` or `ModelConfigError`."""
+    tensors = read_folder(folder)
+    found = family.names_in_folder(config, tensors)
+    return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
 
-    `vocab_size` as in `build_model`. Raises `ConfigError`, `ModelConfigError` or `HFError`.
-    """
-    find_weights(options, build_model(options, vocab_size, warns=False))
 
-
-def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
+def _map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
     """Map the frozen weights that the files hold in the run's type, without reading them; none without `lora.map_base`."""
     if not config.lora.map_base:
         return {}
@@ -161,25 +169,132 @@ def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) ->
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
-def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
-    """Say on one line how much of the frozen weights stays in files."""
-    frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
-    all_bytes = sum(frozen.values()) * dtype.itemsize
-    mapped_bytes = sum(tensor.memory.nbytes for tensors in mapped.values() for tensor in tensors)
-    # A parameter object is a key of `frozen`, so a tied one counts once.
-    rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
-    return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"
+def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
+    """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
+    if tokens > (known := config.known_positions):
+        logger.warning(
+            "%s = %d, but the model knows only %d positions (max_position_embeddings, RoPE's scaling counted): of a longer "
+            "document, the tokens after the first %d are at positions that it was not made for",
+            *(what, tokens, known, known),
+        )
 
 
-def warn_of_positions(options: Options, config: KnownShape) -> None:
-    """Warn if documents may be longer than the model knows positions. RoPE has no limit of its own, so it is legal."""
-    seq_len, known = options.config.training.seq_len, config.known_positions
-    if seq_len <= known:
+# The folder of a released model.
+
+
+def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
+    """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
+    folder = options.config.model.hf_path
+    assert folder is not None, "the config checks want a flavor, a shape or hf_path"
+    path = Path(os.path.expanduser(folder)) / "config.json"
+    if not path.is_file():
+        lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
+        raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
+    try:
+        return path, read_object(path)
+    except HFError as error:
+        raise options.error("model.hf_path", str(error)) from error
+
+
+def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
+    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
+
+    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
+    """
+    path, content = _read_config_json(options)
+    _refuse_another_family(options, family, path, content.get("model_type"))
+    if (kind := quantised_kind(content)) is not None:
+        raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")
+    try:
+        return path, family.config_from_hf(content)
+    except ModelConfigError as error:
+        if family.name != BORROWED:
+            raise
+        raise options.error("model.hf_path", f"{path}: {error}") from error
+
+
+def _refuse_another_family(options: Options, given: ModelFamily, path: Path, model_type: Any) -> None:
+    """Raise `ConfigError` if another family reads this type, or none. The message lists what is supported."""
+    if given.name == BORROWED or model_type in given.hf_model_types:
         return
-    table = options.config.model
-    logger.warning(
-        "training.seq_len = %d, but %s knows only %d positions (max_position_embeddings, RoPE's scaling counted): of a "
-        "longer document, the tokens after the first %d are at positions that it was not made for; "
-        "--training.seq_len %d stays inside",
-        *(seq_len, show(table.hf_path or table.flavor or table.family), known, known, known),
+    readers = {kind: family.name for family in OWN_FAMILIES.values() for kind in family.hf_model_types}
+    if isinstance(model_type, str) and model_type in readers:
+        raise options.error(
+            "model.family",
+            f"given {show(options.config.model.family)}, but {path} has model_type {show(model_type)}; "
+            f"legal for it: {show(readers[model_type])}",
+        )
+    named = f"model_type {show(model_type)}" if isinstance(model_type, str) else "no model_type"
+    supported = "; ".join(f"{show(kind)} with model.family = {show(name)}" for kind, name in readers.items())
+    raise options.error(
+        "model.hf_path",
+        f"{path} has {named}, which no family of torchround reads; legal: {supported}; most decoders of other types "
+        f"that transformers defines, with model.family = {show(BORROWED)}",
     )
+
+
+def _advise_on_borrowed(options: Options) -> None:
+    """Warn of what makes a borrowed model slower than it needs to be, or than was asked for."""
+    if options.config.model.family != BORROWED:
+        return
+    if options.config.engine.compile is True:
+        logger.warning(
+            "engine.compile = true compiles the update alone: layers of model.family = %s stay as they are",
+            show(BORROWED),
+        )
+    _, content = _read_config_json(options)
+    for family in OWN_FAMILIES.values():
+        with suppress(ModelConfigError):
+            if content.get("model_type") in family.hf_model_types:
+                family.config_from_hf(content)
+                logger.warning(
+                    "model.family = %s runs the modules of transformers; model.family = %s has faster kernels of its own",
+                    *(show(BORROWED), show(family.name)),
+                )
+
+
+# The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.
+
+
+@dataclass(frozen=True)
+class StoredSplitWeight(StoredTensor):
+    """An fp32 weight whose upper and lower halves are two tensors of a checkpoint. It reads like a tensor of type F32.
+
+    `begin` counts bytes of the fp32 weight, so a part of it is a copy with another `begin`.
+    """
+
+    upper: StoredTensor
+    residual: StoredTensor
+
+    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. Both are multiples of 4."""
+        start, nbytes = (self.begin + start) // 2, nbytes // 2
+        # The next read overwrites what this one returned.
+        upper = files.read(self.upper, start, nbytes).clone()
+        residual = files.read(self.residual, start, nbytes)
+        return join(upper.view(torch.bfloat16), residual.view(torch.int16)).view(torch.uint8)
+
+
+def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name.
+
+    Raises `HFError` for a weight of a type that is not read or a residual that fits no weight, and `CheckpointError`.
+    """
+    found: dict[str, StoredTensor] = {}
+    residuals: dict[str, StoredTensor] = {}
+    # By the manifest: a file that it does not list has not been verified, and may be a link to another model.
+    for file in sorted(read_manifest(checkpoint).files.keys() - {STATE_FILE}):
+        for name, tensor in read_header(checkpoint / file).items():
+            kind, _, parameter = name.partition("/")
+            if kind == WEIGHTS and tensor.dtype is None:
+                raise HFError(f"{checkpoint}: {parameter} is of a type that is not read: {tensor.dtype_name}")
+            if kind in (WEIGHTS, RESIDUAL):
+                (found if kind == WEIGHTS else residuals)[parameter] = tensor
+    for parameter, residual in residuals.items():
+        upper = found.get(parameter)
+        halves = (residual.shape, torch.bfloat16, torch.int16)
+        if upper is None or (upper.shape, upper.dtype, residual.dtype) != halves:
+            raise HFError(f"{checkpoint}: {residual.name} fits no weight")
+        whole = replace(upper, dtype_name="F32", begin=0, nbytes=2 * upper.nbytes)
+        found[parameter] = StoredSplitWeight(**vars(whole), upper=upper, residual=residual)
+    return found

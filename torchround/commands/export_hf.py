@@ -14,7 +14,6 @@ that it has in `model.hf_path`. Without such a folder, and for MXFP4, it gets th
 for all. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,9 +27,9 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
-from torchround.commands.checkpoint_weights import checkpoint_weights
+from torchround.commands import new_parser
+from torchround.commands.configured_model import checkpoint_weights, open_weights
 from torchround.commands.generation_files import write_generation, write_json
-from torchround.commands.released_folder import open_weights
 from torchround.config import Config, ConfigError, load_config, show
 from torchround.config.validate import RawConfig, validate
 from torchround.data import TokenizerError
@@ -52,14 +51,14 @@ from torchround.models import (
     peft_config,
 )
 from torchround.observe.metrics_file import finite_number, read_records
+from torchround.run.numbers import DTYPES
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
-from torchround.untrusted.terminal import terminal_safe
+from torchround.untrusted.terminal import say, terminal_safe
 
 # Endings of the files of a model and its tokenizer that an export copies or reads.
 PUBLISHED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 # The end of a metrics file, where the model card looks for losses: 30,000 steps on eight devices.
 LOGGED_BYTES = 2**26
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,21 @@ class Export:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
-    given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
+    """Run the command. Its options are fields of `Export`, and `--config`, which gives several. Returns the exit code."""
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
+    add("output", type=Path, help="new folder")
+    add("--config", help="the run's config, as it was trained or in its folder")
+    add("--base", type=Path, help="the run's model.hf_path, as it is now")
+    add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
+    add("--tokenizer", type=Path, help="folder of the tokenizer (default: of --config, or the base's)")
+    add("--dtype", choices=DTYPES, help="type of every tensor")
+    add("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         own = own_paths(load_config(given.pop("config"))) if "config" in given else {}
-        print(export(Export(**{**own, **given})))
+        say(export(Export(**{**own, **given})))
     except (HFError, CheckpointError, ConfigError, ModelConfigError, TokenizerError, OSError) as error:
         print(terminal_safe(error), file=sys.stderr)
         return 2
@@ -103,26 +112,6 @@ def own_paths(config: Config) -> dict[str, Any]:
     return {name: None if path is None else Path(path).expanduser() for name, path in keys.items()}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser. Its options are fields of `Export`, and `--config`, which gives several of them."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = result.add_argument
-    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
-    add("output", type=Path, help="new folder")
-    add(
-        "--config",
-        help="the run's config, as it was trained or in its folder: an export follows its paths alone",
-    )
-    add("--base", type=Path, help="the run's model.hf_path, as it is now")
-    add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
-    add("--tokenizer", type=Path, help="folder of the tokenizer files (default: of --config, or the base's)")
-    add("--dtype", choices=DTYPES, help="type of every tensor")
-    add("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
-    return result
-
-
 def export(request: Export) -> str:
     """Write the folder. Returns a line that lists its files.
 
@@ -137,26 +126,29 @@ def export(request: Export) -> str:
     for folder in filter(None, (request.base, request.tokenizer)):
         refuse_links_out_of(folder_of(folder), PUBLISHED)
     trained = Trained(request, state)
-    if request.adapters:
-        if not trained.adapters:
-            raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
-        return write_adapters(request, trained, state)
+    if request.adapters and not trained.adapters:
+        raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
     run, content = trained.run, trained.content
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
-    content["dtype"] = request.dtype or content.get(
-        "dtype", content.get("torch_dtype", run["training"]["dtype"])
-    )
-    content.pop("torch_dtype", None)
+    saved = content.pop("torch_dtype", run["training"]["dtype"])
+    content["dtype"] = request.dtype or content.get("dtype", saved)
     with new_folder(request.output) as folder:
         # First, because it fails at once if the run's template is gone.
         copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
-        files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
-        written = write_generation(folder, content, run, trained.base, request.tokenizer)
-        write_json(folder / "config.json", content)
+        if request.adapters:
+            # PEFT reads one file, so there are no shards, and looks a relative folder up from wherever it is started.
+            base = None if trained.base is None else str(trained.base.absolute())
+            files = write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
+            name, written = ADAPTER_CONFIG_FILE, []
+            content = peft_config(trained.lora, trained.adapters, trained.module_names, base)
+        else:
+            files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
+            written = write_generation(folder, content, run, trained.base, request.tokenizer)
+            name = "config.json"
+        write_json(folder / name, content)
         write_whole(folder / CARD_FILE, model_card(trained.facts))
     # The tokenizer `bytes` writes its files over copied ones.
-    names = dict.fromkeys(["config.json", *files, *copied, *written, CARD_FILE])
-    return f"{request.output}: {', '.join(names)}"
+    return f"{request.output}: {', '.join(dict.fromkeys([name, *files, *copied, *written, CARD_FILE]))}"
 
 
 def run_with_own_paths(request: Export, saved: Any) -> dict[str, Any]:
@@ -272,23 +264,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         sync_entry(written)
     unfinished.rename(path)
     sync_entry(path.parent)
-
-
-def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> str:
-    """Write a PEFT folder, with the tokenizer. Returns a line that lists its files."""
-    output = request.output
-    # PEFT looks a relative folder up from wherever it is started.
-    base = None if trained.base is None else str(trained.base.absolute())
-    with new_folder(output) as folder:
-        copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
-        # PEFT reads one file, so there are no shards.
-        write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
-        write_json(
-            folder / ADAPTER_CONFIG_FILE,
-            peft_config(trained.lora, trained.adapters, trained.module_names, base),
-        )
-        write_whole(folder / CARD_FILE, model_card(trained.facts))
-    return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied, CARD_FILE])}"
 
 
 def card_facts(

@@ -34,27 +34,24 @@ def write_generation(
     moved. Returns the names of the files. A tokenizer that is gone is a warning: the weights are exported anyway.
     """
     table = run["tokenizer"]
-    path = str(moved or table["path"] or "") or None
     is_base = table.get("name") is None and base is not None
     keeps_tokens = is_base and (table["path"] is None or Path(table["path"]).expanduser() == base)
-    try:
-        settings = TokenizerTable(**{**table, "path": path})
-        tokenizer = build_tokenizer(settings, base)
-    except (TokenizerError, MissingTokenizerError) as error:
-        logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
-        tokenizer = None
     ids: dict[str, Any] = {}
     files: dict[str, dict[str, Any]] = {}
-    if tokenizer is not None:
+    try:
+        path = str(moved or table["path"] or "") or None
+        tokenizer = build_tokenizer(TokenizerTable(**{**table, "path": path}), base)
+    except (TokenizerError, MissingTokenizerError) as error:
+        logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
+    else:
         sources = run.get("data", {}).get("sources", ())
         ids = token_ids(tokenizer, any(source["content"] in CONVERSATIONS for source in sources))
         if not keeps_tokens:
             content.update(ids)  # None too: a class may have another default
         if table.get("name") == "bytes":
             files = byte_tokenizer_files(tokenizer)
-    settings_found = generation_content(base, ids, keeps_tokens)
-    if settings_found:
-        files[GENERATION_FILE] = settings_found
+    if settings := generation_content(base, ids, keeps_tokens):
+        files[GENERATION_FILE] = settings
     for name, written in files.items():
         write_json(folder / name, written)
     return list(files)

@@ -10,29 +10,25 @@ follow, as for train.py: `--training.seq_len 8192`. A card that is not in the ta
 import argparse
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
 from torchround.accelerators import deterministic_operations
-from torchround.commands import CommandError
-from torchround.commands.configured_model import build_model, find_weights, flavors_of
+from torchround.commands import POSITIVE_COUNT, CommandError, new_parser, number
+from torchround.commands.configured_model import MISTAKES, build_model, find_weights
 from torchround.config import Config, ConfigError, MachinesTable, Options, parse_command_line
-from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
+from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.engine.errors import EngineUsageError
-from torchround.hf import HFError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
-from torchround.planning.costs import Costs, CostsError
+from torchround.planning.costs import Costs
 from torchround.planning.machine_report import (
-    USABLE_RATE,
     fewest_machines,
-    machine_rows,
-    rates_shown,
     report_exchange,
     usable_bytes_per_s,
 )
@@ -61,57 +57,54 @@ from torchround.run.hardware import (
     find_hardware,
     planned_kind,
 )
-from torchround.run.numbers import RunNumbers, num_parameters, run_question
+from torchround.run.numbers import RunNumbers, run_question
 from torchround.untrusted.terminal import say
 
 MOST_ADVICE = 3
 ADVISED_RANK = 16  # of adapters
-# The value of `--costs` for measured times that are part of the repository, and their folder.
-SHIPPED, MEASURED_TIMES = "shipped", Path(__file__).parents[2] / "docs" / "costs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake of the user."""
     given, overrides = parser().parse_known_args(arguments)
     try:
-        rank = ["--lora.rank", f"{given.lora_rank}"] if given.lora_rank else []
-        options = parse_command_line(["--config", given.config, *overrides, *rank])
+        options = parse_command_line(["--config", given.config, *overrides])
         if options.print_config or options.dry_run:
             raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
         machine = hardware(given, options.config)
         with deterministic_operations(options.config.training.deterministic):
             question = configured_question(options, known_vocab_size(options), machine)
             if given.costs:
-                question = question.with_times(measured_costs(given, machine))
+                try:
+                    question = question.with_times(Costs.from_json(Path(given.costs).read_text()))
+                except (OSError, ValueError) as error:
+                    raise CommandError(f"--costs {given.costs}: {error}") from None
             answer = report_plan(question)
-            show_plan(answer, machine)
-            show_advice(options, machine, answer)
-    except (
-        *(ConfigError, ModelConfigError, CommandError, EngineUsageError, CostsError),
-        *(TokenizerError, HFError, PlanError, UnknownPeakError),
-    ) as error:
+            show_plan(options, machine, answer)
+    except (*MISTAKES, CommandError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     return 0 if answer.plan is not None else 1
 
 
-def measured_costs(given: argparse.Namespace, machine: Hardware) -> Costs:
-    """Read the measured times that `--costs` asks for. Raises `CommandError` or `CostsError`."""
-    path = Path(given.costs)
-    if given.costs == SHIPPED:
-        card = machine.spec.name if machine.spec else "unknown"
-        path = MEASURED_TIMES / f"{card}_{Path(given.config).stem}.json"
-        if not path.is_file():
-            known = (
-                ", ".join(sorted(file.name for file in MEASURED_TIMES.glob("*_*.json"))) or "files of a clone"
-            )
-            raise CommandError(
-                f"--costs {SHIPPED}: there is no {path.name}; measured times are shipped as {known}"
-            )
-    try:
-        return Costs.from_json(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--costs {path}: {error}") from None
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own options; other arguments are overrides of the config."""
+    result = new_parser(__doc__)
+    amount = number(float, "a number above 0", lambda value: 0 < value < math.inf)
+    add = result.add_argument
+    add("--config", required=True, help="TOML file, looked up as given, then in configs/")
+    add("--device", help=f"card, default: machines.card; {', '.join(device_names())}")
+    add("--num-devices", type=POSITIVE_COUNT, help="default: engine.num_devices, else machines.num_cards")
+    add(
+        "--host-memory-gib",
+        type=amount,
+        help="host memory that the run may use; default: engine.host_memory_gib, else 95 %% of machines.host_memory_gib",
+    )
+    add("--device-memory-gib", type=amount, help="of each device; default: the card's")
+    add("--device-tflops", type=amount, help="dense peak in the run's dtype, instead of the card's")
+    add("--pcie-gb-per-s", type=amount, help="nominal, one direction, instead of the card's")
+    add("--costs", help="file of measured layer times, such as those in docs/costs/")
+    return result
 
 
 def configured_question(
@@ -138,7 +131,7 @@ def question_of(
     """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
     return run_question(
         model,
-        RunNumbers(config.training, config.engine, config.machines, config.optimizer),
+        RunNumbers.of(config),
         hardware,
         mapped,
         validates=config.validation.interval_steps > 0,
@@ -156,49 +149,6 @@ def known_vocab_size(options: Options) -> int | None:
         return build_tokenizer(options.config.tokenizer, options.config.model.hf_path).vocab_size
     except MissingTokenizerError:
         return None
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's own options; other arguments are overrides of the config."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = result.add_argument
-    add("--config", required=True, help="TOML file, looked up as given, then in configs/")
-    add("--device", help=f"card, default: machines.card; {', '.join(device_names())}")
-    add("--num-devices", type=count, help="default: engine.num_devices, else machines.num_cards, else 1")
-    add(
-        "--host-memory-gib",
-        type=positive,
-        help="host memory that the run may use; default: engine.host_memory_gib, else 95 %% of machines.host_memory_gib",
-    )
-    add("--device-memory-gib", type=positive, help="of each device; default: the card's")
-    add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
-    add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
-    add(
-        "--costs",
-        help=f'file of measured layer times, or "{SHIPPED}": those in docs/costs/ of this card and config',
-    )
-    add("--lora-rank", type=count, default=0, help="plan adapters of this rank on lora.targets")
-    return result
-
-
-def count(text: str) -> int:
-    """Parse a count from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse an amount from the command line."""
-    try:
-        amount = float(text)
-    except ValueError:
-        amount = 0.0
-    if not 0 < amount < math.inf:
-        raise argparse.ArgumentTypeError(f"given {text}; legal: a number above 0")
-    return amount
 
 
 def hardware(given: argparse.Namespace, config: Config) -> Hardware:
@@ -264,20 +214,15 @@ def machine_text(machine: Hardware) -> str:
     )
 
 
-def show_plan(answer: PlanReport, machine: Hardware) -> None:
-    """Print the report. `train.py --dry-run` prints it here too."""
+def show_plan(options: Options, machine: Hardware, answer: PlanReport) -> None:
+    """Print the report, and what would make a run fit that does not. `train.py --dry-run` prints it here too."""
+    lines: Iterable[str] = report_lines(answer)
     if machine.spec is not None:
-        say(machine_text(machine))
-    for line in report_lines(answer):
-        if line:
-            say(line)
-
-
-def show_advice(options: Options, machine: Hardware, answer: PlanReport) -> None:
-    """Print what would make a run fit that does not."""
+        lines = chain([machine_text(machine)], lines)
     if answer.plan is None:
-        for line in advice(options, machine, answer.question):
-            print(line)
+        lines = chain(lines, advice(options, machine, answer.question))
+    for line in filter(None, lines):
+        say(line)
 
 
 def plan_with_advice(options: Options, machine: Hardware, question: RunQuestion) -> Plan:
@@ -299,80 +244,71 @@ def advice(options: Options, machine: Hardware, question: RunQuestion) -> Iterat
 
 
 def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
-    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines, a smaller flavor."""
-    config = options.config
-    if config.training.dtype == "float32" and _fits_with(
-        options, machine, question, "training", "dtype", "bfloat16"
-    ):
+    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines."""
+    config, fits_with = options.config, partial(_fits_with, options, machine, question)
+    if config.training.dtype == "float32" and fits_with("training", "dtype", "bfloat16"):
         yield 'training.dtype = "bfloat16"'
-    if not config.lora.rank and _fits_with(options, machine, question, "lora", "rank", ADVISED_RANK):
+    if not config.lora.rank and fits_with("lora", "rank", ADVISED_RANK):
         yield f"lora.rank = {ADVISED_RANK} (adapters)"
     if machines := fewest_machines(question):
         yield f"{machines} such machines"
-    if config.model.flavor is None or config.model.shape is not None:
-        return
-    sizes = {
-        name: num_parameters(build_model(_changed(options, "model", "flavor", name), warns=False))[0]
-        for name in flavors_of(config.model.family)
-        if not name.startswith("debug")
-    }
-    own = sizes.get(config.model.flavor, 0)
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sizes[name] < own and _fits_with(options, machine, question, "model", "flavor", name):
-            yield f'model.flavor = "{name}"'
-            return
 
 
 def _fits_with(
     options: Options, machine: Hardware, question: RunQuestion, table: str, key: str, value: object
 ) -> bool:
     """Check whether the run of `question` fits with a key changed. A value that the model cannot take does not."""
+    config = options.config
+    tables = {
+        table: getattr(config, table).model_copy(update={key: value}),
+        # A plan would be for other layers or costs.
+        "engine": config.engine.model_copy(update={"plan": None}),
+    }
+    changed = replace(options, config=config.model_copy(update=tables))
     try:
-        changed = configured_question(_changed(options, table, key, value), None, machine, warns=False)
-        return fits(replace(changed, machines=question.machines))
+        asked = configured_question(changed, None, machine, warns=False)
+        return fits(replace(asked, machines=question.machines))
     except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
         return False
 
 
-def _changed(options: Options, table: str, key: str, value: object) -> Options:
-    """Return the options with a key changed, and without a plan, which is for other layers or costs."""
-    config = options.config
-    tables = {
-        table: getattr(config, table).model_copy(update={key: value}),
-        "engine": config.engine.model_copy(update={"plan": None}),
-    }
-    return replace(options, config=config.model_copy(update=tables))
-
-
 def report_lines(report: PlanReport) -> Iterator[str]:
     """Yield the report as lines and tables."""
-    question, plan, timed = report.question, report.plan, report.question.device is not None
-    yield _verdict(report)
+    question, plan = report.question, report.plan
+    limits = question.host_bytes, question.device_bytes
+    of_host, of_device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
+    if plan is None:
+        yield f"does not fit: {report.problem}"
+    else:
+        devices = f"each device {gib_text(plan.device_bytes)}{of_device}"
+        yield f"fits: the host needs {gib_text(report.host.total_bytes)}{of_host}, {devices}"
     yield f"host memory\n{_host_table(report)}\n"
     if plan is not None:
         yield "plan, with one line for stages that are alike; bytes are of one device, compute at its peak"
-        yield plan.text(timed)
+        yield plan.text(question.device is not None)
     if report.device is not None:
-        of = "" if question.device_bytes is None else f" of {gib_text(question.device_bytes)} usable"
-        yield f"each device needs {size_text(report.device.total_bytes)}{of}: {report.device.text()}"
+        usable = of_device and f"{of_device} usable"
+        yield f"each device needs {size_text(report.device.total_bytes)}{usable}: {report.device.text()}"
     if plan is not None:
         yield kept_text(question, plan)
-        yield from _speed_lines(report, plan)
-    yield from _machine_lines(question, plan)
+    if plan is not None and report.tokens_per_s is None:
+        yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
+    elif plan is not None:
+        source = "measured times of layers" if question.is_measured else "counted work, not measured"
+        yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from {source}"
+        yield link_text(question, plan)
+        if ratio := ratio_text(question, question.costs()):
+            yield ratio if question.is_measured else f"{ratio}, counted"
+    if (count := question.machines.count) > 1:
+        yield (
+            f"{count} machines share each step of {question.step_micro_batches} micro-batches, at most "
+            f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
+        )
+        if plan is not None:
+            yield exchange_text(question, plan)
     if plan is not None:
         yield from (gain_text(question, *found) for found in gains(question, plan).items())
     yield _length_line(question)
-
-
-def _verdict(report: PlanReport) -> str:
-    if report.plan is None:
-        return f"does not fit: {report.problem}"
-    limits = report.question.host_bytes, report.question.device_bytes
-    host, device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
-    return (
-        f"fits: the host needs {gib_text(report.host.total_bytes)}{host}, each device "
-        f"{gib_text(report.plan.device_bytes)}{device}"
-    )
 
 
 def _host_table(report: PlanReport) -> str:
@@ -385,18 +321,6 @@ def _host_table(report: PlanReport) -> str:
     if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
         rows["besides, about: Python and PyTorch"] = size_text(PROGRAM_BYTES)
     return text_table([*rows.items()], 1)
-
-
-def _speed_lines(report: PlanReport, plan: Plan) -> Iterator[str]:
-    question = report.question
-    if report.tokens_per_s is None:
-        yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
-        return
-    source = "measured times of layers" if question.is_measured else "counted work, not measured"
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from {source}"
-    yield link_text(question, plan)
-    if ratio := ratio_text(question, question.costs()):
-        yield ratio if question.is_measured else f"{ratio}, counted"
 
 
 def _length_line(question: RunQuestion) -> str:
@@ -412,77 +336,25 @@ def _length_line(question: RunQuestion) -> str:
     )
 
 
-# Several machines: what they exchange, and the speed of 1 to 16 of them.
-
-
 def planned_machines(table: MachinesTable) -> PlannedMachines:
     """Return the machines that a dry run and the `plan` command plan for."""
     rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
     return PlannedMachines(table.planned, rate)
 
 
-def network_text(question: RunQuestion, plan: Plan) -> str:
-    """Describe the measured network of a run of several machines, and what its exchange takes of a step."""
-    rate = question.machines.bytes_per_s
-    assert rate is not None, "several machines measure their network"
-    exchange = report_exchange(question, plan)
-    text = (
-        f"{rate * 8 / 1e9:.3g} Gb/s each way (measured); "
-        f"{size_text(round(exchange.gradient_bytes))} of gradients and {size_text(round(exchange.weight_bytes))} of weights "
-        f"per step take {(exchange.gradient_bytes + exchange.weight_bytes) / rate:.3g} s"
+def exchange_text(question: RunQuestion, plan: Plan) -> str:
+    """Describe what several machines exchange in a step, and how much of it lengthens the step."""
+    exchange, rate = report_exchange(question, plan), question.machines.bytes_per_s
+    sizes = exchange.gradient_bytes, exchange.weight_bytes
+    gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
+    text = f"{gradients} of gradients out and {weights} of weights back per step on the busiest link"
+    if rate is None:
+        return text
+    text += f", {sum(sizes) / rate:.3g} s at {rate * 8 / 1e9:.3g} Gb/s of data"
+    if question.device is None:
+        return text  # the devices' speed says how much of this is hidden
+    tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
+    return (
+        f"{text}, {exchange.exposed_s:.3g} s of it not hidden by compute; step {exchange.step_s:.4g} s, about "
+        f"{tokens_per_s:,.0f} tokens/s of all machines"
     )
-    # The devices' speed says how much of this is hidden.
-    return text if question.device is None else f"{text}, {exchange.exposed_s:.3g} s not hidden by compute"
-
-
-def _machine_lines(question: RunQuestion, plan: Plan | None) -> Iterator[str]:
-    """Yield what a report says about several machines; nothing if it is about one."""
-    machines, rate = question.machines, question.machines.bytes_per_s
-    if machines.count == 1:
-        return
-    yield (
-        f"{machines.count} machines share each step of {question.step_micro_batches} micro-batches, at most "
-        f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
-    )
-    if plan is not None:
-        exchange = report_exchange(question, plan)
-        sizes = exchange.gradient_bytes, exchange.weight_bytes
-        gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
-        yield (
-            f"exchange per step on the busiest link: {gradients} of gradients out, {weights} of weights back"
-        )
-        if question.device is not None and rate is not None:
-            gradients_s, weights_s = (nbytes / rate for nbytes in sizes)
-            tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
-            yield (
-                f"at {_gbit(rate):g} Gb/s: {gradients_s:.3g} s and {weights_s:.3g} s on the wire, {exchange.exposed_s:.3g} s not "
-                f"hidden by compute; step {exchange.step_s:.4g} s, about {tokens_per_s:,.0f} tokens/s of all machines"
-            )
-    if question.device is not None:
-        yield (
-            f"\ntokens/s of all machines, with a batch of {question.global_batch_size} sequences for all; in brackets the "
-            "share of what each machine gives in the first row that fits, without an exchange"
-        )
-        yield f"{text_table(_machine_table(question, plan), 0)}\n"
-
-
-def _gbit(bytes_per_s: float) -> float:
-    """Return the line rate of a usable rate, in Gb/s."""
-    return round(bytes_per_s * 8 / 1e9 / USABLE_RATE, 6)
-
-
-def _machine_table(question: RunQuestion, plan: Plan | None) -> Iterator[list[str]]:
-    """Yield the cells of each row: machines, micro-batches of each, host memory, tokens/s for each rate."""
-    rates = [f"{_gbit(rate):g} Gb/s" for rate in rates_shown(question.machines)]
-    yield ["machines", "micro-batches", "host", *rates, "no exchange"]
-    tokens, alone = question.global_batch_size * question.seq_len, 0.0
-    for count, micro_batches, host_bytes, steps in machine_rows(question, plan):
-        if not steps:
-            problem = "does not fit" if micro_batches else "without work"
-            yield [f"{count}", problem, *[""] * (len(rates) + 2)]
-            continue
-        speeds = [tokens / step_s for step_s in steps]
-        # The fewest machines that fit, without an exchange: what each of them gives is what a further one could add.
-        alone = alone or speeds[-1] / count
-        shares = (f"{speed:,.0f} ({speed / alone / count:.2f})" for speed in speeds)
-        yield [f"{count}", f"{micro_batches}", size_text(host_bytes), *shares]

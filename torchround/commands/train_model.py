@@ -6,27 +6,23 @@ Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in th
 after saving. The machines of one run end with the same code, except that 1 may stand for a mistake of another machine.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import CheckpointError, MachineTeam
+from torchround.checkpoint import CheckpointError, MachineTeam, NoCheckpointError, open_checkpoint
+from torchround.commands import configured_model
 from torchround.commands.configured_model import (
     build_model,
-    check_weights,
+    find_tokenizer,
     find_weights,
-    mapped_text,
     model_config,
 )
 from torchround.commands.export_hf import Export, export, own_paths
@@ -34,64 +30,48 @@ from torchround.commands.generation_files import stop_tokens
 from torchround.commands.plan_run import (
     configured_question,
     dry_run_hardware,
-    network_text,
+    exchange_text,
     plan_with_advice,
     question_of,
-    show_advice,
     show_plan,
 )
-from torchround.commands.tried_text import prompts_of
+from torchround.commands.try_model import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
-from torchround.data import (
-    DataError,
-    MissingTokenizerError,
-    Tokenizer,
-    TokenizerError,
-    build_loader,
-    build_tokenizer,
-    build_validation_loader,
-)
+from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader
 from torchround.data.loader import Loader
 from torchround.data.opening import reads_conversations
-from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
-from torchround.models import ModelConfigError
-from torchround.planning.cards import UnknownPeakError
 from torchround.planning.memory import size_text
-from torchround.planning.partition import PlanError
 from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
-from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
+from torchround.run.engine_parts import RunParts
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
-from torchround.run.resume import require_same_optimizer, resumed_stale_layers
-from torchround.run.run_folder import ConfigSource, RunError, RunFolder
-from torchround.run.run_parts import RunParts
-from torchround.run.samples import RunSamples
+from torchround.run.resume import (
+    given_folder,
+    require_same_optimizer,
+    require_steps_left,
+    resumed_stale_layers,
+)
+from torchround.run.run_folder import ConfigSource, RunError, RunFolder, disk_need
 from torchround.run.several_machines import (
     RunMachines,
     is_first_process,
     joined_machines,
     quiet_unless_first,
 )
-from torchround.run.start_checks import disk_need, require_load_path
-from torchround.run.validation import best_of, kept_losses
+from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
-from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
-MISTAKES = (
-    *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunError, HFError, LaunchError, UnknownPeakError),
-)
-# A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
-SLOW_SAVE_BYTES = 9 * 10**9
+MISTAKES = (*configured_model.MISTAKES, LaunchError)
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 
 
@@ -101,7 +81,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        end_with(escape_unprintable(str(error)))
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
         # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
@@ -109,25 +89,11 @@ def main(arguments: list[str]) -> int:
         is_here = not isinstance(error.__cause__, MachineError | None)
         if isinstance(error, PipelineError) and is_here:
             traceback.print_exception(error.__cause__)
-        end_with(f"{type(error).__name__}: {escape_unprintable(str(error))}")
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
-        end_with("interrupted before the first step")
+        print("interrupted before the first step", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def end_with(message: str) -> None:
-    """Print the message that ends the command. Under torchrun it also closes torchrun's report, which is printed below it.
-
-    torchrun names a file in which a process may say why it failed, and quotes it at the end of its report.
-    """
-    print(message, file=sys.stderr, flush=True)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # the message is on the console
-        write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:
@@ -157,8 +123,7 @@ def train(options: Options, machines: RunMachines) -> int:
     machines.require_same(parts.identity)
     rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
     parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
-    with ExitStack() as stack:  # locked to the end, the export included
-        stack.enter_context(parts.folder)
+    with parts.folder:  # locked to the end, the export included
         say(description(parts))
         exit_code = Trainer(parts).run()
         if exit_code == 0 and options.config.checkpoint.export != "off" and machines.is_first:
@@ -177,7 +142,6 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers = RunNumbers(config.training, config.engine, config.machines, config.optimizer)
     hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
@@ -187,35 +151,28 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
     config, epoch_steps = settle_steps(options, loader, folder)
+    samples, table = RunSamples(), config.validation
+    if table.prompts:
+        # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
+        with_chat = reads_conversations(config.data)
+        prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
+        samples = RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
     return RunParts(
         config=config,
         folder=folder,
         model=model,
         loader=loader,
         validation=validation,
-        numbers=numbers,
+        numbers=RunNumbers.of(config),
         hardware=hardware,
         question=question,
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
         epoch_steps=epoch_steps,
-        samples=run_samples(config, tokenizer),
+        samples=samples,
         machines=machines,
     )
-
-
-def run_samples(config: Config, tokenizer: Tokenizer) -> RunSamples:
-    """Return what continues the prompts of validations; without prompts, nothing.
-
-    A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
-    """
-    table = config.validation
-    if not table.prompts:
-        return RunSamples()
-    with_chat = reads_conversations(config.data)
-    prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
-    return RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:
@@ -226,12 +183,27 @@ def run_folder(options: Options, machines: RunMachines) -> RunFolder:
 
 
 def check_start(options: Options, machines: RunMachines) -> None:
-    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from."""
-    folder = run_folder(options, machines)
+    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from.
+
+    Only names, sizes and states of checkpoints are looked at; loading reads the tensors.
+    """
+    config, folder = options.config, run_folder(options, machines)
     if not options.is_named_on_command_line:
         folder.refuse_another_config()
-    require_load_path(options.config, folder)
-    require_same_optimizer(options.config, folder.checkpointer())
+    path, checkpointer = given_folder(config), folder.checkpointer()
+    if path is not None and not checkpointer.checkpoints():
+        step = None
+        try:
+            step = open_checkpoint(path, checkpointer.is_part).step
+        except CheckpointError as error:
+            # The checkpoint may be on the disks of other machines, and loading asks all.
+            may_be_elsewhere = checkpointer.is_part and not folder.team.is_alone
+            if not (isinstance(error, NoCheckpointError) and may_be_elsewhere):
+                raise RunError(f"checkpoint.load_path: {error}") from error
+        steps_are_known = config.training.steps is not None or config.data.epochs is None
+        if step is not None and config.checkpoint.load == "all" and steps_are_known:
+            require_steps_left(config, path, step)
+    require_same_optimizer(config, checkpointer)
 
 
 def dry_run(options: Options) -> int:
@@ -239,9 +211,16 @@ def dry_run(options: Options) -> int:
     config = options.config
     if options.print_config:
         print(to_toml(config))
-    tokenizer = tokenizer_if_here(options)
+    tokenizer = None
+    try:
+        tokenizer = find_tokenizer(options)
+    except ConfigError as missing:
+        say(
+            f"{missing}\nthe run needs it; planned without, for the model's vocabulary and no look at the data"
+        )
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    check_weights(options, vocab_size)
+    # The headers of the pretrained files too, so that a dry run refuses what the run would refuse.
+    find_weights(options, build_model(options, vocab_size, warns=False))
     machine, folder = dry_run_hardware(config), RunFolder(config.run)
     question = configured_question(options, vocab_size, machine)
     if tokenizer is not None:
@@ -250,8 +229,7 @@ def dry_run(options: Options) -> int:
         if text := dry_text(config, loader, folder):
             say(text)
     answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(answer, machine)
-    show_advice(options, machine, answer)
+    show_plan(options, machine, answer)
     stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
     need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
     say(f"disk: {need.text()}")
@@ -295,29 +273,24 @@ def description(parts: RunParts) -> str:
     size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
-    need = disk_need(parts.config, parts.folder, parts.question)
     machines, host = parts.machines, host_memory(parts.question, parts.plan)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {size_text(host.total_bytes)} ({host.text()})",
-        f"disk     {need.text()}",
+        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
     ]
     if machines.group is not None:
         lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
-        lines.insert(3, f"network  {network_text(parts.question, parts.plan)}")
-    if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
-        lines.append(
-            "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
-            "torchrun --shutdown-timeout SECONDS"
-        )
+        lines.insert(3, f"network  {exchange_text(parts.question, parts.plan)}")
     # A run that continues keeps its rounds, and would have other losses with others.
     is_new = parts.folder.checkpointer().latest_step() is None
     if is_new and (found := gains(parts.question, parts.plan, every=False)):
         lines.append(f"faster   {gain_text(parts.question, *max(found.items(), key=lambda gain: gain[1]))}")
     if parts.config.lora.map_base:
-        lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
+        mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
+        lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")
     return "\n".join(lines)
 
 
@@ -345,27 +318,6 @@ def export_result(folder: RunFolder, config: Config) -> None:
         raise HFError(
             f"{output} could not be written: {error}; {checkpoint} is whole, and torchround export_hf exports it"
         ) from error
-
-
-def find_tokenizer(options: Options) -> Tokenizer:
-    """Build the tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` if nothing is at its path."""
-    config = options.config
-    try:
-        return build_tokenizer(config.tokenizer, config.model.hf_path)
-    except MissingTokenizerError as error:
-        raise options.error(error.key, error.message) from error
-
-
-def tokenizer_if_here(options: Options) -> Tokenizer | None:
-    """Return the tokenizer for a dry run; None, with a line that says so, if it is not on this machine."""
-    try:
-        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path)
-    except MissingTokenizerError as error:
-        missing = options.error(error.key, error.message)
-        say(
-            f"{missing}\nthe run needs it; planned without, for the vocabulary of the model and no look at the data"
-        )
-        return None
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:

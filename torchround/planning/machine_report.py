@@ -1,10 +1,9 @@
-"""Several machines before a run: what they exchange in a step, what of it is exposed, and the speed of 1 to 16 machines.
+"""Several machines before a run: what they exchange in a step, and what of it is exposed.
 
 A plan takes the exchange as hidden. This module simulates it beside the plan's step.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchround.planning.exchange_time import (
@@ -15,9 +14,8 @@ from torchround.planning.exchange_time import (
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
-from torchround.planning.plan_report import fits, host_memory, plan_for
-from torchround.planning.planner import InfeasiblePlanError
-from torchround.planning.run_question import PlannedMachines, RunQuestion
+from torchround.planning.plan_report import fits
+from torchround.planning.run_question import RunQuestion
 from torchround.planning.stage_times import LayerSums
 
 # Share of a network's line rate that carries data.
@@ -87,52 +85,6 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) 
     launches_s = sum(sizes) * question.costs().launch_s
     stepped_s = exchange_step_seconds(times, sizes, question.num_devices, exchange, plan.stale_layers)
     return max(stepped_s, launches_s)
-
-
-def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
-    """Return the rates of a table in bytes per second: the known one, otherwise those of usual networks."""
-    if machines.bytes_per_s is not None:
-        return (machines.bytes_per_s,)
-    return tuple(usable_bytes_per_s(gbit) for gbit in GBIT_PER_S)
-
-
-def machine_rows(question: RunQuestion, plan: Plan | None) -> Iterator[tuple[int, int, int, list[float]]]:
-    """Time 1 to 16 machines, and the question's number, each number with a plan for its share of the batch.
-
-    Yields the number, the micro-batches of the largest share, the host memory of the fullest machine in bytes, and the
-    seconds per step at each of `rates_shown` and without an exchange. A machine without work has 0 micro-batches; it has
-    no seconds, as a number of machines that the run does not fit. `plan` is that of the question, None if it does not fit.
-    """
-    for count in sorted({*MACHINE_COUNTS, question.machines.count}):
-        asked = question.on_machines(count)
-        if count > asked.step_micro_batches:
-            yield count, 0, 0, []
-            continue
-        found = plan if count == question.machines.count else _plan_of_share(asked, plan)
-        if found is None:
-            yield count, asked.num_micro_batches, 0, []
-            continue
-        rates = (*rates_shown(question.machines), math.inf)
-        steps = [machine_step_seconds(asked, found, rate) for rate in rates]
-        yield count, asked.num_micro_batches, host_memory(asked, found).total_bytes, steps
-
-
-def _plan_of_share(asked: RunQuestion, plan: Plan | None) -> Plan | None:
-    """Return the faster of the stages of another number's plan and those of a search that keeps nothing, if one fits.
-
-    A search that also chooses what to keep would take seconds for each number.
-    """
-    questions = [asked.without_choice()]
-    if plan is not None and plan.kept:
-        rounds = min(plan.rounds, asked.num_micro_batches)
-        questions.append(replace(asked, given=(plan.partition, rounds), given_kept=plan.kept))
-    plans = []
-    for question in questions:
-        try:
-            plans.append(plan_for(question))
-        except InfeasiblePlanError:
-            continue
-    return min(plans, key=lambda found: found.step_s, default=None)
 
 
 def fewest_machines(question: RunQuestion) -> int | None:

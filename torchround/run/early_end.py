@@ -11,12 +11,10 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
 
 from torchround.config import TrainingTable
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -27,29 +25,6 @@ class BadStepsError(Exception):
     """Too many bad steps in a row, or one spike under `training.on_spike = "stop"`."""
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """A step whose update was left out, in `bounded` perhaps in some layers only. `tokens` counts the labels that the run trained on before it."""
-
-    step: int
-    tokens: int
-    loss: float
-    update: UpdateReport
-
-    @property
-    def is_spike(self) -> bool:
-        # Every bad step is a spike or not finite.
-        return math.isfinite(self.loss) and math.isfinite(self.update.grad_norm)
-
-    def __str__(self) -> str:
-        update = self.update
-        where = f", micro-batches {_listed(update.not_finite)}" if update.not_finite else ""
-        return (
-            f"step {self.step}: {update.fault}{where}; loss {self.loss:.6g}, gradient norm {update.grad_norm:.6g}, "
-            f"loss scale {update.loss_scale:g}; its data begins after {self.tokens:,} tokens of the run"
-        )
-
-
 class BadSteps:
     """A count of bad steps in a row. `error` is set once there are too many. The count restarts on resume."""
 
@@ -58,48 +33,52 @@ class BadSteps:
         self._most_in_a_row = table.max_skipped_steps
         self._stops_at_spike = table.on_spike == "stop"
         self._last_good_step = "none since this start of the run"
-        self._in_a_row: list[BadStep] = []
+        self._in_a_row: list[str] = []
+        self._some_updated = False  # in `bounded` a step may leave out some layers and update the others
 
     def add(self, step: int, tokens: int, result: StepResult) -> None:
         """Count a finished step. Steps come in order; `tokens` were trained on before it."""
-        update = result.update()
+        update, loss = result.update(), result.loss()
         if not (update.skipped or update.fault):
-            self._last_good_step, self._in_a_row = f"step {step}", []
-        elif not update.fault:
+            self._last_good_step, self._in_a_row, self._some_updated = f"step {step}", [], False
+            return
+        if not update.fault:
             logger.warning(
                 "step %d: the gradient overflows float16 under a loss scale of %g; its update is skipped, and a "
                 "lower scale follows, as usual",
-                step,
-                update.loss_scale,
+                *(step, update.loss_scale),
             )
-        else:
-            self._add_bad(BadStep(step, tokens, result.loss(), update))
-
-    def _add_bad(self, bad: BadStep) -> None:
-        left_out = bad.update.left_out
+            return
+        where = f", micro-batches {_listed(update.not_finite)}" if update.not_finite else ""
+        text = (
+            f"step {step}: {update.fault}{where}; loss {loss:.6g}, gradient norm {update.grad_norm:.6g}, loss scale "
+            f"{update.loss_scale:g}; its data begins after {tokens:,} tokens of the run"
+        )
+        left_out = update.left_out
         logger.warning(
-            "%s; %s", bad, f"not updated: {_listed(left_out)}" if left_out else "its update is skipped"
+            "%s; %s", text, f"not updated: {_listed(left_out)}" if left_out else "its update is skipped"
         )
         if self.error is not None:
             return  # this step was already under way when the limit was reached
-        self._in_a_row.append(bad)
-        if self._stops_at_spike and bad.is_spike:
-            self._stop("a spike", 'training.on_spike = "stop"')
-        elif len(self._in_a_row) >= self._most_in_a_row:
-            key = f"training.max_skipped_steps = {self._most_in_a_row}"
-            self._stop(f"{len(self._in_a_row)} bad steps in a row", key)
+        self._in_a_row.append(text)
+        self._some_updated |= bool(left_out)
+        # Every bad step is a spike or not finite.
+        is_spike = math.isfinite(loss) and math.isfinite(update.grad_norm)
+        if self._stops_at_spike and is_spike:
+            self._stop('a spike (training.on_spike = "stop")')
+        elif (count := len(self._in_a_row)) >= self._most_in_a_row:
+            self._stop(f"{count} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row})")
 
-    def _stop(self, reason: str, key: str) -> None:
-        shown = [str(bad) for bad in self._in_a_row]
+    def _stop(self, reason: str) -> None:
+        shown = self._in_a_row
         if len(shown) > 2 * SHOWN:
-            shown[SHOWN:-SHOWN] = [f"({len(shown) - 2 * SHOWN} more)"]
+            shown = [*shown[:SHOWN], f"({len(shown) - 2 * SHOWN} more)", *shown[-SHOWN:]]
         steps = "".join(f"\n  {line}" for line in shown)
-        some = any(bad.update.left_out for bad in self._in_a_row)
-        changed = "Layers that are not named were updated" if some else "Bad steps do not change the weights"
+        some, none = "Layers that are not named were updated", "Bad steps do not change the weights"
         self.error = BadStepsError(
-            f"{reason} ({key}); the last good one: {self._last_good_step}. {changed}, "
-            f"and the run is saved:{steps}\nThe same command continues with the data after them. If they come "
-            "again, try a lower optimizer.lr or an earlier checkpoint (checkpoint.load_path), or look at that data."
+            f"{reason}; the last good one: {self._last_good_step}. {some if self._some_updated else none}, and the run is saved:{steps}\nThe same "
+            "command continues with the data after them. If they come again, try a lower optimizer.lr or an earlier "
+            "checkpoint (checkpoint.load_path), or look at that data."
         )
 
 
@@ -181,16 +160,12 @@ class StopRequest:
         now_s = time.monotonic()
         if self.signal_number is None:
             self.signal_number, self._asked_at_s = number, now_s
-            _write_error(
-                f"{signal.Signals(number).name}: finishing the steps under way and saving; another signal stops at once"
-            )
+            name = signal.Signals(number).name
+            line = f"{name}: finishing the steps under way and saving; another signal stops at once\n"
+            # Not through the buffer of standard error, which the interrupted code may be writing to.
+            with suppress(OSError):
+                os.write(2, line.encode())
         elif now_s - self._asked_at_s >= SAME_REQUEST_S:
             # No KeyboardInterrupt: its unwinding would wait for threads that are in the middle of a computation.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _write_error(line: str) -> None:
-    """Write to standard error without its buffer, which the interrupted code may be writing to."""
-    with suppress(OSError):
-        os.write(2, f"{line}\n".encode())

@@ -1,28 +1,135 @@
-"""The host store and the engine of a run, as its config asks for them."""
+"""The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
-from collections.abc import Mapping, Sequence
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchround.accelerators import kind_of
-from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
+from torchround.data.loader import Loader
+from torchround.data.opening import reads_conversations
+from torchround.data.validation_batches import ValidationLoader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import FileTensor, LayeredModel
+from torchround.hf import PretrainedWeights
+from torchround.layer import FileTensor, LayeredModel, MicroBatch
 from torchround.machines.group import MachineGroup
+from torchround.observe import MetricsLogger, open_metrics
+from torchround.observe.console import duration
+from torchround.observe.run_page import PAGE_FILE
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
+from torchround.planning.plan_report import plan_for
+from torchround.planning.run_question import RunQuestion
+from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
+from torchround.run.run_folder import CONFIG_FILE, RunFolder
+from torchround.run.several_machines import RunMachines
+from torchround.run.step_meter import StepMeter, flops_per_token
+from torchround.run.validation import RunSamples, best_of, kept_losses
 
 # From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 1 s and then saves at least 2 ns per
 # parameter and step on two cores, so that at this size it pays for itself in some 250 steps.
 COMPILE_FROM_PARAMETERS = 2**21
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """All that a trainer needs, checked against each other; nothing large is allocated yet.
+
+    `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
+    in the folder, so that a resumed run need not count again. `samples` continues the prompts of validations. `machines` are those of the run, this one among them.
+    """
+
+    config: Config
+    folder: RunFolder
+    model: LayeredModel
+    loader: Loader
+    validation: Iterable[MicroBatch]
+    numbers: RunNumbers
+    hardware: Hardware
+    question: RunQuestion
+    plan: Plan
+    pretrained: PretrainedWeights | None
+    mapped: Mapping[str, Sequence[FileTensor]]
+    epoch_steps: EpochSteps | None = None
+    samples: RunSamples = field(default_factory=RunSamples)
+    machines: RunMachines = field(default_factory=RunMachines)
+
+    def identity(self) -> dict[str, str]:
+        """Return what must be the same on all machines besides the configuration, by names for messages."""
+        found = self.loader.fingerprints()
+        if isinstance(self.validation, ValidationLoader):
+            found |= self.validation.fingerprints()
+        if self.pretrained is not None:
+            found["pretrained weights"] = self.pretrained.fingerprint()
+        return found
+
+    def with_rule(self, rounds: int, stale_layers: int) -> "RunParts":
+        """Return the parts with a plan of the first machine's numbers. Raises `InfeasiblePlanError`.
+
+        The first machine's folder alone has the plan of an earlier start.
+        """
+        if (self.plan.rounds, self.plan.stale_layers) == (rounds, stale_layers):
+            return self
+        question = replace(self.question, rounds=rounds, stale_layers=stale_layers)
+        return replace(self, question=question, plan=plan_for(question))
+
+    def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
+        """Make the meter of the run's steps, of which `skipped_steps` were skipped before. All machines make theirs."""
+        training, spec = self.config.training, self.hardware.spec
+        peak = None if spec is None else spec.flops_per_s(training.dtype, training.fp16_accumulation)
+        return StepMeter(
+            devices,
+            flops_per_token(self.model, training.seq_len, self.numbers.dtype.itemsize),
+            self.machines.all_flops_per_s(peak, len(devices)),
+            skipped_steps,
+        )
+
+    def open_metrics(self, resumed_step: int, wandb_run_id: str | None) -> MetricsLogger:
+        """Open the reporters of the run. Only the first machine has any."""
+        if not self.machines.is_first:
+            return MetricsLogger({}, wandb_run_id)
+        return open_metrics(
+            self.config.metrics,
+            self.folder.path,
+            self.config.run.name,
+            self.config.training.num_steps,
+            self.config.model_dump(mode="json"),
+            resumed_step=resumed_step,
+            wandb_run_id=wandb_run_id,
+        )
+
+    def closing_text(self, meter: StepMeter) -> str:
+        """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
+        folder, is_chat = self.folder, reads_conversations(self.config.data)
+        losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step()
+        best = best_of(losses)
+        step = newest if best is None else best
+        of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
+        option = " --chat" * is_chat + ("" if step == newest else f" --step {step}")
+        run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / f"step-{step}"
+        # In an environment that is not activated the command is beside its Python.
+        command = "torchround" if shutil.which("torchround") else Path(sys.executable).with_name("torchround")
+        return (
+            f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
+            f"open     {folder.path / PAGE_FILE}; checkpoint {checkpoint}{of_loss}\n"
+            f'next     {command} try_model --run {run}{option} --prompt "..", '
+            f"{command} export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
+            f"--config {shlex.quote(str(folder.path / CONFIG_FILE))}"
+        )
 
 
 def build_store(

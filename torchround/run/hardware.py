@@ -1,6 +1,12 @@
-"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere."""
+"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere.
+
+If PyTorch sees no accelerator, files of the system tell why. They know NVIDIA's and AMD's cards, so a card of another
+maker is never said to be absent.
+"""
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +14,7 @@ import psutil
 import torch
 
 from torchround.accelerators import (
+    NO_ACCELERATORS,
     PLANNED_KIND,
     AcceleratorKind,
     kind_of,
@@ -23,7 +30,6 @@ from torchround.machines.group import HostShare
 from torchround.planning.cards import DeviceSpec, find_device
 from torchround.planning.memory import GIB
 from torchround.planning.partition import split_evenly
-from torchround.run.missing_cards import why_no_accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +43,9 @@ VIRTUAL_DEVICES_FRACTION = 0.5
 # Virtual devices of a run that names no number. Each computes with one thread, so this many use as many cores; with more
 # of them, steps of few micro-batches would leave most idle.
 MOST_VIRTUAL_DEVICES = 8
-# A container's memory limit, in version 2 and version 1 of cgroups. The same folder says how much is in use
-# (`CGROUP_USED`), and how much of that the kernel gives back when memory runs short (`memory.stat`).
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-CGROUP_USED = ("memory.current", "memory.usage_in_bytes")
-CGROUP_CACHES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
+# A container's control group: its memory limit, what is in use, and what of that the kernel gives back when memory runs
+# short.
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -87,29 +91,41 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
     `EngineUsageError` if the table asks for devices that are not here.
     """
     share = host_share or HostShare()
-    kind, host_bytes = _asked_for(table), usable_host_bytes(table, share.count)
+    kind = _asked_for(table)
+    if table.host_memory_gib is not None:
+        host_bytes = int(table.host_memory_gib * GIB)
+    else:
+        host_bytes = int(available_host_bytes() * USABLE_HOST_FRACTION) // share.count
+    limit = None if table.device_memory_gib is None else int(table.device_memory_gib * GIB)
     if kind is None:
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
-        note = _note_of_absence() if table.devices == "auto" else ""
-        return Hardware("cpu", count, _limit(table, device_bytes), host_bytes, note=note)
-    cards, num_users = _own_cards(kind.count(), share)
+        note = ""
+        if table.devices == "auto":
+            absence = why_no_accelerator(maker_of_build())
+            note = f": no accelerator found ({absence.reason})"
+            if absence.has_card:
+                logger.warning(
+                    'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
+                    'engine.devices = "cpu" asks for that without this warning',
+                    absence.reason,
+                )
+        return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
+    cards, num_users = tuple(range(kind.count())), 1
+    if share.count > len(cards):
+        # Several processes use each card.
+        cards, num_users = (share.index % len(cards),), -(-share.count // len(cards))
+    elif share.count > 1:
+        cards = tuple(split_evenly(len(cards), share.count)[share.index])
     count = table.num_devices or len(cards)
     # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
-    used = cards[:count]
-    smallest = min(available_device_bytes(kind, index) for index in used)
+    # Unused memory of this process's own allocator counts as free, tensors of any process do not.
+    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in cards[:count])
     device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // len(cards)) * num_users)
     spec = find_device(kind.card_name(cards[0]))
     own = cards if share.count > 1 else ()
-    return Hardware(kind.name, count, _limit(table, device_bytes), host_bytes, spec, cards=own)
-
-
-def _own_cards(present: int, share: HostShare) -> tuple[tuple[int, ...], int]:
-    """Return the cards of a process that shares its host, and how many processes use each of them at most."""
-    if share.count > present:
-        return (share.index % present,), -(-share.count // present)
-    return tuple(split_evenly(present, share.count)[share.index]), 1
+    return Hardware(kind.name, count, limit or device_bytes, host_bytes, spec, cards=own)
 
 
 def planned_kind(table: EngineTable) -> str:
@@ -121,50 +137,15 @@ def planned_kind(table: EngineTable) -> str:
     return table.devices
 
 
-def available_device_bytes(kind: AcceleratorKind, index: int) -> int:
-    """Return the device memory that this process could use: free memory, and what its own allocator keeps unused.
-
-    Memory of other processes counts as taken, and so do this process's tensors. A run asks before it makes its first
-    engine, so the plan from measured steps has the same limit although an engine holds memory by then.
-    """
-    free, _ = kind.free_and_total_bytes(index)
-    return free + kind.cached_bytes(index)
-
-
-def usable_host_bytes(table: EngineTable, num_processes: int = 1) -> int:
-    """Return the host memory that one of the run's processes here may use.
-
-    It is `engine.host_memory_gib`, otherwise an equal part of a share of what is free.
-    """
-    if table.host_memory_gib is not None:
-        return int(table.host_memory_gib * GIB)
-    return int(available_host_bytes() * USABLE_HOST_FRACTION) // num_processes
-
-
 def available_host_bytes() -> int:
     """Return the machine's free memory, or what is left of the container's limit if that is less."""
-    limits = [int(psutil.virtual_memory().available)]
-    for path in CGROUP_LIMITS:
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):  # the other version of cgroups, or "max"
-            continue
-        limits.append(max(0, limit - _used_bytes(Path(path).parent)))
-    return min(limits)
-
-
-def _used_bytes(cgroup: Path) -> int:
-    """Return the memory that a container uses, without files that the kernel only keeps in memory."""
-    for name in CGROUP_USED:
-        try:
-            used = int((cgroup / name).read_text())
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # Version 1 gives the sums over inner containers under names of their own.
-        totals = [name for name in CGROUP_CACHES if name.startswith("total_") and name in stat]
-        return max(0, used - sum(int(stat[name]) for name in totals or CGROUP_CACHES if name in stat))
-    return 0
+    free_bytes = int(psutil.virtual_memory().available)
+    limit, used, stat = (_read(CGROUP / f"memory.{name}") for name in ("max", "current", "stat"))
+    if not limit.isdecimal():
+        return free_bytes  # no container, or "max"
+    counts = dict(line.split() for line in stat.splitlines())
+    caches = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return min(free_bytes, max(0, int(limit) - max(0, int(used or 0) - caches)))
 
 
 def _asked_for(table: EngineTable) -> AcceleratorKind | None:
@@ -179,30 +160,70 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     return here
 
 
-def _note_of_absence() -> str:
-    """Return why `auto` found no accelerator. One warning if the machine has a card, which is then not used."""
-    absence = why_no_accelerator(maker_of_build())
-    if absence.has_card:
-        logger.warning(
-            'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
-            'engine.devices = "cpu" asks for that without this warning',
-            absence.reason,
-        )
-    return f": no accelerator found ({absence.reason})"
-
-
 def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
-        absence = why_no_accelerator(maker_of_build())
-        # A build for the CPU is the usual cause.
-        reason += f" ({absence.reason if absence.has_card else f'this is torch {torch.__version__}'})"
+        reason += f" ({why_no_accelerator(maker_of_build()).reason})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 
 
-def _limit(table: EngineTable, default_bytes: int) -> int:
-    return default_bytes if table.device_memory_gib is None else int(table.device_memory_gib * GIB)
+# Why PyTorch sees no accelerator.
+
+# Files of NVIDIA's driver once it is loaded: in the list of drivers, as a device, and as WSL shows it to Linux.
+_NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1")
+# AMD's driver shows the memory of each GPU. Processors hold a small one with a share of the host's, of no use for training.
+_AMD_FILES, _SMALLEST_AMD_BYTES = "sys/class/drm/card*/device/mem_info_vram_total", 4 * GIB
+_PLATFORM = {"NVIDIA": PLANNED_KIND.upper(), "AMD": "ROCm"}
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why PyTorch sees no accelerator. `has_card` is True if the machine has a card, so that the reason can be mended."""
+
+    reason: str
+    has_card: bool
+
+
+def why_no_accelerator(
+    target: str | None, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> Absence:
+    """Find the reason, with a PyTorch that is built for cards of the maker `target`. `root` holds `dev`, `proc`, `sys`."""
+    build = f"torch {torch.__version__}"
+    makers = ["NVIDIA"] if any((root / name).exists() for name in _NVIDIA_FILES) else []
+    if any(int(_read(path) or 0) >= _SMALLEST_AMD_BYTES for path in root.glob(_AMD_FILES)):
+        makers.append("AMD")
+    if not makers:
+        return Absence(f"{build} sees none, and no driver of an NVIDIA or AMD card is loaded", has_card=False)
+    # With cards of both makers, the one that this build can use is the one that is missed.
+    maker = target if target in makers else makers[0]
+    hidden = next((name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")), None)
+    if hidden is not None:
+        reason = f"{hidden} is set to {environment[hidden] or 'nothing'}, which hides the {maker} card"
+    elif target != maker:
+        platform = _PLATFORM[maker]
+        reason = (
+            f"this machine has an {maker} card, and {build} is built without {platform}; install a build for {platform} "
+            "(pytorch.org shows the command)"
+        )
+    else:
+        refusal = "PyTorch names no reason"
+        try:
+            torch.get_device_module(PLANNED_KIND).init()
+        except Exception as error:  # noqa: BLE001  (an error of any type is the reason)
+            refusal = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (
+            f"the {maker} card cannot be used by {build}: {refusal} (a container needs an option that shows it the "
+            "card, such as Docker's --gpus all)"
+        )
+    return Absence(reason, has_card=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, EngineTable, MachinesTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
@@ -34,7 +34,7 @@ from torchround.planning.update_costs import (
     newton_schulz_flops,
 )
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
+from torchround.run.run_plan import given_plan
 
 COMPACT_STATE = 'optimizer.state = "compact"'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,12 +42,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Types and sizes that `[training]`, `[engine]`, `[machines]` and `[optimizer]` ask for."""
+    """Types and sizes that `[training]`, `[engine]` and `[optimizer]` ask for."""
 
     training: TrainingTable
     engine: EngineTable
-    machines: MachinesTable = field(default_factory=MachinesTable)
     optimizer: OptimizerTable = field(default_factory=AdamWTable)
+
+    @classmethod
+    def of(cls, config: Config) -> "RunNumbers":
+        """Return those of a whole config."""
+        return cls(config.training, config.engine, config.optimizer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,8 +92,16 @@ def run_question(
     layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    given = None if engine.plan is None else given_plan(engine)
-    _check(model, numbers, hardware, None if given is None else given[0].num_layers)
+    given, stale_layers, given_kept = given_plan(engine)
+    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+        raise EngineUsageError(
+            f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
+        )
+    if given is not None and given[0].num_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
     updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
     counts = parameter_counts(bundles, mapped, rule_of)
@@ -123,10 +135,10 @@ def run_question(
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,
-        stale_layers=given_stale_layers(engine),
+        stale_layers=stale_layers,
         keep_activations=engine.keep_activations,
         slower_for_memory=engine.slower_for_memory,
-        given_kept=given_kept(engine),
+        given_kept=given_kept,
         machines=machines,
     )
 
@@ -172,20 +184,6 @@ def _counted_costs(
     return cache(costs_for)  # a report asks for the same lengths many times
 
 
-def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
-    """Raise `EngineUsageError` for a switch that the devices lack, or a given plan of another number of layers."""
-    if numbers.training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
-        raise EngineUsageError(
-            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
-            "legal: false"
-        )
-    if planned_layers is not None and planned_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {planned_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
-        )
-
-
 def layer_works(
     model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
 ) -> list[LayerWork]:
@@ -194,8 +192,8 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if runs_compiled(layer, numbers.engine, kind, tokens * sequences):
-            # A compiled backward gives all gradients of its layer at once.
+        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind, tokens * sequences):
+            # The layer keeps all its parts or nothing. A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             workspace_bytes = work.workspace_bytes + trained * element_bytes
             work = replace(kept_whole(work), workspace_bytes=workspace_bytes, keeps_whole=True)
@@ -210,11 +208,6 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
     """
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
-
-
-def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str, num_tokens: int) -> bool:
-    """Return whether a layer runs compiled for micro-batches of this size, so that it keeps all its parts or nothing."""
-    return compiles_layers(table, kind) and not runs_fused(layer, kind, num_tokens)
 
 
 def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
@@ -273,8 +266,13 @@ def optimizer_costs(
     others = _smaller_settings(table, engine)
     optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
     trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
+
+    def costs_of(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
+        values = sum(state_format.element_bytes(value) for value in rule.values)
+        return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
+
     kept = {
-        name: tuple(_rule_costs(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
+        name: tuple(costs_of(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
         for name, facts in parameter_facts(model).items()
         if name in trained
     }
@@ -291,11 +289,6 @@ def optimizer_costs(
     return updates, {name: distinct.index(costs) for name, costs in kept.items()}
 
 
-def _rule_costs(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
-    values = sum(state_format.element_bytes(value) for value in rule.values)
-    return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
-
-
 def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
     """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
     changes = {}
@@ -304,9 +297,8 @@ def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, O
     if not isinstance(table, AdamWTable):
         keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
         if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
-            keys.append(
-                'engine.delay_correction = "none"'
-            )  # AdamW would correct the delay, which takes 2 bytes
+            # AdamW would correct the delay, which takes 2 bytes.
+            keys.append('engine.delay_correction = "none"')
         changes[" and ".join(keys)] = AdamWTable(state="compact")
     return changes
 

@@ -17,14 +17,16 @@ import logging
 import os
 import secrets
 import socket
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
+from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import Config, RunTable, to_toml
+from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
+from torchround.planning.run_question import RunQuestion
 from torchround.untrusted.regular_file import read_regular, write_whole
 from torchround.untrusted.terminal import terminal_safe
 
@@ -35,8 +37,6 @@ MOST_PLAN_BYTES = 2**24
 MOST_SOURCE_BYTES = 2**16
 # Errors of flock on file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# A network's file system keeps the lock of a machine that died for its lease, 90 s by default.
-LEASE_S = 100
 
 
 class RunError(Exception):
@@ -126,8 +126,13 @@ class RunFolder:
         The same path is the same file, edited or not. A file of the same content has been moved or copied, or is seen
         under another path in a container. The folder's own `config.toml` is the run's too.
         """
-        kept, source = self._kept_source(), self._source
-        if kept is None or source is None or self._is_own_config(source):
+        source = self._source
+        try:
+            content = json.loads(read_regular(self.path / SOURCE_FILE, MOST_SOURCE_BYTES))
+            kept = ConfigSource(str(content["path"]), str(content["digest"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return  # no run is there, or no readable record of it
+        if source is None or self._is_own_config(source):
             return
         if source.path != kept.path and source.digest != kept.digest:
             raise RunError(
@@ -143,14 +148,6 @@ class RunFolder:
         except (OSError, ValueError):
             return None
 
-    def _kept_source(self) -> ConfigSource | None:
-        """Return the file that the run came from, None if the folder has no readable record of it."""
-        try:
-            content = json.loads(read_regular(self.path / SOURCE_FILE, MOST_SOURCE_BYTES))
-            return ConfigSource(str(content["path"]), str(content["digest"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
     def _is_own_config(self, source: ConfigSource) -> bool:
         return Path(source.path).resolve() == (self.path / CONFIG_FILE).resolve()
 
@@ -159,54 +156,35 @@ class RunFolder:
 
         A run would write to the target of a link, outside its folder, and would wait at a pipe.
         """
-        for folder in (self.path, self.path / "trace"):
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if path.is_symlink():
-                    raise RunError(
-                        f"run.folder: {path} is a link to {path.readlink()}; a run writes to nothing outside its "
-                        "folder. Remove it, or put what it points to in its place (the whole folder may be a link)"
-                    )
-                # Another machine of the run may have removed its own mark meanwhile.
-                if not (path.is_file() or path.is_dir()) and path.exists():
-                    raise RunError(f"run.folder: {path} is not an ordinary file; remove it")
+        for path in (*self.path.iterdir(), *self.path.glob("trace/*")):
+            # Another machine of the run may have removed its own mark meanwhile.
+            is_odd = path.exists() and not (path.is_file() or path.is_dir())
+            if path.is_symlink() or is_odd:
+                raise RunError(
+                    f"run.folder: {path} is a link, or not an ordinary file; a run writes to nothing outside its folder. Remove "
+                    "it, or put what it points to in its place (the whole folder may be a link)"
+                )
 
     def _take_lock(self) -> None:
         """Lock the folder. Raises `RunError` if another process holds the lock; warns if there are no locks."""
         try:
-            self._flock(0 if self.team.is_alone else LEASE_S)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             raise RunError(
-                f"{self.path} is in use by {holder}; wait for it to end, or give this run a name of its own "
-                "(--run.name NAME)"
+                f"{self.path} is in use by {holder}; wait for it to end (a network's file system keeps the lock of a "
+                "machine that died for up to two minutes), or give this run a name of its own (--run.name NAME)"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise RunError(f"run.folder: {self.path} cannot be locked: {error}") from error
             logger.warning(
                 "%s cannot be locked (%s); nothing will stop a second process from writing there",
-                self.path,
-                error,
+                *(self.path, error),
             )
         # The holder's name is for the message of a second process. The lock itself is the kernel's.
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _flock(self, patience_s: int) -> None:
-        """Take the kernel's lock. Raises `BlockingIOError` if another process holds it for `patience_s` seconds."""
-        for left_s in range(patience_s, -1, -1):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if left_s == 0:
-                    raise
-                if left_s == patience_s:
-                    logger.warning(
-                        "%s is locked; waiting up to %d s, in case a machine died", self.path, left_s
-                    )
-                time.sleep(1)
-            else:
-                return
 
 
 def raise_on_all(team: MachineTeam, error: RunError | None, what: str) -> None:
@@ -268,3 +246,82 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
         f'run.folder: {path} is one folder on {one} and {other}, and machines.checkpoints is "own"; give each '
         "machine its own folder, or use this one together (--machines.checkpoints shared)"
     )
+
+
+# The disk.
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """The disk of a run's checkpoints: what one takes, how many are there at once, and what is free.
+
+    `num_at_once` leaves out those that are kept for ever. `num_present` complete checkpoints are there already.
+    `free_bytes` includes what the next save clears away first; it is None if the file system does not say.
+    """
+
+    folder: Path
+    checkpoint_bytes: int
+    num_at_once: int
+    num_present: int
+    free_bytes: int | None
+
+    def text(self) -> str:
+        """Return the need and what is free, on one line."""
+        several = f", up to {self.num_at_once} at once" if self.num_at_once > 1 else ""
+        there = f" ({self.num_present} there already)" if self.num_present else ""
+        free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
+        return f"a checkpoint takes {size_text(self.checkpoint_bytes)}{several}{there}{free}"
+
+    def require_one(self) -> None:
+        """Raise `RunError` if not one checkpoint fits. One warning if fewer fit than the run keeps."""
+        if self.free_bytes is None:
+            return
+        if self.checkpoint_bytes > self.free_bytes:
+            raise RunError(
+                f"run.folder: {self.folder}: {self.text()}, so nothing could be saved. Free some space, or choose a "
+                "folder on another disk (--run.folder FOLDER)"
+            )
+        missing = max(1, self.num_at_once - self.num_present)
+        if missing * self.checkpoint_bytes > self.free_bytes:
+            logger.warning(
+                "run.folder: %s: %s, so the disk will be full before the run ends; a lower checkpoint.keep_latest_k "
+                "or another disk (run.folder) avoids that",
+                *(self.folder, self.text()),
+            )
+
+
+def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskNeed:
+    """Count what the run's checkpoints take and what its disk has. Nothing is written."""
+    checkpointer, table = folder.checkpointer(), config.checkpoint
+    free_bytes = free_bytes_at(folder.path)
+    leftovers = 0
+    for path in checkpointer.leftovers():
+        with suppress(OSError):  # deleted meanwhile, or not readable
+            # Deleting a link frees nothing.
+            leftovers += 0 if path.is_symlink() else sum(file.lstat().st_size for file in path.iterdir())
+    # The kept ones, and the one that is being written. A run without steps yet has at least one.
+    num_saves = -(-(config.training.steps or 1) // (table.interval_steps or config.training.steps or 1))
+    if config.validation.keep_best:
+        num_saves += (config.training.steps or 0) // config.validation.interval_steps
+    kept = table.keep_latest_k + 1 + config.validation.keep_best if table.keep_latest_k else num_saves
+    return DiskNeed(
+        folder=folder.path,
+        checkpoint_bytes=-(-checkpoint_bytes(question) // (folder.team.size if checkpointer.is_part else 1)),
+        num_at_once=kept if config.training.steps is None else min(kept, num_saves),
+        num_present=len(checkpointer.complete_steps()),
+        free_bytes=None if free_bytes is None else free_bytes + leftovers,
+    )
+
+
+def checkpoint_bytes(question: RunQuestion) -> int:
+    """Count the tensors of one checkpoint: all that the host holds, except gradients and the newest device weights.
+
+    The newest device weights of trained parameters are the float32 weights, rounded, so they are saved only if they are a part
+    of split weights. Those take as much as float32 weights.
+    """
+    count, older_versions = question.parameters, int(question.update == "async")
+    # The older device weights of stale layers are saved too.
+    stale = question.costs().layers[: question.stale_layers or 0] if question.update == "bounded" else ()
+    num_stale = sum(layer.gradient_bytes for layer in stale) // question.accumulate_bytes
+    in_dtype = older_versions * count.trained + count.frozen + num_stale
+    return question.updates.saved_bytes(count.by_rule) + question.element_bytes * in_dtype

@@ -116,40 +116,26 @@ class PlanByMeasuring:
         return layers[0] == layers[1] and kept.kept == made.kept
 
 
-def given_plan(engine: EngineTable) -> tuple[Partition, int]:
-    """Read partition and rounds from `engine.plan`, which is a table or a path to a plan.json."""
-    given = engine.plan
-    if isinstance(given, str):
-        plan = _read_plan(given)
-        return plan.partition, plan.rounds
-    assert given is not None, "engine.plan is not set"
-    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
-    return Partition.from_lists(given.forward, given.fused, given.backward), rounds
+def given_plan(engine: EngineTable) -> tuple[tuple[Partition, int] | None, int | None, KeptNames | None]:
+    """Return what `engine.plan` gives, a table or the path of a plan.json, and `engine.stale_layers`.
 
-
-def given_stale_layers(engine: EngineTable) -> int | None:
-    """Return the number of stale layers that the config gives, itself or by the path of a plan, None if the planner chooses."""
-    if engine.stale_layers != "auto":
-        return engine.stale_layers
-    plan = _read_plan(engine.plan) if isinstance(engine.plan, str) else None
-    return plan.stale_layers if plan is not None and plan.update == engine.update == "bounded" else None
-
-
-def given_kept(engine: EngineTable) -> KeptNames | None:
-    """Return what each layer keeps if `engine.plan` says it, None if `engine.keep_activations` does.
-
-    A setting other than "auto" holds for the partition of a file too.
+    That is the partition with its rounds, the number of stale layers, and what each layer keeps. None is left to the
+    planner. A key of the config comes before the file's value.
     """
     given = engine.plan
+    stale_layers = None if engine.stale_layers == "auto" else engine.stale_layers
+    if given is None:
+        return None, stale_layers, None
     if isinstance(given, str):
-        return _read_plan(given).kept if engine.keep_activations == "auto" else None
-    if given is None or given.kept is None:
-        return None
-    return kept_before(given_plan(engine)[0], given.kept)
-
-
-def _read_plan(path: str) -> Plan:
-    try:
-        return Plan.from_json(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise EngineUsageError(f'engine.plan = "{path}" cannot be read as a plan: {error}') from error
+        try:
+            plan = Plan.from_json(Path(given).read_text())
+        except (OSError, ValueError) as error:
+            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        if stale_layers is None and plan.update == engine.update == "bounded":
+            stale_layers = plan.stale_layers
+        kept = plan.kept if engine.keep_activations == "auto" else None
+        return (plan.partition, plan.rounds), stale_layers, kept
+    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
+    partition = Partition.from_lists(given.forward, given.fused, given.backward)
+    kept = None if given.kept is None else kept_before(partition, given.kept)
+    return (partition, rounds), stale_layers, kept

@@ -1,24 +1,35 @@
 """From finished steps to the records of a run: what was learnt, how fast, and what the devices did meanwhile.
 
+A step is dispatched before the one before it is reported, so that reporting never keeps the devices waiting.
+
 Rates are over the steps since the last record, and over at least `STEPS_PER_DEVICE` steps for each device: steps overlap,
 so several may end at the same moment, and the time between two ends is no step's time. The time of validations and
 blocking saves is left out, because the rate of a step must not depend on whether one of them follows it. The wait for
 data counts, because it slows training. Tokens are all that are computed except padding, whether the loss counts them or not.
 """
 
+import logging
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchround.engine.device import Device
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import StageReport
+from torchround.engine.tracing import StepTraces
 from torchround.layer import LayeredModel, LayerWork
-from torchround.observe import StepRecord, host_gib, host_peak_gib
+from torchround.observe import MetricsLogger, StepRecord, host_gib, host_peak_gib
 from torchround.planning.memory import GIB
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.early_end import BadSteps
+from torchround.run.several_machines import RunMachines
+from torchround.run.validation import Validated
+
+logger = logging.getLogger(__name__)
 
 # With one stage per step each device may have a step under way, and all may end together: two such rounds give a rate.
 STEPS_PER_DEVICE = 2
@@ -223,3 +234,92 @@ def mfu(
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * flops_per_token / (peak_flops_per_s * num_devices)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step under way: its future result, and the run's position after it.
+
+    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
+    """
+
+    result: StepResult
+    position: RunPosition
+    lr: float
+    num_tokens: int
+
+
+@dataclass
+class StepReports:
+    """The steps of a run that are not reported yet: each is reported once it is done, in order.
+
+    A record is logged every `log_every_steps`, and of `last_step`.
+    """
+
+    meter: StepMeter
+    metrics: MetricsLogger
+    traces: StepTraces
+    bad_steps: BadSteps
+    checkpoints: RunCheckpoints
+    machines: RunMachines
+    log_every_steps: int
+    last_step: int
+    _under_way: deque[Dispatched] = field(default_factory=deque, init=False)
+    _newest: Dispatched | None = field(default=None, init=False)
+    _is_ending: bool = field(default=False, init=False)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every dispatched step is reported."""
+        return not self._under_way
+
+    def add(self, step: Dispatched) -> None:
+        """Add a step that was just dispatched."""
+        self._under_way.append(step)
+
+    def report(self, leave: int, validated: Validated | None = None) -> None:
+        """Wait for all but the newest `leave` steps, and log those that are due.
+
+        `validated` is what a validation found after the newest step, which is logged with it.
+        """
+        while len(self._under_way) > leave:
+            done = self._under_way[0]
+            step = done.position.step
+            self.meter.add(done.result, done.num_tokens)
+            self.traces.add(done.result)
+            self.bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
+            self._newest = done
+            is_due = step % self.log_every_steps == 0 or step == self.last_step
+            found = validated if len(self._under_way) == 1 else None
+            if is_due or found:
+                self.log_rest(found)
+            # Only now: a step whose report fails stays under way, and is named when the run ends.
+            self._under_way.popleft()
+            self.checkpoints.reported(step)
+
+    def log_rest(self, validated: Validated | None = None) -> None:
+        """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
+        done = self._newest
+        if done is not None and self.meter.num_steps:
+            step, tokens = done.position.step, done.position.tokens
+            found = validated or Validated()
+            record = self.meter.record(step, tokens, done.lr, found.loss)
+            record = replace(record, samples=found.samples)
+            # After a fault the other machines answer no more.
+            self.metrics.log(record if self._is_ending else self.machines.merged(record))
+
+    def report_finished(self, updates: int) -> None:
+        """After a fault, report the steps up to number `updates`, as far as their figures are still there.
+
+        Never raises: the caller then saves what the fault left.
+        """
+        self._is_ending = True
+        try:
+            self.report(leave=sum(step.position.step > updates for step in self._under_way))
+        except Exception as error:  # noqa: BLE001  (the fault itself is raised)
+            logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
+        try:
+            self.log_rest()
+        except Exception as error:  # noqa: BLE001  (a device that failed may not tell its figures)
+            newest = self._newest.position.step if self._newest else 0
+            logger.warning("step %d is missing in the metrics: %s", newest, error)

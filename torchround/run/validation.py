@@ -1,4 +1,4 @@
-"""Validation in a run: when it is due, its loss, the best one so far, and the end that patience brings.
+"""Validation in a run: when it is due, its loss, continuations of prompts, the best one so far, and the end by patience.
 
 The best loss and the validations since are part of every checkpoint. So a resumed run keeps the same best checkpoint, and
 ends at the same step, as a run that never stopped.
@@ -13,12 +13,16 @@ from typing import Any
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import ValidationTable
 from torchround.data import DataError, cut
-from torchround.data.step_batches import Agree, raise_agreed
+from torchround.data.step_batches import raise_agreed
+from torchround.data.text.tokenizer import Tokenizer
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult, mean_loss
+from torchround.generation import generate
+from torchround.generation.inference import SAMPLE_CACHE_BYTES
 from torchround.layer import MicroBatch
 from torchround.observe.record import PromptSample
 from torchround.planning.machine_shares import StepShare, step_share
+from torchround.run.several_machines import RunMachines
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +45,13 @@ class ValidationProgress:
     @classmethod
     def from_state(cls, state: object) -> "ValidationProgress":
         """Rebuild it from a checkpoint's state. Raises `ValueError` for values that no run could have saved."""
-        if not isinstance(state, dict) or state.keys() != {"loss", "best_loss", "best_step", "since_best"}:
-            raise ValueError(f"validation is {str(state)[:100]}")
-        losses = (state["loss"], state["best_loss"])
-        counts = (state["best_step"], state["since_best"])
-        if not all(loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses):
-            raise ValueError(f"the validation losses are {str(losses)[:100]}")
-        if not all(type(count) is int and 0 <= count <= MOST_COUNTED for count in counts):
-            raise ValueError(f"the best validation is {str(counts)[:100]}")
-        return cls(**state)
+        if isinstance(state, dict) and state.keys() == {"loss", "best_loss", "best_step", "since_best"}:
+            losses, counts = (state["loss"], state["best_loss"]), (state["best_step"], state["since_best"])
+            are_losses = (loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses)
+            are_counts = (type(count) is int and 0 <= count <= MOST_COUNTED for count in counts)
+            if all(are_losses) and all(are_counts):
+                return cls(**state)
+        raise ValueError(f"validation is {str(state)[:200]}")
 
     def after(self, step: int, loss: float) -> "ValidationProgress":
         """Return the progress once `step` was validated. A loss that is not finite is never the best."""
@@ -87,23 +89,10 @@ class Validated:
         return self.loss is not None or bool(self.samples)
 
 
-@dataclass(frozen=True)
-class BatchLoss:
-    """The loss of one batch of a validation: the sum of each micro-batch's token losses, by its number, and its labels."""
-
-    sums: Mapping[int, float]
-    num_labels: int
-
-    def total(self) -> float:
-        """Return the loss of all labels, from the mean: the same on any number of machines."""
-        ordered = [self.sums[number] for number in sorted(self.sums)]
-        return mean_loss(ordered, self.num_labels) * self.num_labels
-
-
 class RunValidation:
     """The validations of one run: `batches` are the same each time they are iterated over.
 
-    Each of several machines evaluates its share of each batch. `agree` then gives every machine's sums to all.
+    Each of several machines evaluates its share of each batch, and gives the sums to all.
     """
 
     def __init__(
@@ -111,19 +100,13 @@ class RunValidation:
         table: ValidationTable,
         batches: Iterable[MicroBatch],
         micro_batch_size: int,
-        agree: Agree | None = None,
-        machine: int = 0,
-        num_machines: int = 1,
-        *,
-        names: Sequence[str] = (),
+        machines: RunMachines,
     ) -> None:
         self._table = table
         self._batches = batches
         self._micro_batch_size = micro_batch_size
-        self._agree = agree
-        self._machine = machine
-        self._num_machines = num_machines
-        self._names = names or [f"machine {rank}" for rank in range(num_machines)]
+        self._machines = machines
+        self._agree = machines.agreement("validation", "the validation")
         self._has_warned_of_no_labels = False
 
     @property
@@ -149,61 +132,57 @@ class RunValidation:
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        error: DataError | None = None
-        losses: list[BatchLoss] = []
+        own, error = [], None
         try:
-            losses = self._own_losses(engine)
+            own = self._own_losses(engine)
         except DataError as caught:
             if self._agree is None:
                 raise
-            error = caught
+            error = str(caught)
+        every = [own]
         if self._agree is not None:
-            losses = self._of_all(self._agree, losses, error)
-        num_labels = sum(loss.num_labels for loss in losses)
+            found = self._agree({"error": error, "losses": own})
+            names = self._machines.names
+            raise_agreed([each["error"] for each in found], names)
+            every = [each["losses"] for each in found]
+            for name, losses in zip(names, every, strict=True):
+                if [labels for labels, _ in losses] != [labels for labels, _ in every[0]]:
+                    raise DataError(
+                        f"validation: {name} reads other batches than {names[0]}: the files of the validation's "
+                        "sources differ between them"
+                    )
+        total, num_labels = 0.0, 0
+        for batch in zip(*every, strict=True):
+            labels = batch[0][0]
+            sums = sorted((pair for _, pairs in batch for pair in pairs), key=lambda pair: pair[0])
+            # From the mean: the same on any number of machines.
+            total += mean_loss([loss for _, loss in sums], labels) * labels
+            num_labels += labels
         if num_labels:
-            return sum(loss.total() for loss in losses) / num_labels
+            return total / num_labels
         if not self._has_warned_of_no_labels:
             self._has_warned_of_no_labels = True
             logger.warning(
                 "validation: its %d batches hold no label, so there is no loss to log; torchround inspect_data shows "
                 "which tokens are learnt",
-                len(losses),
+                len(own),
             )
         return None
 
-    def _own_losses(self, engine: Engine) -> list[BatchLoss]:
-        """Evaluate this machine's share of all batches."""
+    def _own_losses(self, engine: Engine) -> list[list[Any]]:
+        """Evaluate this machine's share of all batches.
+
+        Returns for each batch its labels, and the number and the sum of the token losses of each own micro-batch.
+        """
         found: list[tuple[StepShare, StepResult | None, int]] = []
         for batch in self._batches:
             parts = cut(batch, self._micro_batch_size)
-            share = step_share(len(parts), 1, self._machine, self._num_machines)
+            share = step_share(len(parts), 1, self._machines.rank, self._machines.size)
             own = [parts[number] for number in share.micro_batches]
             found.append((share, engine.evaluate(own) if own else None, batch.num_labels()))
         return [
-            BatchLoss(
-                dict(zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)),
-                num_labels,
-            )
-            for share, result, num_labels in found
-        ]
-
-    def _of_all(self, agree: Agree, own: Sequence[BatchLoss], error: DataError | None) -> list[BatchLoss]:
-        """Return the losses with the sums of all machines."""
-        value = {
-            "error": error and str(error),
-            "losses": [[loss.num_labels, sorted(loss.sums.items())] for loss in own],
-        }
-        found = agree(value)
-        raise_agreed([each["error"] for each in found], self._names)
-        for name, each in zip(self._names, found, strict=True):
-            if [labels for labels, _ in each["losses"]] != [labels for labels, _ in found[0]["losses"]]:
-                raise DataError(
-                    f"validation: {name} reads other batches than {self._names[0]}: the files of the validation's "
-                    "sources differ between them"
-                )
-        return [
-            BatchLoss({number: loss for _, sums in batch for number, loss in sums}, batch[0][0])
-            for batch in zip(*(each["losses"] for each in found), strict=True)
+            [labels, [*zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)]]
+            for share, result, labels in found
         ]
 
 
@@ -236,14 +215,60 @@ def joint_losses(checkpointer: Checkpointer) -> dict[int, float]:
     return {step: loss for losses in reversed(every) for step, loss in losses}
 
 
-def keeps_best(state: Mapping[str, Any]) -> bool:
-    """Whether the run of a checkpoint's state had `validation.keep_best`."""
-    try:
-        return state["config"]["validation"]["keep_best"] is True
-    except (KeyError, TypeError):
-        return False  # from before the key
-
-
 def best_of(losses: Mapping[int, float]) -> int | None:
     """Return the step with the lowest loss, the first of equals; None of no losses."""
     return min(sorted(losses), key=losses.__getitem__, default=None)
+
+
+# The continuations of `validation.prompts`, made by the run's own engine with the weights of the step.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue: as it is shown, and as token ids."""
+
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class RunSamples:
+    """The prompts of a run; it needs a `tokenizer` to have any. A continuation has at most `max_tokens` tokens.
+
+    Each token is the likeliest one, so the text depends on the weights alone, apart from the rounding of logits.
+    """
+
+    prompts: Sequence[Prompt] = ()
+    max_tokens: int = 64
+    tokenizer: Tokenizer | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+    def made_by(self, engine: Engine, machines: RunMachines) -> tuple[PromptSample, ...]:
+        """Return the continuations with the engine's device weights. All machines call this, and the first one works.
+
+        The others wait, so that each batch of prompts is the same as on one machine. Logits that are not numbers give
+        no continuations, and one warning: the step's loss says the same.
+        """
+        if self.tokenizer is None or not self.prompts:
+            return ()
+        texts: list[str] = []
+        if machines.is_first:
+            prompts = [prompt.tokens for prompt in self.prompts]
+            try:
+                found = generate(
+                    *(engine, prompts),
+                    max_tokens=self.max_tokens,
+                    stop_tokens=self.stop_tokens,
+                    cache_bytes=SAMPLE_CACHE_BYTES,
+                )
+                kept = (without_end(ids, self.stop_tokens) for ids in found)
+                texts = [self.tokenizer.decode_known(ids) for ids in kept]
+            except ValueError as error:
+                logger.warning("validation.prompts are not continued: %s", error)
+        texts = machines.agree("validation", texts, "the continuations of the prompts")[0]
+        return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
+
+
+def without_end(ids: Sequence[int], stop_tokens: Sequence[int]) -> Sequence[int]:
+    """Return a continuation without the token that ended it."""
+    return ids[:-1] if ids and ids[-1] in stop_tokens else ids
