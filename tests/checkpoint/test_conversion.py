@@ -149,32 +149,28 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
         load_checkpoint(path, room_for(whole_values()), converter=Replaces())
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_machines_read_halves_that_others_saved(tmp_path, shared):
-    """Three machines load what two saved. The two halves of a value are in two files, on the disks of two machines."""
-
-    def checkpointer_of(team):
-        return Checkpointer(tmp_path / ("run" if shared else f"disk{team.rank}"), team=team)
+def test_machines_read_halves_that_others_saved(tmp_path):
+    """Three machines load what two saved. The two halves of a value are in two files."""
 
     def save(team):
         own = {key: t for key, t in halves(whole_values()).items() if key.startswith(("upper", "lower")[team.rank])}
-        checkpointer_of(team).save(3, own, {})
+        Checkpointer(tmp_path, team=team).save(3, own, {})
 
     def load(team):
         # Machine 2 has b, machine 1 nothing, machine 0 a.
         own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[team.rank]
         target = room_for({name: whole_values()[name] for name in own})
-        loaded = checkpointer_of(team).load_latest(target, converter=HalvesConverter())
+        loaded = Checkpointer(tmp_path, team=team).load_latest(target, converter=HalvesConverter())
         assert_equal(target, {name: whole_values()[name] for name in own})
         return loaded.step == 3 and loaded.converted == whole_values().keys()
 
-    together(2, save, shared)
-    assert all(together(3, load, shared))
+    together(2, save)
+    assert all(together(3, load))
 
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
     stored, wanted = (layout_of({**tensors, **FROZEN}) for tensors in (halves(whole_values()), whole_values()))
-    plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
-    own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
-    assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
-    assert plan.needed({}) == frozenset()
+    for own, needed in ((("weights/b", "weights/frozen"), {"upper/b", "lower/b", "weights/frozen"}), ((), frozenset())):
+        wanted_here = {name: wanted[name] for name in own}
+        plan = ReadingPlan(stored, wanted_here, HalvesConverter().conversions(stored, wanted_here))
+        assert plan.needed == needed

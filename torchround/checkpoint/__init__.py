@@ -1,12 +1,6 @@
 """Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
-from torchround.checkpoint.checkpointer import (
-    Checkpointer,
-    Loaded,
-    load_checkpoint,
-    open_checkpoint,
-    verify_checkpoint,
-)
+from torchround.checkpoint.checkpointer import Checkpointer
 from torchround.checkpoint.conversion import Conversion, Converter, Layout, Receiver
 from torchround.checkpoint.errors import (
     CheckpointError,
@@ -15,6 +9,8 @@ from torchround.checkpoint.errors import (
     NoCheckpointError,
     NoSpaceError,
 )
+from torchround.checkpoint.folders import checkpoint_name
+from torchround.checkpoint.loading import Loaded, load_checkpoint, open_checkpoint, verify_checkpoint
 from torchround.checkpoint.machine_team import MachineTeam
 from torchround.checkpoint.tensor_file import SaveWatch
 
@@ -32,6 +28,7 @@ __all__ = [
     "NoSpaceError",
     "Receiver",
     "SaveWatch",
+    "checkpoint_name",
     "load_checkpoint",
     "open_checkpoint",
     "verify_checkpoint",

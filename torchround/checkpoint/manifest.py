@@ -38,8 +38,7 @@ MOST_STATE_BYTES = 2**28
 # The number of a machine's first tensor file is its rank times this.
 FILES_PER_MACHINE = 100_000
 
-_NUMBER = re.compile(r"tensors-(\d{5,})\.safetensors")
-_FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
+_FILE_NAME = re.compile(r"state\.json|tensors-(\d{5,})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,11 @@ class Manifest:
         content[CHECKSUM] = checksum_of(json.dumps(content).encode())
         return json.dumps(content, indent=1).encode()
 
+    @property
+    def checksum(self) -> str:
+        """The checksum of the whole manifest, the same for every part of a checkpoint."""
+        return checksum_of(self.encode())
+
 
 def checksum_of(content: bytes) -> str:
     """Return the checksum of bytes as the manifest writes it."""
@@ -77,7 +81,8 @@ def checksum_of(content: bytes) -> str:
 def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) -> Manifest:
     """Read the folder's manifest, and check that every file it lists is there with its size. Contents are not read.
 
-    With `is_part` other machines may have some of the files; the ones that are here must have their sizes. Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
+    With `is_part` other machines may have some of the files; the ones that are here must have their sizes. Raises
+    `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
     `ForeignCheckpointError` for a format that this version does not read.
     """
     try:
@@ -93,8 +98,28 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
         if os.path.lexists(folder / name):
             _check_size(folder, name, record)
         elif not is_part:
-            raise DamagedCheckpointError(folder, f"{name} is missing{_whose_part(name, manifest)}")
+            raise DamagedCheckpointError(folder, missing_part(folder, manifest))
     return manifest
+
+
+def missing_part(folder: Path, manifest: Manifest, machine: int | None = None) -> str:
+    """Return which file is missing in the folder and how to find it, "" if none is. Given a `machine`, of its own files."""
+    saved_by = {
+        name: int(match[1] or 0) // FILES_PER_MACHINE
+        for name in manifest.files
+        if (match := _FILE_NAME.fullmatch(name))
+    }
+    for name, saver in saved_by.items():
+        if machine not in (None, saver) or (folder / name).exists():
+            continue
+        if len({*saved_by.values()}) == 1:
+            return f"{name} is missing"
+        return (
+            f"{name} is missing; machine {saver} of the run saved it. If each machine kept its part on its own disk "
+            f'(machines.checkpoints = "own"), start {max(saved_by.values()) + 1} machines with the same ranks, or put the '
+            "files of all parts into this folder"
+        )
+    return ""
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -186,21 +211,6 @@ def _parse_json(folder: Path, name: str, encoded: bytes) -> Any:
         return parse_json(encoded)
     except ValueError as error:
         raise DamagedCheckpointError(folder, f"{name} is not JSON: {error}") from error
-
-
-def _whose_part(name: str, manifest: Manifest) -> str:
-    """Return how to find the missing file `name` if several machines have saved the checkpoint."""
-    machines = {
-        int(number[1]) // FILES_PER_MACHINE for number in map(_NUMBER.match, manifest.files) if number
-    }
-    found = _NUMBER.match(name)
-    machine = int(found[1]) // FILES_PER_MACHINE if found else 0
-    if len(machines) < 2:
-        return ""
-    return (
-        f"; machine {machine} of the run saved it. If each machine kept its part on its own disk "
-        '(machines.checkpoints = "own"), put the files of all parts into this folder'
-    )
 
 
 def _check_size(folder: Path, name: str, record: FileRecord) -> None:
