@@ -1,4 +1,4 @@
-"""Loads of tensors that are stored in another form than the wanted one: piece by piece, in any order of the files."""
+"""Loads of tensors that are stored in another form than the wanted one, in any order of the files."""
 
 import shutil
 
@@ -13,11 +13,9 @@ from torchround.checkpoint import (
     DamagedCheckpointError,
     ForeignCheckpointError,
     load_checkpoint,
-    tensor_file,
 )
 from torchround.checkpoint.conversion import ReadingPlan, layout_of
 
-# 5000 elements are several pieces of 4096 bytes in 16 bits, and their bytes are no whole blocks of a disk.
 NAMES = ("a", "b")
 SHAPE = (10, 500)
 FROZEN = {"weights/frozen": torch.arange(7.0)}
@@ -39,9 +37,7 @@ def halves(whole):
 
 
 class HalvesConverter:
-    """A converter between fp32 values and their two halves, which notes the largest piece that it was given."""
-
-    largest_bytes = 0
+    """A converter between fp32 values and their two halves."""
 
     def conversions(self, stored, wanted):
         found = []
@@ -51,34 +47,17 @@ class HalvesConverter:
             if whole.items() <= stored.items() and parts.items() <= wanted.items():
                 found.append(Conversion(whole, parts, self._split))
             elif parts.items() <= stored.items() and whole.items() <= wanted.items():
-                found.append(Conversion(parts, whole, self._joined))
+                found.append(Conversion(parts, whole, self._join))
         return found
 
-    def _split(self, wanted):
-        upper, lower = (wanted[name].view(-1) for name in sorted(wanted, reverse=True))
-        [name] = {f"weights/{name.partition('/')[2]}" for name in wanted}
+    def _split(self, stored, wanted):
+        for name, half in halves(stored).items():
+            wanted[name].copy_(half)
 
-        def take(start, elements):
-            self.largest_bytes = max(self.largest_bytes, elements.nbytes)
-            found = halves({"weights/": elements})
-            upper[start : start + len(elements)] = found["upper/"]
-            lower[start : start + len(elements)] = found["lower/"]
-
-        return {name: take}
-
-    def _joined(self, wanted):
+    def _join(self, stored, wanted):
         [(name, tensor)] = wanted.items()
-        bits, path = tensor.view(-1).view(torch.int32), name.partition("/")[2]
-        bits.zero_()
-
-        def taker(change):
-            def take(start, elements):
-                self.largest_bytes = max(self.largest_bytes, elements.nbytes)
-                bits[start : start + len(elements)] |= change(elements.int())
-
-            return take
-
-        return {f"upper/{path}": taker(lambda part: part << 16), f"lower/{path}": taker(lambda part: part + 0x8000)}
+        upper, lower = (stored[f"{kind}/{name.partition('/')[2]}"].int() for kind in ("upper", "lower"))
+        tensor.copy_(((upper << 16) | (lower + 0x8000)).view(torch.float32))
 
 
 def room_for(tensors):
@@ -100,15 +79,13 @@ def assert_equal(found, expected):
     ],
     ids=["two become one", "two become one, lower first", "one becomes two"],
 )
-def test_stored_tensors_become_others_in_any_order_in_pieces(tmp_path, monkeypatch, stored, wanted):
+def test_stored_tensors_become_others_in_any_order(tmp_path, stored, wanted):
     """A tensor that is stored as it is wanted is read in place beside them."""
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     path, converter = Checkpointer(tmp_path).save(3, {**stored, **FROZEN}, {}), HalvesConverter()
     target = room_for({**wanted, **FROZEN})
     loaded = load_checkpoint(path, target, converter=converter)
     assert_equal(target, {**wanted, **FROZEN})
     assert loaded.filled == target.keys() and loaded.converted == wanted.keys()
-    assert converter.largest_bytes == 4096, "a piece was larger, so a tensor had a second copy"
 
 
 def test_a_missing_half_is_named_and_nothing_is_written(tmp_path):

@@ -1,7 +1,7 @@
 """Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
 from torchround.checkpoint.checkpointer import Checkpointer
-from torchround.checkpoint.conversion import Conversion, Converter, Layout, Receiver
+from torchround.checkpoint.conversion import Conversion, Converter, Layout
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -26,7 +26,6 @@ __all__ = [
     "MachineTeam",
     "NoCheckpointError",
     "NoSpaceError",
-    "Receiver",
     "SaveWatch",
     "checkpoint_name",
     "load_checkpoint",

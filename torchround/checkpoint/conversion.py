@@ -1,7 +1,7 @@
-"""Reads stored tensors into wanted ones of another form: other names, dtypes or numbers of tensors for the same values.
+"""The way from stored tensors to wanted ones, which may be of another form: other names, dtypes or numbers of tensors.
 
-The arithmetic is the caller's (`Converter`). This room knows which tensors belong together, and brings each stored one
-front to back in pieces. So no tensor is in memory a second time, in any order of the files.
+The arithmetic is the caller's (`Converter`). This room knows which tensors belong together. A load reads those of one
+conversion into memory of their own, converts them, and gives the memory back before it reads much more.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,33 +14,17 @@ from torch import Tensor
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors, by name."""
 
-Receiver = Callable[[int, Tensor], None]
-"""Takes consecutive elements of a stored tensor, flat, and the number of elements before them."""
-
-
-@dataclass(frozen=True)
-class TensorSink:
-    """A stored tensor of `numel` elements of `dtype`, taken in pieces from the front. Pieces are valid for one call.
-
-    Each piece except the last one has a multiple of 2^20 elements.
-    """
-
-    dtype: torch.dtype
-    numel: int
-    take: Receiver
-
 
 @dataclass(frozen=True)
 class Conversion:
     """Tensors of a checkpoint, `stored`, whose values go to the `wanted` ones.
 
-    `receivers` gets the wanted tensors and returns what takes each stored one. The stored tensors come in any order,
-    one after the other, and every wanted element must be written whatever it was before.
+    `convert(stored, wanted)` gets both by name, and writes every element of the wanted ones, whatever it was before.
     """
 
     stored: Layout
     wanted: Layout
-    receivers: Callable[[Mapping[str, Tensor]], Mapping[str, Receiver]]
+    convert: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class Converter(Protocol):
@@ -97,15 +81,6 @@ class ReadingPlan:
         ]
         shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
         return f"{len(differences)} tensors are not this model's: {shown}" if differences else ""
-
-    def destinations(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | TensorSink]:
-        """Return where each needed stored tensor is read to, by its stored name."""
-        found: dict[str, Tensor | TensorSink] = {name: tensors[name] for name in self.filled - self.converted}
-        for conversion in self.conversions:
-            receivers = conversion.receivers({name: tensors[name] for name in conversion.wanted})
-            for name, (dtype, shape) in conversion.stored.items():
-                found[name] = TensorSink(dtype, torch.Size(shape).numel(), receivers[name])
-        return found
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:

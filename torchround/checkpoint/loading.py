@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from torchround.checkpoint.conversion import Converter, Layout, ReadingPlan, TensorSink, layout_of
+from torchround.checkpoint.conversion import Converter, Layout, ReadingPlan, layout_of
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -131,12 +132,19 @@ def load_folder(
         # One machine reads every file, for its checksum. Of several, each reads those that hold tensors it needs.
         names = [name for name in headers if team.is_alone or not plan.needed.isdisjoint(headers[name])]
         total_bytes = sum(manifest.files[name].size_bytes for name in names)
-        progress, destinations = (
-            Progress(f"reading {path}", total_bytes, size_text),
-            plan.destinations(tensors),
-        )
+        progress = Progress(f"reading {path}", total_bytes, size_text)
+        in_place = {name: tensors[name] for name in plan.filled - plan.converted}
+        pending, waiting = list(plan.conversions), dict[str, Tensor]()
+        sources = {name for conversion in pending for name in conversion.stored}
         for name in names:
-            _read_file(path, name, manifest, destinations)
+            for key in headers[name].keys() & sources:
+                dtype, shape = headers[name][key]
+                waiting[key] = torch.empty(shape, dtype=dtype)
+            _read_file(path, name, manifest, in_place | waiting)
+            for conversion in [found for found in pending if found.stored.keys() <= waiting.keys()]:
+                pending.remove(conversion)
+                stored = {key: waiting.pop(key) for key in conversion.stored}
+                conversion.convert(stored, {key: tensors[key] for key in conversion.wanted})
             progress.advance(manifest.files[name].size_bytes)
 
     together(team, path, compare, "compared its tensors with", state)
@@ -250,7 +258,7 @@ def _joined(path: Path, headers: Mapping[str, Layout]) -> Layout:
     return stored
 
 
-def _read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor | TensorSink]) -> None:
+def _read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Read the wanted `tensors` of the file `name` into place. Raises `DamagedCheckpointError`."""
     try:
         found = read_tensor_file(path / name, tensors)
