@@ -305,8 +305,8 @@ def exchange(group: MachineGroup, num_bytes: int) -> None:
     data = torch.zeros(num_bytes, dtype=torch.uint8)
     what = "an exchange at the end"
     group.with_each_peer(
-        lambda peer: group.link(peer, Purpose.FILES).send(data, what),
-        lambda peer: group.link(peer, Purpose.FILES).receive(torch.empty_like(data), what),
+        lambda peer: group.link(peer, Purpose.TRIAL).send(data, what),
+        lambda peer: group.link(peer, Purpose.TRIAL).receive(torch.empty_like(data), what),
     )
 
 

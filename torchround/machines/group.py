@@ -86,8 +86,8 @@ class Machine:
 class Channel:
     """A thread's way to learn a value of each machine. All machines must gather the same number of times.
 
-    A channel has a gloo group of its own. Threads that gather at the same time therefore never mix their values, and no
-    order between them has to be agreed. `explain` names errors; `is_ended` tells whether a fault has ended the group.
+    A channel has a gloo group of its own, so threads that gather at the same time never mix their values. `explain` names
+    errors; `is_ended` tells whether a fault has ended the group.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Channel:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return each machine's value, in the order of ranks. Block until every machine has given its own.
 
-        `value` is anything that JSON can write. Floats arrive exactly, infinities included. `what` names the value in
-        messages: "the losses of step 12". Raises MachineError if a machine is lost meanwhile.
+        `value` is anything that JSON can write. `what` names it in messages: "the losses of step 12". Raises MachineError
+        if a machine is lost meanwhile.
         """
         text = json.dumps(value).encode()
         try:
@@ -322,29 +322,27 @@ def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: f
     at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second one may have
     to take about `seconds`. Raises `MachineError`.
     """
-    trial_rate = _rate_of(group, trial_bytes)
-    return _rate_of(group, int(min(max(trial_rate * seconds, trial_bytes), MOST_BYTES)))
+    channel, what = group.channel("start"), "bytes that measure the network"
+    rate, num_bytes = 0.0, trial_bytes
+    for _ in range(2):
+        bytes_per_peer = max(num_bytes // len(group.peers), 1)
+        length = min(bytes_per_peer, MESSAGE_BYTES)
+        messages = -(-bytes_per_peer // length)
 
+        def send(peer: int, length: int = length, messages: int = messages) -> None:
+            data = torch.zeros(length, dtype=torch.uint8)
+            for _ in range(messages):
+                group.link(peer, Purpose.TRIAL).send(data, what)
 
-def _rate_of(group: MachineGroup, num_bytes: int) -> float:
-    """Send this many bytes from each machine, evenly to all others, and return the least rate of all machines."""
-    bytes_per_peer = max(num_bytes // len(group.peers), 1)
-    length = min(bytes_per_peer, MESSAGE_BYTES)
-    messages = -(-bytes_per_peer // length)
-    what = "bytes that measure the network"
+        def receive(peer: int, length: int = length, messages: int = messages) -> None:
+            for _ in range(messages):
+                for _ in group.link(peer, Purpose.TRIAL).chunks(length, torch.uint8, what):
+                    pass
 
-    def send(peer: int) -> None:
-        data = torch.zeros(length, dtype=torch.uint8)
-        for _ in range(messages):
-            group.link(peer, Purpose.FILES).send(data, what)
-
-    def receive(peer: int) -> None:
-        for _ in range(messages):
-            for _ in group.link(peer, Purpose.FILES).chunks(length, torch.uint8, what):
-                pass
-
-    group.channel("start").gather(None, "the start of a measurement of the network")
-    start_s = time.perf_counter()
-    group.with_each_peer(send, receive)
-    rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
-    return float(min(group.channel("start").gather(rate, "its measured rate of the network")))
+        channel.gather(None, "the start of a measurement of the network")
+        start_s = time.perf_counter()
+        group.with_each_peer(send, receive)
+        own_rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
+        rate = min(channel.gather(own_rate, "its measured rate of the network"))
+        num_bytes = int(min(max(rate * seconds, trial_bytes), MOST_BYTES))
+    return float(rate)
