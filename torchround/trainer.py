@@ -212,10 +212,10 @@ class Trainer:
             ):
                 self._checkpoints.begin_save(engine)
         # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
-        self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
+        self._finish(engine, end is not None or until == self._total_steps, bool(end and end[1]))
         return end
 
-    def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
+    def _finish(self, engine: Engine, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
         Raises `BadStepsError` after saving.
@@ -228,7 +228,7 @@ class Trainer:
         bad = self._bad_steps.error
         if is_over or bad is not None:
             self._reports.log_rest()
-            self._save(engine, stop)
+            self._save(engine)
         if bad is not None:
             raise bad
 
@@ -347,12 +347,12 @@ class Trainer:
             self._checkpoints.rescue(self.store, error)
             raise
 
-    def _save(self, engine: Engine, stop: StopRequest) -> None:
+    def _save(self, engine: Engine) -> None:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._reports.report(leave=0)
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded():
-            self._checkpoints.save_now(engine, lambda: stop.requested)
+            self._checkpoints.save_now(engine)
 
     def _say_what_was_left_out(self) -> None:
         if bad := self._loader.num_bad_records():

@@ -5,6 +5,7 @@ from torchround.checkpoint.conversion import Conversion, Converter, Layout
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    FolderError,
     ForeignCheckpointError,
     NoCheckpointError,
     NoSpaceError,
@@ -20,6 +21,7 @@ __all__ = [
     "Conversion",
     "Converter",
     "DamagedCheckpointError",
+    "FolderError",
     "ForeignCheckpointError",
     "Layout",
     "Loaded",

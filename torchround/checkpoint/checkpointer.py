@@ -27,7 +27,7 @@ from torchround.checkpoint.loading import (
     Loaded,
     check_contents,
     complete_in,
-    load_folder,
+    load_checkpoint,
     nothing_is_optional,
     together,
 )
@@ -40,7 +40,6 @@ from torchround.checkpoint.manifest import (
     Manifest,
     checksum_of,
     encode_state,
-    missing_part,
     read_manifest,
     read_state,
 )
@@ -178,7 +177,7 @@ class Checkpointer(StepFolders):
         for step in sorted(steps, reverse=True):
             path = self._common(step)
             try:
-                loaded = load_folder(path, step, tensors, optional, self.team, converter)
+                loaded = load_checkpoint(path, tensors, optional, self.team, converter, step)
             except DamagedCheckpointError as error:
                 failures.append(str(error))
                 if self.team.rank == 0:
@@ -222,23 +221,20 @@ class Checkpointer(StepFolders):
     def complete_steps(self) -> list[int]:
         """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read.
 
-        If each machine has a folder of its own, the files that are here count.
+        If each machine has a folder of its own, this machine's files count.
         """
-        return [step for step, _, _ in complete_in(self, self.is_part)]
+        return [step for step, _, _ in self._complete()]
 
     def whole_steps(self) -> list[int]:
         """Return the steps that are complete on all machines, rising. All machines call it."""
-        own = [
-            [step, checksum]
-            for step, path, checksum in complete_in(self, self.is_part)
-            if not checksum or not missing_part(path, read_manifest(path, step, self.is_part), self.team.rank)
-        ]
+        own = [[step, checksum] for step, _, checksum in self._complete()]
         first, *others = self.team.gather(own, f"the complete steps in {self.folder}")
-        return [
-            step
-            for step, checksum in first
-            if self.team.shares_folder or all([step, checksum] in found for found in others)
-        ]
+        if self.team.shares_folder:
+            others = []
+        return [step for step, checksum in first if all([step, checksum] in found for found in others)]
+
+    def _complete(self) -> list[tuple[int, Path, str]]:
+        return complete_in(self, self.is_part, self.team.rank if self.is_part else None)
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
         """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.

@@ -76,37 +76,27 @@ def load_checkpoint(
     optional: Callable[[str], bool] = nothing_is_optional,
     team: MachineTeam | None = None,
     converter: Converter | None = None,
+    step: int | None = None,
 ) -> Loaded:
     """Fill `tensors` in place from the one checkpoint at `path`, except `optional` ones that it does not hold.
 
     Files, sizes, state, and the name, dtype and shape of every tensor are checked before the first byte is written.
-    Tensors may be stored in another form that the `converter` knows.
-    The tensors' bytes are checked as they are read, so that they are read once. Only after an error about a checksum
-    are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
+    Tensors may be stored in another form that the `converter` knows. Bytes are checked as they are read, so that they are
+    read once. Only after an error about a checksum are `tensors` partly overwritten. Raises `DamagedCheckpointError`,
+    `ForeignCheckpointError` and, unless the checkpoint has to be of a given `step`, `NoCheckpointError`.
 
     The machines of a `team` call it together, each with the tensors that it wants. All raise if one of them does. A
     tensor that is not in this machine's files, but is read by another machine, stays as it is.
     """
     path, team = Path(path), team or MachineTeam()
-    together(team, path, lambda: _refuse_other_folders(path, team.is_part), "looked for")
-    return load_folder(path, None, tensors, optional, team, converter)
-
-
-def load_folder(
-    path: Path,
-    step: int | None,
-    tensors: Mapping[str, Tensor],
-    optional: Callable[[str], bool],
-    team: MachineTeam,
-    converter: Converter | None,
-) -> Loaded:
-    """Fill `tensors` as `load_checkpoint` does, from a folder that may have to be of the given `step`."""
     opened: list[tuple[Manifest, dict[str, Any], ReadingPlan, dict[str, Layout]]] = []
 
     def look() -> list[Any]:
+        if step is None:
+            _refuse_other_folders(path, team.is_part)
         manifest = read_manifest(path, step, team.is_part)
         state = read_state(path, manifest)
-        headers = {name: checked_header(path, name) for name in _tensor_files(path, manifest)}
+        headers = {name: _checked_header(path, name) for name in _tensor_files(path, manifest)}
         stored, wanted = _joined(path, headers), layout_of(tensors)
         plan = ReadingPlan(stored, wanted, converter.conversions(stored, wanted) if converter else ())
         opened.append((manifest, state, plan, headers))
@@ -123,7 +113,7 @@ def load_folder(
             raise DamagedCheckpointError(path, missing)
         if differences := plan.differences(optional, claimed):
             if missing := missing_part(path, manifest):
-                raise DamagedCheckpointError(path, missing)
+                raise DamagedCheckpointError(path, f"{missing}; {differences}")
             # An altered byte of a header must not look like another model, so the checksums decide first.
             check_contents(path, manifest, manifest.files)
             raise ForeignCheckpointError(path, differences)
@@ -180,14 +170,6 @@ def check_contents(
         check_file(path, name, manifest, found)
 
 
-def checked_header(path: Path, name: str) -> Layout:
-    """Read the header of the file `name`. Raises `DamagedCheckpointError`."""
-    try:
-        return read_header(path / name)
-    except _DAMAGE as error:
-        raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
-
-
 def together(
     team: MachineTeam,
     path: Path,
@@ -227,20 +209,33 @@ def _refuse_other_folders(path: Path, is_part: bool) -> None:
         pass  # reading the manifest reports the reason
 
 
-def complete_in(folders: StepFolders, is_part: bool) -> list[tuple[int, Path, str]]:
+def complete_in(
+    folders: StepFolders, is_part: bool, machine: int | None = None
+) -> list[tuple[int, Path, str]]:
     """Return step, folder and the manifest's checksum of the checkpoints whose files are there at full size, steps rising.
 
-    With `is_part` some files may be on other machines. Contents are not read.
+    With `is_part` some files may be on other machines, but not those of the given `machine`. Contents are not read.
     """
     found = []
     for step, path in folders.checkpoints().items():
         try:
-            found.append((step, path, read_manifest(path, step, is_part).checksum))
+            manifest = read_manifest(path, step, is_part)
         except DamagedCheckpointError:
-            pass
+            continue
         except ForeignCheckpointError:
             found.append((step, path, ""))  # intact, as far as this version can tell
+            continue
+        if machine is None or not missing_part(path, manifest, machine):
+            found.append((step, path, manifest.checksum))
     return found
+
+
+def _checked_header(path: Path, name: str) -> Layout:
+    """Read the header of the file `name`. Raises `DamagedCheckpointError`."""
+    try:
+        return read_header(path / name)
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
 
 
 def _tensor_files(path: Path, manifest: Manifest) -> list[str]:

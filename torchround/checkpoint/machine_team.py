@@ -94,7 +94,3 @@ class MachineTeam:
                 kind, reason = found
                 raise failed(_KINDS[kind], reason if self.is_alone else f"{name}: {reason}") from cause
         return [value for value, _ in outcomes]
-
-    def any(self, flag: bool, what: str) -> bool:
-        """Return whether any machine has the flag, the same answer on all."""
-        return any(self.gather(flag, what))

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
-    Converter,
+    FolderError,
     ForeignCheckpointError,
     Loaded,
     MachineTeam,
@@ -91,13 +92,16 @@ def find_checkpoint(
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
     Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
-    says by name which tensors may be missing, `forms` in which other forms they may be stored. One warning names the settings that have changed. Raises `RunError` for
-    a checkpoint of another kind of run, `CheckpointError` for damaged ones.
+    says by name which tensors may be missing, `forms` in which other forms they may be stored. One warning names the
+    settings that have changed. Raises `RunError` for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
     try:
         loaded = checkpointer.load_latest(views, optional, forms)
         if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
-            loaded = _given_checkpoint(config, path, views, optional, checkpointer.team, forms)
+            loaded = load_checkpoint(path, views, optional, checkpointer.team, forms)
+            require_steps_left(config, path, loaded.step)
+            # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
+            loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
     except ForeignCheckpointError as error:
         # First: another optimizer's state differs in its tensors, and the message would name those.
         _refuse_another_optimizer(error.folder, error.state, config)
@@ -105,6 +109,8 @@ def find_checkpoint(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
             "of its own (--run.name NAME)"
         ) from error
+    except FolderError as error:  # the run's own are tried one after the other
+        raise RunError(f"checkpoint.load_path: {error}") from error
     if loaded is not None:
         _check_state(loaded)
         _refuse_another_model(loaded, config)
@@ -179,7 +185,7 @@ def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) ->
         for change in changes:
             logger.warning("%s was trained with other settings: %s", path, change)
     else:
-        if not list(_changes(loaded.state, config, MODEL_KEYS)):
+        if not _changes(loaded.state, config, MODEL_KEYS):
             longer = "training.steps" if config.data.epochs is None else "training.steps or data.epochs"
             instead += f", or raise {longer} to continue with the new settings"
         raise RunError(
@@ -246,25 +252,6 @@ def _difference(error: ForeignCheckpointError, config: Config) -> str:
     return f" ({', '.join(differing)})" if differing else ""
 
 
-def _given_checkpoint(
-    config: Config,
-    path: Path,
-    views: Mapping[str, Tensor],
-    optional: Callable[[str], bool],
-    team: MachineTeam,
-    converter: Converter,
-) -> Loaded:
-    try:
-        loaded = load_checkpoint(path, views, optional, team, converter)
-    except ForeignCheckpointError:
-        raise  # the caller adds which settings differ
-    except CheckpointError as error:
-        raise RunError(f"checkpoint.load_path: {error}") from error
-    require_steps_left(config, path, loaded.step)
-    # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
-    return replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
-
-
 def _check_state(loaded: Loaded) -> None:
     """Raise `RunError` if an entry of the state is missing, of another type, or out of range."""
     most = {"tokens": MOST_COUNTED, "applied_updates": loaded.step, "skipped_steps": loaded.step}
@@ -277,7 +264,7 @@ def _check_state(loaded: Loaded) -> None:
 
 def _refuse_another_model(loaded: Loaded, config: Config) -> None:
     """Raise `RunError` if the checkpoint is of another model. Its tensors may have the same names and shapes."""
-    if differing := list(_changes(loaded.state, config, MODEL_KEYS)):
+    if differing := _changes(loaded.state, config, MODEL_KEYS):
         raise RunError(
             f"{loaded.path} is of another model ({', '.join(differing)}). Resume with the former model, or give the "
             "run a name of its own (--run.name NAME)"
@@ -286,7 +273,7 @@ def _refuse_another_model(loaded: Loaded, config: Config) -> None:
 
 def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Config) -> None:
     """Raise `RunError` if a checkpoint holds another optimizer's state. Its tensors may have the same names."""
-    if differing := list(_changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]})):
+    if differing := _changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]}):
         raise RunError(
             f"{path} holds the state of another optimizer ({', '.join(differing)}). Resume with the former optimizer, or "
             "begin a run of another name with these weights and a fresh optimizer: --run.name NAME "
@@ -295,34 +282,28 @@ def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Conf
 
 
 def _warn_of_changes(loaded: Loaded, config: Config) -> None:
-    if changes := list(_changes(loaded.state, config, LOSS_KEYS)):
-        message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s%s", terminal_safe(message), _rates_text(loaded, config))
-
-
-def _rates_text(loaded: Loaded, config: Config) -> str:
-    """Return from what to what the learning rate jumps under another schedule; nothing if it does not."""
-    before = loaded.state["config"]
-    try:
+    """Warn of changed settings, and of a learning rate that jumps under another schedule."""
+    if not (changes := _changes(loaded.state, config, LOSS_KEYS)):
+        return
+    rates, before = "", loaded.state["config"]
+    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # of another release
         table, lr = LRScheduleTable.model_validate(before["lr_schedule"]), float(before["optimizer"]["lr"])
         reached = LRSchedule(table, lr, int(before["training"]["steps"]))(max(loaded.step - 1, 0))
         follows = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.num_steps)(loaded.step)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return ""  # of another release
-    if not follows > JUMP * reached:
-        return ""
-    return (
-        f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs that are "
-        'made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a checkpoint before it; '
-        '"none" never decays'
-    )
+        if follows > JUMP * reached:
+            rates = (
+                f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs "
+                'that are made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a '
+                'checkpoint before it; "none" never decays'
+            )
+    message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+    logger.warning("%s%s", terminal_safe(message), rates)
 
 
 def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
     """Warn if `checkpoint.load_path` is new, because a run that has checkpoints continues with its own."""
     path = given_folder(config)
-    is_new = list(_changes(loaded.state, config, {"checkpoint": ("load_path",)}))
-    if path is not None and is_new and loaded.path != path:
+    if path not in (None, loaded.path) and _changes(loaded.state, config, {"checkpoint": ("load_path",)}):
         message = (
             f"checkpoint.load_path = {path} is not used, because the run continues from its own {loaded.path}"
         )
