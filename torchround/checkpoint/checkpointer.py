@@ -135,8 +135,8 @@ class Checkpointer(StepFolders):
                 read_manifest(unfinished, step, team.is_part)
             watch.before_publishing()
             if team.keeps_folder:
-                is_published.append(True)
                 self.publish(step)
+                is_published.append(True)
 
         is_published: list[bool] = []
         try:
@@ -207,9 +207,8 @@ class Checkpointer(StepFolders):
             manifest = read_manifest(path, step, self.is_part)
             state.update(read_state(path, manifest))
             if self.team.keeps_folder:
-                check_contents(
-                    path, manifest, [name for name in manifest.files if (path / name).exists()], advance
-                )
+                here = [name for name in manifest.files if (path / name).exists()]
+                check_contents(path, manifest, here, advance)
 
         together(self.team, path, check, "checked")
         return state
