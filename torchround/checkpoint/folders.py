@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
-def checkpoint_name(step: int | str, suffix: str = "") -> str:
+def checkpoint_name(step: int, suffix: str = "") -> str:
     """Return the name of a step's folder. No other place spells it."""
     return f"step-{step}{suffix}"
 

@@ -38,8 +38,6 @@ from torchround.checkpoint.tensor_file import checksum_file, read_header, read_t
 from torchround.planning.memory import size_text
 from torchround.untrusted.progress import Progress
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-
 
 def nothing_is_optional(name: str) -> bool:
     return False
@@ -96,8 +94,9 @@ def load_checkpoint(
             _refuse_other_folders(path, team.is_part)
         manifest = read_manifest(path, step, team.is_part)
         state = read_state(path, manifest)
-        headers = {name: _checked_header(path, name) for name in _tensor_files(path, manifest)}
-        stored, wanted = _joined(path, headers), layout_of(tensors)
+        headers = _headers(path, manifest)
+        stored = {key: entry for header in headers.values() for key, entry in header.items()}
+        wanted = layout_of(tensors)
         plan = ReadingPlan(stored, wanted, converter.conversions(stored, wanted) if converter else ())
         opened.append((manifest, state, plan, headers))
         return [manifest.checksum, sorted(plan.needed), sorted(plan.converted)]
@@ -230,27 +229,21 @@ def complete_in(
     return found
 
 
-def _checked_header(path: Path, name: str) -> Layout:
-    """Read the header of the file `name`. Raises `DamagedCheckpointError`."""
-    try:
-        return read_header(path / name)
-    except _DAMAGE as error:
-        raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
-
-
-def _tensor_files(path: Path, manifest: Manifest) -> list[str]:
-    """Return the names of the tensor files that are in the folder."""
-    return [name for name in manifest.files if name != STATE_FILE and (path / name).exists()]
-
-
-def _joined(path: Path, headers: Mapping[str, Layout]) -> Layout:
-    """Return all tensors of the files. Raises `DamagedCheckpointError` if one is in two files."""
-    stored: Layout = {}
-    for name, header in headers.items():
-        for repeated in stored.keys() & header.keys():
+def _headers(path: Path, manifest: Manifest) -> dict[str, Layout]:
+    """Read the headers of the tensor files that are in the folder. Raises `DamagedCheckpointError`."""
+    headers: dict[str, Layout] = {}
+    seen: set[str] = set()
+    for name in manifest.files:
+        if name == STATE_FILE or not (path / name).exists():
+            continue
+        try:
+            headers[name] = read_header(path / name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
+        for repeated in seen & headers[name].keys():
             raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
-        stored |= header
-    return stored
+        seen |= headers[name].keys()
+    return headers
 
 
 def _read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:

@@ -33,8 +33,7 @@ CHECKSUM = "xxh3_128"
 MOST_MANIFEST_BYTES = 2**24
 MOST_STATE_BYTES = 2**28
 
-# The number of a machine's first tensor file is its rank times this.
-FILES_PER_MACHINE = 100_000
+FILES_PER_MACHINE = 100_000  # the number of a machine's first tensor file is its rank times this
 
 _FILE_NAME = re.compile(r"state\.json|tensors-(\d{5,})\.safetensors")
 
@@ -58,8 +57,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the bytes of `manifest.json`."""
         files = {
-            name: {"size_bytes": record.size_bytes, CHECKSUM: record.checksum}
-            for name, record in self.files.items()
+            n: {"size_bytes": file.size_bytes, CHECKSUM: file.checksum} for n, file in self.files.items()
         }
         content: dict[str, Any] = {"format": self.format, "step": self.step, "files": files}
         content[CHECKSUM] = checksum_of(json.dumps(content).encode())
@@ -95,7 +93,9 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
         numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
         checksums = [record.checksum for record in files.values()]
         # The values end up in messages, so each must be plain before they are compared as text.
-        is_plain = all(map(_is_count, numbers)) and all(map(_is_checksum, checksums))
+        is_plain = all(map(_is_count, numbers)) and all(
+            isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text) for text in checksums
+        )
         unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         unaltered = False
@@ -185,10 +185,6 @@ def _refuse_other_formats(folder: Path, content: dict[str, Any]) -> None:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _is_checksum(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 def _read(folder: Path, name: str, most_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
+from torchround.checkpoint.folders import is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
@@ -134,7 +135,7 @@ def optimizer_in(state: dict[str, Any]) -> str:
 def verify(options: argparse.Namespace) -> int:
     """Read every byte of the checkpoints. Returns 1 if one is damaged, otherwise 0."""
     folder = options.folder
-    if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
+    if (folder / "manifest.json").exists() or is_checkpoint_name(folder.name):
         paths = [folder]
     else:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())

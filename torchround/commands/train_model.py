@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import CheckpointError, MachineTeam
+from torchround.checkpoint import CheckpointError, MachineTeam, checkpoint_name
 from torchround.commands.configured_model import (
     build_model,
     check_weights,
@@ -329,7 +329,9 @@ def export_result(folder: RunFolder, config: Config) -> None:
     checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if config.validation.keep_best else None
     step = checkpointer.latest_step() if step is None else step
-    checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    assert step is not None, "a complete run has a checkpoint"
+    checkpoint = folder.checkpoints / checkpoint_name(step)
+    output = folder.path / "export" / checkpoint.name
     if checkpointer.is_part and not folder.team.is_alone:
         say(
             f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "

@@ -187,13 +187,17 @@ class RunCheckpoints:
         def write(source: SaveSource) -> str:
             return self._write(position, source.state, source.tensors, source)
 
-        self._under_way.append((position, engine.save(write)))
-        self._publish_reported()
+        pending = engine.save(write)
+        self._under_way.append((position, pending))
+        if position.step <= self._reported_step:
+            pending.may_publish()
 
     def reported(self, step: int) -> None:
         """Note that the steps up to `step` are in the metrics: their checkpoints may appear. Report saves that ended."""
         self._reported_step = step
-        self._publish_reported()
+        for position, pending in self._under_way:
+            if position.step <= step:
+                pending.may_publish()
         while self._under_way and self._under_way[0][1].ended:
             self._report(*self._under_way.popleft())
 
@@ -305,12 +309,6 @@ class RunCheckpoints:
         path: Path = self._checkpointer.save(position.step, tensors, state, watch, advance)
         self._validation_losses = losses
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
-
-    def _publish_reported(self) -> None:
-        """Let the checkpoints appear whose steps are in the metrics."""
-        for position, pending in self._under_way:
-            if position.step <= self._reported_step:
-                pending.may_publish()
 
     def _report(self, position: RunPosition, pending: PendingSave[str]) -> None:
         """Wait for a save and report it. After a failure training continues; the next interval saves again."""

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def find_checkpoint(
             loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
     except ForeignCheckpointError as error:
         # First: another optimizer's state differs in its tensors, and the message would name those.
-        _refuse_another_optimizer(error.folder, error.state, config)
+        _refuse_another(error.folder, error.state, config)
         raise RunError(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
             "of its own (--run.name NAME)"
@@ -113,8 +113,7 @@ def find_checkpoint(
         raise RunError(f"checkpoint.load_path: {error}") from error
     if loaded is not None:
         _check_state(loaded)
-        _refuse_another_model(loaded, config)
-        _refuse_another_optimizer(loaded.path, loaded.state, config)
+        _refuse_another(loaded.path, loaded.state, config)
         if checkpointer.team.rank == 0:  # all machines have the same settings
             if text := forms.rounding_text(loaded.converted):
                 logger.warning("%s: %s", loaded.path, text)
@@ -150,7 +149,7 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 def require_same_optimizer(config: Config, checkpointer: Checkpointer) -> None:
     """Raise `RunError` if the run would resume from a checkpoint of another optimizer. Only its state is read."""
     for path, state in _resumable(config, checkpointer):
-        _refuse_another_optimizer(path, state, config)
+        _refuse_another(path, state, config, model=False)
         return
 
 
@@ -171,15 +170,13 @@ def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) ->
     A run that is not complete may change its settings, because they take effect. A complete one would end at once, and a
     sweep that reuses its name would seem to succeed. A lower `training.steps` alone is a warning.
     """
-    path = loaded.path
+    path, keys = loaded.path, dict(RUN_KEYS)
     # A run has no more need of what it began with, so the keys of that may be left out by now.
-    left_out = ["checkpoint."] if config.checkpoint.load_path is None else []
-    left_out += ["lora.path "] if config.lora.path is None else []
-    changes = [
-        change
-        for change in _changes(loaded.state, config, RUN_KEYS)
-        if not change.startswith(tuple(left_out))
-    ]
+    if config.checkpoint.load_path is None:
+        del keys["checkpoint"]
+    if config.lora.path is None:
+        keys["lora"] = tuple(key for key in keys["lora"] if key != "path")
+    changes = _changes(loaded.state, config, keys)
     instead = "Give this run a name of its own (--run.name NAME)"
     if all(change.startswith("training.steps ") for change in changes):
         for change in changes:
@@ -211,19 +208,16 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
         )
 
 
-@dataclass(frozen=True)
 class StartingWeights:
     """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0 with `store`."""
 
-    config: Config
-    store: HostStore
-    team: MachineTeam = field(default_factory=MachineTeam)
-
-    @property
-    def folder(self) -> Path:
-        folder = given_folder(self.config)
+    def __init__(self, config: Config, store: HostStore, team: MachineTeam) -> None:
+        folder = given_folder(config)
         assert folder is not None, "the config checks ask for a folder"
-        return folder
+        self.folder = folder
+        self.config = config
+        self.store = store
+        self.team = team
 
     def load(self, names: Collection[str]) -> None:
         """Fill the weights `names` of the store, as they lie in its memory. Raises `RunError`."""
@@ -236,9 +230,8 @@ class StartingWeights:
         try:
             loaded = load_checkpoint(self.folder, views, lambda name: not _is_weight(name), self.team, forms)
         except CheckpointError as error:
-            reason = _difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
-            raise RunError(f"checkpoint.load_path: {error}{reason}") from error
-        _refuse_another_model(loaded, self.config)
+            raise RunError(f"checkpoint.load_path: {error}{_difference(error, self.config)}") from error
+        _refuse_another(loaded.path, loaded.state, self.config, optimizer=False)
 
 
 def _is_weight(name: str) -> bool:
@@ -246,9 +239,10 @@ def _is_weight(name: str) -> bool:
     return name.partition("/")[0] in (WEIGHTS, RESIDUAL)
 
 
-def _difference(error: ForeignCheckpointError, config: Config) -> str:
-    """Return, in brackets, the settings by which the checkpoint's tensors differ from the run's."""
-    differing = _changes(error.state, config, STORED_KEYS)
+def _difference(error: CheckpointError, config: Config) -> str:
+    """Return, in brackets, the settings by which the tensors of another model's checkpoint differ from the run's."""
+    state = error.state if isinstance(error, ForeignCheckpointError) else {}
+    differing = _changes(state, config, STORED_KEYS)
     return f" ({', '.join(differing)})" if differing else ""
 
 
@@ -262,18 +256,16 @@ def _check_state(loaded: Loaded) -> None:
             raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {key} is {str(value)[:100]}")
 
 
-def _refuse_another_model(loaded: Loaded, config: Config) -> None:
-    """Raise `RunError` if the checkpoint is of another model. Its tensors may have the same names and shapes."""
-    if differing := _changes(loaded.state, config, MODEL_KEYS):
+def _refuse_another(
+    path: Path, state: Mapping[str, Any], config: Config, *, model: bool = True, optimizer: bool = True
+) -> None:
+    """Raise `RunError` for the checkpoint of another model or optimizer. Its tensors may have the same names and shapes."""
+    if model and (differing := _changes(state, config, MODEL_KEYS)):
         raise RunError(
-            f"{loaded.path} is of another model ({', '.join(differing)}). Resume with the former model, or give the "
-            "run a name of its own (--run.name NAME)"
+            f"{path} is of another model ({', '.join(differing)}). Resume with the former model, or give the run a name "
+            "of its own (--run.name NAME)"
         )
-
-
-def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Config) -> None:
-    """Raise `RunError` if a checkpoint holds another optimizer's state. Its tensors may have the same names."""
-    if differing := _changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]}):
+    if optimizer and (differing := _changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]})):
         raise RunError(
             f"{path} holds the state of another optimizer ({', '.join(differing)}). Resume with the former optimizer, or "
             "begin a run of another name with these weights and a fresh optimizer: --run.name NAME "
