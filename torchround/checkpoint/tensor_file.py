@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchround.checkpoint.conversion import Layout, layout_of
 from torchround.checkpoint.uncached_io import (
     LARGEST_BLOCK_BYTES,
     PIECE_BYTES,
@@ -155,7 +156,7 @@ def write_tensor_file(
     return checksum
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_header(path: Path) -> Layout:
     """Read name -> (dtype, shape), in file order. Raises `ValueError` if the tensors do not fill the file exactly."""
     with open_regular(path) as file:
         try:
@@ -165,7 +166,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
             raise ValueError(str(error)) from error
         left_bytes = os.fstat(file.fileno()).st_size - start
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    found = {}
+    found: Layout = {}
     end = 0
     for name, entry in entries.items():
         if entry.dtype_name not in dtypes:
@@ -245,19 +246,22 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
         return _is_odd(item[1]), -item[1].element_size() if _is_odd(item[1]) else 0
 
     ordered = dict(sorted(tensors.items(), key=sort_key))
+    return TensorFile(name, ordered, encode_header(layout_of(ordered), LARGEST_BLOCK_BYTES))
+
+
+def encode_header(layout: Layout, block_bytes: int) -> bytes:
+    """Return the beginning of a file of these tensors, whose bytes follow in this order.
+
+    Spaces, which JSON ignores, fill it up to a multiple of `block_bytes`.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key, tensor in ordered.items():
-        begin, end = end, end + tensor.nbytes
-        entries[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+    for name, (dtype, shape) in layout.items():
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
-    # Spaces, which JSON ignores, let the tensors begin at a block of the disk.
-    text += b" " * (-(LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
-    return TensorFile(name, ordered, len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % block_bytes)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _is_odd(tensor: Tensor) -> bool:

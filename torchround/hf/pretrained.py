@@ -204,8 +204,7 @@ class PretrainedWeights:
 
 def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
     """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
-    dtype = tensor.dtype
-    assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
+    dtype = tensor.known_dtype
     flat = view.view(-1)
     step = PIECE_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):

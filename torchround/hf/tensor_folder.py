@@ -63,6 +63,12 @@ class StoredTensor:
     def dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.dtype_name)
 
+    @property
+    def known_dtype(self) -> torch.dtype:
+        """The type, of a tensor that was checked to have one that torchround reads."""
+        assert self.dtype is not None, f"{self.name} is {self.dtype_name}"
+        return self.dtype
+
     def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
         return files.read_range(self, self.begin + start, nbytes)
@@ -248,6 +254,5 @@ def map_file(path: Path) -> FileTensor:
 
 def view_of(mapped: FileTensor, tensor: StoredTensor) -> FileTensor:
     """Return the tensor's numbers, flat, as a view of its mapped file."""
-    assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
-    numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
+    numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.known_dtype)
     return FileTensor(numbers, mapped.path, mapped.descriptor, tensor.begin)
