@@ -129,7 +129,11 @@ def load_checkpoint(
             for key in headers[name].keys() & sources:
                 dtype, shape = headers[name][key]
                 waiting[key] = torch.empty(shape, dtype=dtype)
-            _read_file(path, name, manifest, in_place | waiting)
+            try:
+                checksum = read_tensor_file(path / name, headers[name], in_place | waiting)
+            except (OSError, ValueError) as error:
+                raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
+            check_file(path, name, manifest, checksum)
             for conversion in [found for found in pending if found.stored.keys() <= waiting.keys()]:
                 pending.remove(conversion)
                 stored = {key: waiting.pop(key) for key in conversion.stored}
@@ -244,12 +248,3 @@ def _headers(path: Path, manifest: Manifest) -> dict[str, Layout]:
             raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
         seen |= headers[name].keys()
     return headers
-
-
-def _read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Read the wanted `tensors` of the file `name` into place. Raises `DamagedCheckpointError`."""
-    try:
-        found = read_tensor_file(path / name, tensors)
-    except (OSError, ValueError, KeyError) as error:
-        raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-    check_file(path, name, manifest, found)

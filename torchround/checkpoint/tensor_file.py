@@ -26,7 +26,6 @@ from torchround.checkpoint.uncached_io import (
     UncachedPass,
 )
 from torchround.untrusted.regular_file import open_regular
-from torchround.untrusted.strict_json import parse_json
 from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
 
 DTYPE_NAMES = {
@@ -181,26 +180,20 @@ def read_header(path: Path) -> Layout:
     return found
 
 
-def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Read the file's bytes into the tensors that its header names. Returns the checksum of the whole file.
+def read_tensor_file(path: Path, layout: Layout, tensors: Mapping[str, Tensor]) -> str:
+    """Read a file whose header has this `layout`, in its order, into `tensors`. Returns the checksum of the whole file.
 
-    The caller has checked the header against `tensors`, which may leave some out. Raises `ValueError` if the file
-    ends early.
+    The caller has checked the layout against `tensors`, which may leave some out. Raises `ValueError` if the file ends
+    early.
     """
+    sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in layout.items()}
     with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
-        length = bytearray(LENGTH_BYTES)
-        _read_into(file, one_pass, memoryview(length))
-        header = bytearray(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
-        _read_into(file, one_pass, memoryview(header))
-        entries = parse_json(bytes(header))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            destination = tensors.get(name)
-            if destination is None:
-                begin, end = entry["data_offsets"]
-                _read_past(file, one_pass, end - begin)
+        _read_past(file, one_pass, os.fstat(file.fileno()).st_size - sum(sizes.values()))
+        for name, nbytes in sizes.items():
+            if name in tensors:
+                _read_into(file, one_pass, memory_of(tensors[name]))
             else:
-                _read_into(file, one_pass, memory_of(destination))
+                _read_past(file, one_pass, nbytes)
         return one_pass.end()
 
 

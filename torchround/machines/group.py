@@ -148,9 +148,9 @@ class MachineGroup:
     ) -> None:
         """Connect to each of the others. Every machine calls this, at any time within `start_timeout_s`.
 
-        `store` is a `TCPStore` or a `PrefixStore` over one, which no other group has used. `address` is this machine's
-        address or name in the network that the run uses. `timeout_s` is the silence after which a machine is lost.
-        `connections` is the number of gloo groups that carry tensors. Raises `LaunchError` if not all machines come.
+        No other group has used the `store`. `address` is this machine's one in the network that the run uses. `timeout_s`
+        is the silence after which a machine is lost. `connections` is the number of gloo groups that carry tensors. Raises
+        `LaunchError` if not all machines come.
         """
         self.rank, self.size = rank, len(machines)
         self.machines = tuple(machines)
@@ -195,8 +195,7 @@ class MachineGroup:
     def on_fault(self, call: Callable[[MachineError], None]) -> None:
         """Call `call` once another machine failed or is lost; at once if that has happened. It replaces the one before.
 
-        It is called on a thread of the group, or on this one, and never for a fault that this machine has told itself
-        with `fail`.
+        It is never called for a fault that this machine has reported itself with `fail`.
         """
         with self._lock:
             fault = None if self._has_failed else self.fault
@@ -205,10 +204,9 @@ class MachineGroup:
             call(fault)
 
     def explain(self, error: Exception, peer: int | None, waited_for: str) -> MachineError:
-        """Return the named fault behind an error of gloo, and end the group if it is not ended yet.
+        """Return the named fault behind an error of gloo, and end the group. Looks for the cause for a few beats.
 
-        `peer` is the machine that this one waited for, None if that was all of them. `waited_for` says what it was to
-        send. Looks for the cause for a few beats (`Liveness.cause`).
+        `peer` is the machine that this one waited for, None if that was all of them. `waited_for` names what it was to send.
         """
         if isinstance(error, MessageError):  # the connection works: nothing of the peer is lost
             assert peer is not None, "only a link reads messages"
@@ -285,8 +283,7 @@ class MachineGroup:
     ) -> dict[str, ProcessGroup]:
         """Connect this machine to all others, once for each name.
 
-        Gloo takes the time-out for its operations, a day, as the one for connecting too. A thread of its own connects, so
-        that a machine that ends meanwhile does not hold the others for a day.
+        A thread of its own connects: gloo takes the time-out for its operations, a day, as the one for connecting too.
         """
         gloo: Any = ProcessGroupGloo  # its types do not know its options
         groups: dict[str, ProcessGroup] = {}

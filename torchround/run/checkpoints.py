@@ -170,10 +170,6 @@ class RunCheckpoints:
             return None
         return StartingWeights(self._config, store, self._team)
 
-    def best_step(self) -> int | None:
-        """Return the step of the checkpoint with the lowest validation loss; None without `validation.keep_best`."""
-        return best_of(self._validation_losses)
-
     def add_validation(self, loss: float) -> None:
         """Note the validation loss of the newest dispatched step. Its checkpoint is saved after this."""
         position = self.position
