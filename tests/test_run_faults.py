@@ -152,7 +152,7 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_a
     """All sizes stay the same, so a check of sizes alone would call the run complete."""
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
-    path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"
+    path = small_runs.checkpoint("run", STEPS) / "tensors-00000.safetensors"
     flip_last_bit(path)
     assert small_runs("run", *every_second) == 0
     assert f"step-{STEPS}: {path.name} has checksum" in caplog.text

@@ -58,7 +58,7 @@ def test_a_plan_refuses_a_quantised_release_but_needs_no_weights(folder, capsys)
     assert plan_script.main(plan) == 0
     change_config(folder, quantization_config={"quant_method": "gptq"})
     assert plan_script.main(plan) == 2
-    assert "this is a GPTQ release" in capsys.readouterr().err
+    assert "this is a quantised (gptq) release" in capsys.readouterr().err
 
 
 def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(folder, caplog):

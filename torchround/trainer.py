@@ -250,10 +250,10 @@ class Trainer:
             if is_due or self._validation.keeps(self._position.validation, step):
                 self._checkpoints.begin_save(engine)
         # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
-        self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
+        self._finish(engine, end is not None or until == self._total_steps, bool(end and end[1]))
         return end
 
-    def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
+    def _finish(self, engine: Engine, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
         Raises `BadStepsError` or `CheckpointError`, the former after saving.
@@ -269,7 +269,7 @@ class Trainer:
             self._reports.log_rest()
             engine.drain()  # the step under way counts as training time
             with self._meter.excluded():
-                self._checkpoints.save_now(engine, lambda: stop.requested)
+                self._checkpoints.save_now(engine)
         if bad is not None:
             raise bad
 

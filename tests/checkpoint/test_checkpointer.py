@@ -128,6 +128,25 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names_in(tmp_path) == {"step-5"}
 
 
+def test_a_step_saved_again_that_cannot_be_renamed_leaves_the_former_one(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(5, random_state(1), {"try": 1})
+
+    rename, refusals = Path.rename, [1]
+
+    def refuse_once(path, target):
+        if refusals:
+            refusals.clear()
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="earlier checkpoints are untouched"):
+        patch.setattr(Path, "rename", refuse_once)
+        checkpointer.save(5, random_state(2), {"try": 2})
+    loaded = checkpointer.load_latest(flat_state())
+    assert loaded is not None and loaded.state == {"try": 1} and names_in(tmp_path) == {"step-5"}
+
+
 def test_the_next_save_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, random_state(1), STATE)

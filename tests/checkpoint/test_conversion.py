@@ -1,4 +1,4 @@
-"""Loads of tensors that are stored in another form than the wanted one: piece by piece, in any order of the files."""
+"""Loads of tensors that are stored in another form than the wanted one, in any order of the files."""
 
 import shutil
 
@@ -13,11 +13,9 @@ from torchround.checkpoint import (
     DamagedCheckpointError,
     ForeignCheckpointError,
     load_checkpoint,
-    tensor_file,
 )
 from torchround.checkpoint.conversion import ReadingPlan, layout_of
 
-# 5000 elements are several pieces of 4096 bytes in 16 bits, and their bytes are no whole blocks of a disk.
 NAMES = ("a", "b")
 SHAPE = (10, 500)
 FROZEN = {"weights/frozen": torch.arange(7.0)}
@@ -39,9 +37,7 @@ def halves(whole):
 
 
 class HalvesConverter:
-    """A converter between fp32 values and their two halves, which notes the largest piece that it was given."""
-
-    largest_bytes = 0
+    """A converter between fp32 values and their two halves."""
 
     def conversions(self, stored, wanted):
         found = []
@@ -51,34 +47,17 @@ class HalvesConverter:
             if whole.items() <= stored.items() and parts.items() <= wanted.items():
                 found.append(Conversion(whole, parts, self._split))
             elif parts.items() <= stored.items() and whole.items() <= wanted.items():
-                found.append(Conversion(parts, whole, self._joined))
+                found.append(Conversion(parts, whole, self._join))
         return found
 
-    def _split(self, wanted):
-        upper, lower = (wanted[name].view(-1) for name in sorted(wanted, reverse=True))
-        [name] = {f"weights/{name.partition('/')[2]}" for name in wanted}
+    def _split(self, stored, wanted):
+        for name, half in halves(stored).items():
+            wanted[name].copy_(half)
 
-        def take(start, elements):
-            self.largest_bytes = max(self.largest_bytes, elements.nbytes)
-            found = halves({"weights/": elements})
-            upper[start : start + len(elements)] = found["upper/"]
-            lower[start : start + len(elements)] = found["lower/"]
-
-        return {name: take}
-
-    def _joined(self, wanted):
+    def _join(self, stored, wanted):
         [(name, tensor)] = wanted.items()
-        bits, path = tensor.view(-1).view(torch.int32), name.partition("/")[2]
-        bits.zero_()
-
-        def taker(change):
-            def take(start, elements):
-                self.largest_bytes = max(self.largest_bytes, elements.nbytes)
-                bits[start : start + len(elements)] |= change(elements.int())
-
-            return take
-
-        return {f"upper/{path}": taker(lambda part: part << 16), f"lower/{path}": taker(lambda part: part + 0x8000)}
+        upper, lower = (stored[f"{kind}/{name.partition('/')[2]}"].int() for kind in ("upper", "lower"))
+        tensor.copy_(((upper << 16) | (lower + 0x8000)).view(torch.float32))
 
 
 def room_for(tensors):
@@ -100,15 +79,13 @@ def assert_equal(found, expected):
     ],
     ids=["two become one", "two become one, lower first", "one becomes two"],
 )
-def test_stored_tensors_become_others_in_any_order_in_pieces(tmp_path, monkeypatch, stored, wanted):
+def test_stored_tensors_become_others_in_any_order(tmp_path, stored, wanted):
     """A tensor that is stored as it is wanted is read in place beside them."""
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     path, converter = Checkpointer(tmp_path).save(3, {**stored, **FROZEN}, {}), HalvesConverter()
     target = room_for({**wanted, **FROZEN})
     loaded = load_checkpoint(path, target, converter=converter)
     assert_equal(target, {**wanted, **FROZEN})
     assert loaded.filled == target.keys() and loaded.converted == wanted.keys()
-    assert converter.largest_bytes == 4096, "a piece was larger, so a tensor had a second copy"
 
 
 def test_a_missing_half_is_named_and_nothing_is_written(tmp_path):
@@ -149,32 +126,28 @@ def test_a_file_that_changes_after_its_header_was_checked_is_damage_and_overflow
         load_checkpoint(path, room_for(whole_values()), converter=Replaces())
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_machines_read_halves_that_others_saved(tmp_path, shared):
-    """Three machines load what two saved. The two halves of a value are in two files, on the disks of two machines."""
-
-    def checkpointer_of(team):
-        return Checkpointer(tmp_path / ("run" if shared else f"disk{team.rank}"), team=team)
+def test_machines_read_halves_that_others_saved(tmp_path):
+    """Three machines load what two saved. The two halves of a value are in two files."""
 
     def save(team):
         own = {key: t for key, t in halves(whole_values()).items() if key.startswith(("upper", "lower")[team.rank])}
-        checkpointer_of(team).save(3, own, {})
+        Checkpointer(tmp_path, team=team).save(3, own, {})
 
     def load(team):
         # Machine 2 has b, machine 1 nothing, machine 0 a.
         own = {0: ["weights/a"], 1: [], 2: ["weights/b"]}[team.rank]
         target = room_for({name: whole_values()[name] for name in own})
-        loaded = checkpointer_of(team).load_latest(target, converter=HalvesConverter())
+        loaded = Checkpointer(tmp_path, team=team).load_latest(target, converter=HalvesConverter())
         assert_equal(target, {name: whole_values()[name] for name in own})
         return loaded.step == 3 and loaded.converted == whole_values().keys()
 
-    together(2, save, shared)
-    assert all(together(3, load, shared))
+    together(2, save)
+    assert all(together(3, load))
 
 
 def test_a_machine_needs_the_stored_halves_of_its_own_tensors_alone():
     stored, wanted = (layout_of({**tensors, **FROZEN}) for tensors in (halves(whole_values()), whole_values()))
-    plan = ReadingPlan(stored, HalvesConverter().conversions(stored, wanted))
-    own = {name: wanted[name] for name in ("weights/b", "weights/frozen")}
-    assert plan.needed(own) == {"upper/b", "lower/b", "weights/frozen"}
-    assert plan.needed({}) == frozenset()
+    for own, needed in ((("weights/b", "weights/frozen"), {"upper/b", "lower/b", "weights/frozen"}), ((), frozenset())):
+        wanted_here = {name: wanted[name] for name in own}
+        plan = ReadingPlan(stored, wanted_here, HalvesConverter().conversions(stored, wanted_here))
+        assert plan.needed == needed

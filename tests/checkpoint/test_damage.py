@@ -149,7 +149,7 @@ def in_format_1(path):
 
 FOREIGN = {
     "of a newer version": (manifest(lambda m: m.update(format=4, ranks=[1])), "format 4"),
-    "of before the first release": (in_format_1, "format 1, which only"),
+    "of before the first release": (in_format_1, "format 1, and this version reads formats 2 to 3"),
     "of another model": (one_tensor([2], [0, 8]), "3 tensors are not this model's"),
 }
 

@@ -96,7 +96,7 @@ def test_a_run_has_the_very_state_of_an_earlier_checkpoint_before_its_first_step
 )
 def test_a_run_resumes_from_an_earlier_checkpoint(tiny_runs, kind):
     earlier = EARLIER[kind]
-    shutil.copytree(earlier.checkpoint, tiny_runs.path("tiny") / "checkpoints" / "step-2")
+    shutil.copytree(earlier.checkpoint, tiny_runs.checkpoint("tiny", 2))
     assert tiny_runs("tiny", *earlier.overrides, config="tiny.toml") == 0
     found = {int(line["step"]): (line["loss"], line["grad_norm"]) for line in tiny_runs.steps("tiny")}
     assert found.keys() == earlier.ran_on.keys(), "the run did not continue after step 2"

@@ -41,8 +41,9 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"by": "the library"})
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    assert read_header(tmp_path / "theirs") == layout
-    read_tensor_file(tmp_path / "theirs", target)
+    found = read_header(tmp_path / "theirs")
+    assert found == layout
+    read_tensor_file(tmp_path / "theirs", found, target)
     assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 

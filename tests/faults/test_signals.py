@@ -51,7 +51,7 @@ def stop_until_complete(processes, runs, name, mode, moment, at_most):
         child.wait()
         [(saved, end)] = re.findall(r"saved after step (\d+) of \d+; (.*)$", child.text(), re.MULTILINE)
         assert int(saved) > last_step
-        assert verify_checkpoint(runs.path(name) / "checkpoints" / f"step-{saved}") == int(saved)
+        assert verify_checkpoint(runs.checkpoint(name, saved)) == int(saved)
         if end == "the run is complete":  # a signal may still have come on its way out
             return stops
         assert end == "run the same command to continue" and child.wait() == 128 + number, child.text()

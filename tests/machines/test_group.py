@@ -92,7 +92,7 @@ def test_abort_wakes_every_thread_that_waits_on_any_machine_with_a_named_error()
         if group.rank == 0:  # otherwise the values would come
             calls = []
         calls.append(lambda: group.link(following, Purpose.GRADIENTS).receive(large, "a tensor"))
-        calls.append(lambda: list(group.link(following, Purpose.FILES).chunks(9, torch.float32, "some")))
+        calls.append(lambda: list(group.link(following, Purpose.TRIAL).chunks(9, torch.float32, "some")))
         calls.append(lambda: group.link(following, Purpose.WEIGHTS).send(large, "a tensor"))
         errors = []
 
@@ -108,7 +108,7 @@ def test_abort_wakes_every_thread_that_waits_on_any_machine_with_a_named_error()
             group.abort()
         waiting.join()
         with pytest.raises(MachineError):
-            group.link(following, Purpose.FILES).send(torch.zeros(1), "later")
+            group.link(following, Purpose.TRIAL).send(torch.zeros(1), "later")
         return len(errors) == len(calls) and all(f"(node{group.rank}) waited for" in text for text in errors)
 
     assert run_machines(3, wait, timeout_s=2.0) == [True] * 3
@@ -147,7 +147,7 @@ def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ende
 def test_all_machines_learn_the_rate_of_the_slowest_one():
     def measure(group):
         for peer in group.peers if group.rank == 1 else ():
-            link = group.link(peer, Purpose.FILES)
+            link = group.link(peer, Purpose.TRIAL)
             send = link.send
             link.send = lambda data, what, send=send: (time.sleep(data.nbytes / 4e6), send(data, what))
         return measure_rate(group, trial_bytes=1 << 16, seconds=0.01)

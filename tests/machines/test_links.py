@@ -24,8 +24,8 @@ def between_two(send, receive):
 
     def work(group):
         if group.rank == 0:
-            return send(group.link(1, Purpose.FILES), group)
-        return receive(group.link(0, Purpose.FILES), group)
+            return send(group.link(1, Purpose.TRIAL), group)
+        return receive(group.link(0, Purpose.TRIAL), group)
 
     return run_machines(2, work, connections=2, timeout_s=5.0)
 

@@ -111,7 +111,7 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):  # noqa
     assert small_runs.saved("whole") == [3, 5]
     state = small_runs.state("whole")
     assert any(name.startswith("our_momentum/") for name in state)
-    folder = small_runs.path("whole") / "checkpoints" / "step-3"
+    folder = small_runs.checkpoint("whole", 3)
     assert small_runs("rest", LION, *flags, f"--checkpoint.load_path={folder}") == 0
     resumed = small_runs.state("rest")
     assert resumed.keys() == state.keys()

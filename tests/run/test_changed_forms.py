@@ -129,7 +129,7 @@ def test_a_checkpoint_without_an_optimizer_s_name_is_of_exact_adamw(small_runs, 
     assert small_runs("run") == 0
     state = small_runs.saved_state("run")
     del state["config"]["optimizer"]["name"], state["config"]["optimizer"]["state"]
-    forge_file(small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "state.json", json.dumps(state).encode())
+    forge_file(small_runs.checkpoint("run", STEPS) / "state.json", json.dumps(state).encode())
     assert small_runs("run", COMPACT, "--training.steps=6") == 0
     assert "from now on training.steps 5 -> 6, optimizer.state 'exact' -> 'compact'" in caplog.text
     assert ROUNDED in caplog.text

@@ -18,7 +18,7 @@ def without(small_runs, *path, step):
     for key in tables:
         table = table[key]
     del table[name]
-    file = small_runs.path("run") / "checkpoints" / f"step-{step}" / "state.json"
+    file = small_runs.checkpoint("run", step) / "state.json"
     forge_file(file, json.dumps(state).encode())
 
 

@@ -45,14 +45,14 @@ def saved_again_by_three(path):
 def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same_bits(small_runs):
     assert small_runs("whole", ASYNC) == 0
     stop_after(3, small_runs, "run", ASYNC)
-    saved_again_by_three(small_runs.path("run") / "checkpoints" / "step-3")
+    saved_again_by_three(small_runs.checkpoint("run", 3))
     assert small_runs("run", ASYNC) == 0
     small_runs.assert_same("run", "whole", STEPS)
 
 
 def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(small_runs, capsys):
     assert small_runs("run") == 0
-    path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}"
+    path = small_runs.checkpoint("run", STEPS)
     export_hf.export(export_hf.Export(path, small_runs.folder / "before"))
     saved_again_by_three(path)
     export_hf.export(export_hf.Export(path, small_runs.folder / "after"))
@@ -121,7 +121,7 @@ def test_two_machines_refuse_what_one_refuses_with_one_message_and_call_no_damag
     first, second = run_machines(2, complete)
     assert first == second and first[1] == STEPS
     assert "the run is complete" in first[0] and "optimizer.lr 0.01 -> 0.005" in first[0]
-    damaged = next((small_runs.path("run") / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
+    damaged = next(small_runs.checkpoint("run", STEPS).glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     config = options_of("--run.name=run")
     assert run_machines(2, lambda group: checkpoints_of(config, group).complete_step(A_LOADER)) == [None, None]

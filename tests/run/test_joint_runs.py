@@ -14,15 +14,14 @@ from tests.support.machines import run_machines
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
-from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
+from torchround.checkpoint import Checkpointer, MachineTeam, load_checkpoint
 from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.optim.optimizer import make_optimizer
-from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
 from torchround.run.early_end import BadStepsError
-from torchround.run.last_save import RETRY_S, save_with_patience
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import joint_losses
@@ -182,30 +181,15 @@ class FullAtFirst(Checkpointer):
         super().clear_leftovers()
 
 
-@pytest.mark.parametrize("signal_after_s", [None, RETRY_S + 5])
-def test_all_machines_wait_for_space_on_one_disk_and_give_up_together(tmp_path, signal_after_s):
+def test_all_machines_wait_for_space_on_one_disk(tmp_path):
     def save(group):
-        team = MachineTeam.of(group, shares_folder=False)
-        checkpointer = FullAtFirst(tmp_path / f"disk{group.rank}", team=team)
+        checkpointer = FullAtFirst(tmp_path / f"disk{group.rank}", team=MachineTeam.of(group, shares_folder=False))
         checkpointer.full_tries = 2 * group.rank  # machine 1's disk
         slept = []
+        save_with_patience(lambda: checkpointer.save(1, {f"weights/{group.rank}": torch.ones(3)}, {}), slept.append)
+        return slept
 
-        def signalled():
-            return group.rank == 0 and signal_after_s is not None and len(slept) >= signal_after_s
-
-        try:
-            save_with_patience(
-                lambda: checkpointer.save(1, {f"weights/{group.rank}": torch.ones(3)}, {}),
-                lambda: team.any(signalled(), "whether to wait for space"),
-                slept.append,
-            )
-        except NoSpaceError as error:
-            assert "machine 1 (node1): planted" in str(error)
-            return False, len(slept)
-        return True, len(slept)
-
-    expected = (True, 2 * RETRY_S) if signal_after_s is None else (False, signal_after_s)
-    assert run_machines(2, save) == [expected, expected]
+    assert run_machines(2, save) == [[RETRY_S, RETRY_S]] * 2
 
 
 def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path):

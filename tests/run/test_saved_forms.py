@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchround.checkpoint import Checkpointer, ForeignCheckpointError, load_checkpoint, tensor_file
+from torchround.checkpoint import Checkpointer, ForeignCheckpointError, load_checkpoint
 from torchround.optim.formats import COMPACT, EXACT, StateValue
 from torchround.optim.split_weights import split
 from torchround.run import saved_forms
@@ -82,9 +82,8 @@ def backwards(state):
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """Read pieces of 4096 bytes, and decode a few blocks at once."""
-    for module, name, size in ((tensor_file, "PIECE_BYTES", 4096), (saved_forms, "_CHUNK_ELEMENTS", 1024)):
-        monkeypatch.setattr(module, name, size)
+    """Convert a few blocks at once."""
+    monkeypatch.setattr(saved_forms, "_CHUNK_ELEMENTS", 1024)
 
 
 @pytest.mark.usefixtures("pieces")

@@ -1,9 +1,7 @@
 """Machines that save and load together, as threads with a barrier in place of a network, and deaths on demand."""
 
-import itertools
 import json
 import threading
-from collections import defaultdict
 
 from torchround.checkpoint import MachineTeam
 
@@ -20,13 +18,11 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
     `before_exchange(rank)` may raise `Killed`. The others then fail in their next exchange, as they do once a real
     machine is lost, and the result of a machine that did not finish is None. Any other error is raised here.
     """
-    barrier, changed = threading.Barrier(num_machines, timeout=LIMIT_S), threading.Condition()
-    values, files, errors, results = {}, {}, [], [None] * num_machines
+    barrier = threading.Barrier(num_machines, timeout=LIMIT_S)
+    values, errors, results = {}, [], [None] * num_machines
     names = [f"machine {number}" for number in range(num_machines)]
 
     def team_of(rank):
-        sent, received = defaultdict(itertools.count), defaultdict(itertools.count)
-
         def gather(value, what):
             before_exchange(rank)
             values[rank] = json.dumps(value)
@@ -35,20 +31,7 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
             barrier.wait()
             return found
 
-        def send(peer, data, what):
-            with changed:
-                files[rank, peer, next(sent[peer])] = data.clone()
-                changed.notify_all()
-
-        def receive(peer, into, what):
-            key = peer, rank, next(received[peer])
-            with changed:
-                changed.wait_for(lambda: key in files or barrier.broken, LIMIT_S)
-                if key not in files:
-                    raise threading.BrokenBarrierError
-                into.copy_(files.pop(key))
-
-        return MachineTeam(rank, names, shared, gather, send, receive)
+        return MachineTeam(rank, names, shared, gather)
 
     def run(rank):
         try:
@@ -57,8 +40,6 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
             if not isinstance(error, Killed | threading.BrokenBarrierError):
                 errors.append(error)
             barrier.abort()
-            with changed:
-                changed.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(num_machines)]
     for thread in threads:

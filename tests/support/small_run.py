@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import train
 from tests.support.processes import ROOT, start_program
+from torchround.checkpoint import Checkpointer, checkpoint_name
 from torchround.commands import configured_model, export_hf, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
@@ -82,16 +83,19 @@ class SmallRuns:
 
     def saved(self, name):
         """Return the steps of the checkpoints, rising; none if the run has not saved."""
-        names = (path.name.removeprefix("step-") for path in (self.path(name) / "checkpoints").glob("step-*"))
-        return sorted(int(number) for number in names if number.isdecimal())
+        return list(Checkpointer(self.path(name) / "checkpoints").checkpoints())
+
+    def checkpoint(self, name, step=STEPS):
+        """Return the folder of a run's checkpoint."""
+        return self.path(name) / "checkpoints" / checkpoint_name(step)
 
     def state(self, name, step=STEPS):
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
-        return tensors_in(self.path(name) / "checkpoints" / f"step-{step}")
+        return tensors_in(self.checkpoint(name, step))
 
     def saved_state(self, name, step=STEPS):
         """Read the part of a checkpoint that is not tensors."""
-        return json.loads((self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text())
+        return json.loads((self.checkpoint(name, step) / "state.json").read_text())
 
     def plan(self, name):
         return json.loads((self.path(name) / "plan.json").read_text())

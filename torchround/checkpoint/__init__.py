@@ -1,20 +1,17 @@
 """Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
-from torchround.checkpoint.checkpointer import (
-    Checkpointer,
-    Loaded,
-    load_checkpoint,
-    open_checkpoint,
-    verify_checkpoint,
-)
-from torchround.checkpoint.conversion import Conversion, Converter, Layout, Receiver
+from torchround.checkpoint.checkpointer import Checkpointer
+from torchround.checkpoint.conversion import Conversion, Converter, Layout
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    FolderError,
     ForeignCheckpointError,
     NoCheckpointError,
     NoSpaceError,
 )
+from torchround.checkpoint.folders import checkpoint_name
+from torchround.checkpoint.loading import Loaded, load_checkpoint, open_checkpoint, verify_checkpoint
 from torchround.checkpoint.machine_team import MachineTeam
 from torchround.checkpoint.tensor_file import SaveWatch
 
@@ -24,14 +21,15 @@ __all__ = [
     "Conversion",
     "Converter",
     "DamagedCheckpointError",
+    "FolderError",
     "ForeignCheckpointError",
     "Layout",
     "Loaded",
     "MachineTeam",
     "NoCheckpointError",
     "NoSpaceError",
-    "Receiver",
     "SaveWatch",
+    "checkpoint_name",
     "load_checkpoint",
     "open_checkpoint",
     "verify_checkpoint",

@@ -1,56 +1,55 @@
-"""The checkpoints of one run: saved, loaded, and the older ones deleted."""
+"""The checkpoints of one run: saved, loaded, and the older ones deleted.
 
+A save of several machines takes three steps: machine 0 makes the folder; each writes its tensors, in files numbered after its
+rank; machine 0 writes state and manifest and renames the folder, which makes it a checkpoint. The machines exchange how
+each step went before any begins the next. A machine that fails makes the save fail on all of them, and one that dies leaves
+the others in an exchange that raises. The former checkpoint is untouched until the last exchange.
+
+If each machine has a folder of its own, each makes its folder, writes the same state and manifest beside its own files, and
+renames it. The parts appear one after the other, so until all have, each keeps what its own one replaces.
+"""
+
+import errno
 import logging
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from torchround.checkpoint.conversion import Converter, NoConverter, layout_of
-from torchround.checkpoint.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    ForeignCheckpointError,
-    NoCheckpointError,
+from torchround.checkpoint.conversion import Converter
+from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
+from torchround.checkpoint.folders import StepFolders
+from torchround.checkpoint.fsync import free_bytes_at, make_folder, sync_entry, write_synced
+from torchround.checkpoint.loading import (
+    Loaded,
+    check_contents,
+    complete_in,
+    load_checkpoint,
+    nothing_is_optional,
+    together,
 )
-from torchround.checkpoint.joint_load import JointCheckpoint, open_jointly
-from torchround.checkpoint.joint_save import JointSave
 from torchround.checkpoint.machine_team import MachineTeam
 from torchround.checkpoint.manifest import (
     FILES_PER_MACHINE,
     MANIFEST_FILE,
+    STATE_FILE,
+    FileRecord,
     Manifest,
     checksum_of,
     encode_state,
     read_manifest,
     read_state,
 )
-from torchround.checkpoint.step_folder import check_contents, check_structure, read_into
-from torchround.checkpoint.step_folders import FOLDER_NAME, StepFolders
-from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
+from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files, write_tensor_file
+from torchround.planning.memory import size_text
 
 logger = logging.getLogger(__name__)
 
-
-def _nothing_is_optional(name: str) -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The result of a load besides the tensors: the step, and the state as it was given to `save`.
-
-    `filled` are the names of the tensors that were read. Optional ones may be missing in the checkpoint. `converted`
-    are the names of the tensors that it holds in another form; other machines may have read them.
-    """
-
-    step: int
-    state: dict[str, Any]
-    path: Path
-    filled: frozenset[str]
-    converted: frozenset[str] = frozenset()
+# Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpointer(StepFolders):
@@ -79,6 +78,11 @@ class Checkpointer(StepFolders):
         self.keep_every_n_steps = keep_every_n_steps
         self.team = team or MachineTeam()
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the folder holds a part of each checkpoint, with the other parts on other machines."""
+        return self.team.is_part
+
     def save(
         self,
         step: int,
@@ -98,50 +102,93 @@ class Checkpointer(StepFolders):
         Each machine of a team gives the tensors that it saves, all with names of their own, and machine 0's state is
         saved. A failure on one machine raises the same error on all.
         """
-        files = plan_files(tensors, first_number=self.team.rank * FILES_PER_MACHINE)
+        team, watch, unfinished = self.team, watch or Unwatched(), self.named(step, ".tmp")
+        files = plan_files(tensors, first_number=team.rank * FILES_PER_MACHINE)
         state_json = encode_state(state)
-        JointSave(self, self.team, step, files, state_json, watch or Unwatched(), advance).run()
+        own_bytes = sum(file.size_bytes for file in files) + len(state_json)
+        every = team.gather([step, own_bytes], f"the size of each part of the checkpoint of step {step}")
+        assert {other for other, _ in every} == {step}, f"the machines save other steps: {every}"
+
+        def write_part() -> list[Any]:
+            if not team.keeps_folder:
+                # A network's file system may remember that the folder was not there; making it asks the server.
+                unfinished.mkdir(exist_ok=True)
+            written = []
+            for file in files:
+                checksum = write_tensor_file(unfinished / file.name, file, watch, advance)
+                written.append([file.name, file.size_bytes, checksum])
+            if not team.keeps_folder:
+                sync_entry(unfinished)
+            return [written, state_json.decode() if team.rank == 0 and team.is_part else None]
+
+        def publish() -> None:
+            if team.keeps_folder:
+                state = state_json if parts[0][1] is None else parts[0][1].encode()
+                records = {
+                    name: FileRecord(size, checksum) for part in parts for name, size, checksum in part[0]
+                }
+                records[STATE_FILE] = FileRecord(len(state), checksum_of(state))
+                write_synced(unfinished / STATE_FILE, state)
+                write_synced(unfinished / MANIFEST_FILE, Manifest(step, records).encode())
+                sync_entry(unfinished)
+                # The files of the other machines: their folder may not be the same one after all.
+                read_manifest(unfinished, step, team.is_part)
+            watch.before_publishing()
+            if team.keeps_folder:
+                self.publish(step)
+                is_published.append(True)
+
+        is_published: list[bool] = []
+        try:
+            needed_bytes = own_bytes if team.is_part else sum(part_bytes for _, part_bytes in every)
+            self._all(step, lambda: self._prepare(unfinished, needed_bytes), watch)
+            parts = self._all(step, write_part, watch)
+            self._all(step, publish, watch)
+        except CheckpointError:
+            # All machines have stopped writing by now.
+            if team.keeps_folder:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            if is_published:
+                self.take_back(step)
+            raise
         # Old checkpoints go only now that the new one is complete. So a save needs room for one more than is kept.
-        if self.team.keeps_folder:
+        if team.keeps_folder:
+            self.delete_replaced(step)
             self.delete(self.superfluous(newest=step))
         return self.named(step)
 
     def load_latest(
         self,
         tensors: Mapping[str, Tensor],
-        optional: Callable[[str], bool] = _nothing_is_optional,
+        optional: Callable[[str], bool] = nothing_is_optional,
         converter: Converter | None = None,
     ) -> Loaded | None:
         """Fill `tensors` in place from the newest usable checkpoint. Returns None if there are no checkpoints.
 
-        Tensors of an `optional` name may be missing in the checkpoint, or in `tensors`. The checkpoint may hold tensors
-        in another form that the `converter` knows. A warning names a damaged
-        checkpoint, and the one before it is tried, which overwrites every tensor. Raises `ForeignCheckpointError` if
-        the newest intact one is of another model or version, and `CheckpointError` if there are checkpoints but none
-        can be used. The tensors may then hold parts of several checkpoints and must not be trained on.
+        `optional` and `converter` are as for `load_checkpoint`. A warning names a damaged checkpoint, and the one before it
+        is tried, which overwrites every tensor. Raises `ForeignCheckpointError` if the newest intact one is of another
+        model or version, and `CheckpointError` if there are checkpoints but none can be used. The tensors may then hold
+        parts of several checkpoints and must not be trained on.
         """
+        every = self.team.gather(list(self.checkpoints()), f"the steps of the checkpoints in {self.folder}")
+        # One machine's view of a shared folder: a network's file system may show the others an older one.
+        steps = {step for found in every[: 1 if self.team.shares_folder else None] for step in found}
         failures: list[str] = []
-        for step in reversed(self.joint_steps()):
+        for step in sorted(steps, reverse=True):
+            path = self._common(step)
             try:
-                return self._load(step, tensors, optional, converter or NoConverter())
+                loaded = load_checkpoint(path, tensors, optional, self.team, converter, step)
             except DamagedCheckpointError as error:
                 failures.append(str(error))
                 if self.team.rank == 0:
                     logger.warning("%s; trying the checkpoint before step %d", error, step)
+                continue
+            if self.team.keeps_folder and path == self.named(step, ".replaced") and self.named(step).exists():
+                self.take_back(step)  # the one that was to replace it is not on all machines
+            return loaded
         if failures:
             raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:", *failures)
         return None
-
-    def joint_steps(self) -> list[int]:
-        """Return the steps of all checkpoints that a machine of the team has, complete or damaged, rising."""
-        every = self.team.gather(list(self.checkpoints()), f"the steps of the checkpoints in {self.folder}")
-        # One machine's view of a shared folder: a network's file system may show the others an older one.
-        return every[0] if self.team.shares_folder else sorted({step for steps in every for step in steps})
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the folder may hold a part of each checkpoint, with the other parts on other machines."""
-        return not self.team.shares_folder
 
     def read_state(self, step: int) -> dict[str, Any]:
         """Return the state in this machine's folder of a step. Raises `CheckpointError`."""
@@ -149,24 +196,22 @@ class Checkpointer(StepFolders):
         return read_state(path, read_manifest(path, step, self.is_part))
 
     def verify(self, step: int, advance: Callable[[int], object]) -> dict[str, Any]:
-        """Check every byte of a step's checkpoint, on all machines together. Returns its state.
+        """Check every byte of a step's checkpoint, each on the machine that has it. Returns its state.
 
-        Raises as `verify_checkpoint`, the same on all.
+        Raises `DamagedCheckpointError` or `ForeignCheckpointError`, the same on all.
         """
-        if self.team.is_alone:
-            verify_checkpoint(self.checkpoints()[step], advance)
-            return self.read_state(step)
-        opened = self.open_step(step)
-        opened.verify(advance)
-        return opened.state()
+        path = self.checkpoints().get(step, self.named(step))
+        state: dict[str, Any] = {}
 
-    def open_step(self, step: int) -> JointCheckpoint:
-        """Open a step's checkpoint on all machines together. Raises `DamagedCheckpointError`, the same on all."""
-        folders = self.variants(step) if self.team.keeps_folder else [self.named(step)]
-        opened = open_jointly(self.team, folders, step)
-        if opened is None:
-            raise DamagedCheckpointError(self.named(step), "it is on no machine any more")
-        return opened
+        def check() -> None:
+            manifest = read_manifest(path, step, self.is_part)
+            state.update(read_state(path, manifest))
+            if self.team.keeps_folder:
+                here = [name for name in manifest.files if (path / name).exists()]
+                check_contents(path, manifest, here, advance)
+
+        together(self.team, path, check, "checked")
+        return state
 
     def latest_step(self) -> int | None:
         """Return the newest complete checkpoint's step, or None."""
@@ -175,43 +220,20 @@ class Checkpointer(StepFolders):
     def complete_steps(self) -> list[int]:
         """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read.
 
-        If each machine has a folder of its own, the files that are here count.
+        If each machine has a folder of its own, this machine's files count.
         """
-        return [step for step, path in self.checkpoints().items() if _is_complete(path, step, self.is_part)]
+        return [step for step, _, _ in self._complete()]
 
     def whole_steps(self) -> list[int]:
-        """Return the steps of which the machines together have every file at full size, rising. All machines call it."""
+        """Return the steps that are complete on all machines, rising. All machines call it."""
+        own = [[step, checksum] for step, _, checksum in self._complete()]
+        first, *others = self.team.gather(own, f"the complete steps in {self.folder}")
         if self.team.shares_folder:
-            return [*self.team.gather(self.complete_steps(), f"the complete steps in {self.folder}")[0]]
-        parts: list[tuple[int, str, list[str]]] = []
-        for step, path in self.checkpoints().items():
-            try:
-                manifest = read_manifest(path, step, is_part=True)
-            except DamagedCheckpointError:
-                continue
-            except ForeignCheckpointError:
-                parts.append((step, "", []))  # whole, as far as this version can tell
-            else:
-                missing = [name for name in manifest.files if not (path / name).exists()]
-                parts.append((step, checksum_of(manifest.encode()), missing))
-        missing_on_all: dict[tuple[int, str], set[str]] = {}
-        for machine in self.team.gather(parts, f"the files of each step in {self.folder}"):
-            for step, checksum, missing in machine:
-                missing_on_all.setdefault((step, checksum), {*missing}).intersection_update(missing)
-        return sorted({step for (step, _), missing in missing_on_all.items() if not missing})
+            others = []
+        return [step for step, checksum in first if all([step, checksum] in found for found in others)]
 
-    def _load(
-        self, step: int, tensors: Mapping[str, Tensor], optional: Callable[[str], bool], converter: Converter
-    ) -> Loaded:
-        if self.team.is_alone:
-            path = self.checkpoints()[step]
-            return _load(path, read_manifest(path, step), tensors, optional, converter)
-        opened = self.open_step(step)
-        state, plan = opened.load(tensors, optional, converter)
-        if opened.here is not None and self.team.keeps_folder:
-            self.settle(step, opened.here)
-        filled = plan.filled(layout_of(tensors))
-        return Loaded(step, state, self.named(step), filled, plan.converted)
+    def _complete(self) -> list[tuple[int, Path, str]]:
+        return complete_in(self, self.is_part, self.team.rank if self.is_part else None)
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
         """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
@@ -230,105 +252,51 @@ class Checkpointer(StepFolders):
         kept.add(-1 if self.best_step is None else self.best_step)
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
 
+    def _prepare(self, unfinished: Path, needed_bytes: int) -> None:
+        """Make the folder of a save, if there is room for it."""
+        if not self.team.keeps_folder:
+            return
+        make_folder(self.folder)
+        # Leftovers first: the new checkpoint may need their room, and the name of the unfinished folder.
+        self.clear_leftovers()
+        free_bytes = free_bytes_at(self.folder)
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise OSError(
+                errno.ENOSPC, f"it needs {size_text(needed_bytes)} and {size_text(free_bytes)} are free"
+            )
+        unfinished.mkdir()
 
-def open_checkpoint(path: Path, is_part: bool = False) -> Manifest:
-    """Read the manifest of the one checkpoint at `path`, and check that its files are there at full size.
+    def _all(self, step: int, work: Callable[[], Any], watch: SaveWatch) -> list[Any]:
+        """Do a part of a save on all machines, and return what it returned on each. Raises `CheckpointError`."""
+        what = f"the checkpoint of step {step}"
 
-    With `is_part` some of them may be on other machines. Raises `NoCheckpointError`, `DamagedCheckpointError` or
-    `ForeignCheckpointError`.
-    """
-    _refuse_other_folders(path, is_part)
-    return read_manifest(path, is_part=is_part)
+        def attempt() -> Any:
+            try:
+                return work()
+            except (OSError, DamagedCheckpointError) as error:
+                # The exchange may take as long as the slowest machine's writing, and no update should wait for it.
+                watch.finish_reading()
+                if isinstance(error, DamagedCheckpointError):
+                    raise
+                kind = NoSpaceError if error.errno in _NO_SPACE else CheckpointError
+                raise kind(error if error.filename else error.strerror or error) from error
 
+        def failed(kind: type[CheckpointError], reason: str) -> CheckpointError:
+            return (NoSpaceError if kind is NoSpaceError else CheckpointError)(
+                f"{what} could not be written to {self.folder}: {reason}; earlier checkpoints are untouched"
+            )
 
-def load_checkpoint(
-    path: Path | str,
-    tensors: Mapping[str, Tensor],
-    optional: Callable[[str], bool] = _nothing_is_optional,
-    team: MachineTeam | None = None,
-    converter: Converter | None = None,
-) -> Loaded:
-    """Fill `tensors` in place from the one checkpoint at `path`, except `optional` ones that it does not hold.
+        return self.team.together(attempt, f"how each saved {what}", failed)
 
-    Files, sizes, state, and the name, dtype and shape of every tensor are checked before the first byte is written.
-    Tensors may be stored in another form that the `converter` knows.
-    The tensors' bytes are checked as they are read, so that they are read once. Only after an error about a checksum
-    are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
-
-    The machines of a `team` call it together, each with the tensors that it wants.
-    """
-    path = Path(path)
-    if team is None or team.is_alone:
-        return _load(path, open_checkpoint(path), tensors, optional, converter or NoConverter())
-    opened = open_together(path, team)
-    state, plan = opened.load(tensors, optional, converter or NoConverter())
-    return Loaded(opened.manifest.step, state, path, plan.filled(layout_of(tensors)), plan.converted)
-
-
-def open_together(path: Path, team: MachineTeam) -> JointCheckpoint:
-    """Open the one checkpoint at `path` on all machines together. Raises as `open_checkpoint`, the same on all."""
-    newest, folders = None, [path]
-    try:
-        _refuse_other_folders(path, is_part=not team.shares_folder)
-    except NoCheckpointError as error:
-        newest = error.newest
-        if team.keeps_folder:
-            folders = []
-    proposals = team.gather(None if newest is None else str(newest), f"whether {path} is on each machine")
-    opened = open_jointly(team, folders)
-    if opened is None:
-        found = next(filter(None, proposals), None)
-        raise NoCheckpointError(path, None if found is None else Path(found))
-    return opened
-
-
-def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
-    """Check every byte of the checkpoint at `path` against its checksums. Returns its step.
-
-    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and
-    needs no model and no memory for one. `advance` receives the number of bytes of each step.
-    """
-    path = Path(path)
-    manifest = open_checkpoint(path)
-    check_contents(path, manifest, manifest.files, advance)
-    return manifest.step
-
-
-def _refuse_other_folders(path: Path, is_part: bool = False) -> None:
-    """Raise `NoCheckpointError` if `path` has no manifest and is not named as a checkpoint is.
-
-    That is the case for a missing path, a run's folder and its folder of checkpoints. A folder that is named as a
-    checkpoint and has no manifest is a damaged checkpoint.
-    """
-    try:
-        (path / MANIFEST_FILE).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        if not (FOLDER_NAME.fullmatch(path.name) and path.is_dir()):
-            near = (path, path / "checkpoints") if path.exists() else (path.parent,)
-            nearby = [Checkpointer(folder, team=MachineTeam(shares_folder=not is_part)) for folder in near]
-            newest = [found.checkpoints()[step] for found in nearby for step in found.complete_steps()]
-            raise NoCheckpointError(path, newest[-1] if newest else None) from None
-    except OSError:
-        pass  # reading the manifest reports the reason
-
-
-def _load(
-    path: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor],
-    optional: Callable[[str], bool],
-    converter: Converter,
-) -> Loaded:
-    state, plan = check_structure(path, manifest, tensors, optional, converter)
-    read_into(path, manifest, plan.destinations(tensors))
-    return Loaded(manifest.step, state, path, plan.filled(layout_of(tensors)), plan.converted)
-
-
-def _is_complete(path: Path, step: int, is_part: bool) -> bool:
-    try:
-        read_manifest(path, step, is_part)
-    except DamagedCheckpointError:
-        return False
-    except ForeignCheckpointError:
-        return True  # intact, as far as this version can tell
-    return True
+    def _common(self, step: int) -> Path:
+        """Return this machine's folder of a step: of two, after a death in a save of that step again, the one all have."""
+        newest = self.checkpoints().get(step, self.named(step))
+        if self.team.is_alone:
+            return newest
+        own: dict[str, Path] = {}
+        for path in self.variants(step):
+            with suppress(CheckpointError):  # loading names what is wrong
+                own[read_manifest(path, step, self.is_part).checksum] = path
+        every = self.team.gather(list(own), f"the checkpoints of step {step} in {self.folder}")
+        common = next((checksum for checksum in every[0] if all(checksum in found for found in every)), "")
+        return own.get(common, newest)

@@ -12,30 +12,35 @@ class CheckpointError(Exception):
 
     def __init__(self, message: object, *lines: object) -> None:
         super().__init__(terminal_safe(message, *lines))
+        self.reason = str(self)
 
 
 class NoSpaceError(CheckpointError):
     """A checkpoint that the disk, or a quota on it, has no room for. The same save succeeds once there is room."""
 
 
-class DamagedCheckpointError(CheckpointError):
-    """Missing or altered content: the checkpoint in `folder` cannot be used, but an older one may be intact."""
+class FolderError(CheckpointError):
+    """A fault of the checkpoint in `folder`. `reason` is the message without the folder."""
+
+    _BEGINNING = "checkpoint {}: "
 
     def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__(f"checkpoint {folder}: {reason}")
+        super().__init__(self._BEGINNING.format(folder) + reason)
+        self.folder = folder
+        self.reason = reason
 
 
-class NoCheckpointError(CheckpointError):
-    """A path that is not the folder of one checkpoint. `newest` is the checkpoint that the message proposes instead."""
-
-    def __init__(self, given: Path, newest: Path | None) -> None:
-        example = f"such as {newest}" if newest else "a folder step-N of a run"
-        reason = "" if newest else "; there is no manifest.json in it"
-        super().__init__(f"given {given}; legal: one checkpoint, {example}{reason}")
-        self.newest = newest
+class DamagedCheckpointError(FolderError):
+    """Missing or altered content: this checkpoint cannot be used, but an older one may be intact."""
 
 
-class ForeignCheckpointError(CheckpointError):
+class NoCheckpointError(FolderError):
+    """A path that is not the folder of one checkpoint. The message proposes one."""
+
+    _BEGINNING = "given {}; "
+
+
+class ForeignCheckpointError(FolderError):
     """An intact checkpoint of another model, or of another version of this program.
 
     `state` is the state that was saved with it, empty if it cannot be read. Callers do not fall back to an older
@@ -43,6 +48,5 @@ class ForeignCheckpointError(CheckpointError):
     """
 
     def __init__(self, folder: Path, reason: str, state: Mapping[str, Any] | None = None) -> None:
-        super().__init__(f"checkpoint {folder}: {reason}")
-        self.folder = folder
+        super().__init__(folder, reason)
         self.state = dict(state or {})

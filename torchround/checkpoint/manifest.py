@@ -2,13 +2,11 @@
 
     {"format": 3, "step": 120, "files": {"state.json": {"size_bytes": 812, "xxh3_128": "5e0f.."}, ...}, "xxh3_128": ".."}
 
-The checksum at the end covers the manifest without it, in every format from 2 on. It tells a newer format from an
-altered byte. The file is accepted only if it is, byte for byte, what this program would write, so every altered byte
-is noticed.
+The checksum at the end covers the manifest without it. It tells a newer format from an altered byte. The file is accepted
+only if it is, byte for byte, what this program would write, so every altered byte is noticed.
 """
 
 import json
-import os
 import re
 import stat
 from collections.abc import Mapping
@@ -35,11 +33,9 @@ CHECKSUM = "xxh3_128"
 MOST_MANIFEST_BYTES = 2**24
 MOST_STATE_BYTES = 2**28
 
-# The number of a machine's first tensor file is its rank times this.
-FILES_PER_MACHINE = 100_000
+FILES_PER_MACHINE = 100_000  # the number of a machine's first tensor file is its rank times this
 
-_NUMBER = re.compile(r"tensors-(\d{5,})\.safetensors")
-_FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
+_FILE_NAME = re.compile(r"state\.json|tensors-(\d{5,})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,16 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the bytes of `manifest.json`."""
         files = {
-            name: {"size_bytes": record.size_bytes, CHECKSUM: record.checksum}
-            for name, record in self.files.items()
+            n: {"size_bytes": file.size_bytes, CHECKSUM: file.checksum} for n, file in self.files.items()
         }
         content: dict[str, Any] = {"format": self.format, "step": self.step, "files": files}
         content[CHECKSUM] = checksum_of(json.dumps(content).encode())
         return json.dumps(content, indent=1).encode()
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of the whole manifest, the same for every part of a checkpoint."""
+        return checksum_of(self.encode())
 
 
 def checksum_of(content: bytes) -> str:
@@ -77,24 +77,68 @@ def checksum_of(content: bytes) -> str:
 def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) -> Manifest:
     """Read the folder's manifest, and check that every file it lists is there with its size. Contents are not read.
 
-    With `is_part` other machines may have some of the files; the ones that are here must have their sizes. Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
-    `ForeignCheckpointError` for a format that this version does not read.
+    With `is_part` other machines may have some of the files. Raises `DamagedCheckpointError` naming the folder and the
+    part, also if the manifest is not of the given `step`, and `ForeignCheckpointError` for a format that this version does
+    not read.
     """
+    written = _read(folder, MANIFEST_FILE, MOST_MANIFEST_BYTES)
+    content = _parse(folder, MANIFEST_FILE, written)
     try:
-        written = read_regular(folder / MANIFEST_FILE, MOST_MANIFEST_BYTES)
-    except OSError as error:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} cannot be read: {error}") from error
-    manifest = parse_manifest(folder, written)
+        _refuse_other_formats(folder, content)
+        files = {
+            str(name): FileRecord(record["size_bytes"], record[CHECKSUM])
+            for name, record in content["files"].items()
+        }
+        manifest = Manifest(content["step"], files, content["format"])
+        numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
+        checksums = [record.checksum for record in files.values()]
+        # The values end up in messages, so each must be plain before they are compared as text.
+        is_plain = all(map(_is_count, numbers)) and all(
+            isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text) for text in checksums
+        )
+        unaltered = is_plain and manifest.encode() == written
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        unaltered = False
+    if not unaltered or STATE_FILE not in files or not FIRST_FORMAT <= manifest.format <= FORMAT:
+        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} was altered")
     if step is not None and manifest.step != step:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is of step {manifest.step}")
-    for name, record in manifest.files.items():
+    for name, record in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
-        if os.path.lexists(folder / name):
-            _check_size(folder, name, record)
-        elif not is_part:
-            raise DamagedCheckpointError(folder, f"{name} is missing{_whose_part(name, manifest)}")
+        try:
+            status = (folder / name).lstat()
+        except FileNotFoundError:
+            if is_part:
+                continue
+            raise DamagedCheckpointError(folder, missing_part(folder, manifest)) from None
+        except OSError as error:
+            raise DamagedCheckpointError(folder, f"{name} is missing: {error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedCheckpointError(folder, f"{name} is not an ordinary file")
+        if status.st_size != record.size_bytes:
+            raise DamagedCheckpointError(
+                folder, f"{name} is {status.st_size} bytes long instead of {record.size_bytes}"
+            )
     return manifest
+
+
+def missing_part(folder: Path, manifest: Manifest, machine: int | None = None) -> str:
+    """Return which file is missing in the folder and how to find it, "" if none is. Given a `machine`, of its own files."""
+    numbers = {name: int(match[1] or 0) for name in manifest.files if (match := _FILE_NAME.fullmatch(name))}
+    num_machines = max(numbers.values()) // FILES_PER_MACHINE + 1
+    for name, number in numbers.items():
+        saver = number // FILES_PER_MACHINE
+        if machine not in (None, saver) or (folder / name).exists():
+            continue
+        if num_machines == 1:
+            return f"{name} is missing"
+        return (
+            f"{name} is missing; machine {saver} of the run saved it. If each machine kept its part on its own disk "
+            f'(machines.checkpoints = "own"), start {num_machines} machines with the same ranks, or put the files of all '
+            "parts into this folder"
+        )
+    return ""
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -111,15 +155,9 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Read the state given to `save`. Its checksum is compared before it is parsed."""
-    try:
-        encoded = read_regular(folder / STATE_FILE, MOST_STATE_BYTES)
-    except OSError as error:
-        raise DamagedCheckpointError(folder, f"{STATE_FILE} cannot be read: {error}") from error
+    encoded = _read(folder, STATE_FILE, MOST_STATE_BYTES)
     check_file(folder, STATE_FILE, manifest, checksum_of(encoded))
-    state = _parse_json(folder, STATE_FILE, encoded)
-    if not isinstance(state, dict):
-        raise DamagedCheckpointError(folder, f"{STATE_FILE} is not a JSON object")
-    return state
+    return _parse(folder, STATE_FILE, encoded)
 
 
 def check_file(folder: Path, name: str, manifest: Manifest, found: str) -> None:
@@ -129,47 +167,19 @@ def check_file(folder: Path, name: str, manifest: Manifest, found: str) -> None:
         raise DamagedCheckpointError(folder, f"{name} has checksum {found} instead of {expected}")
 
 
-def parse_manifest(folder: Path, written: bytes) -> Manifest:
-    """Parse the bytes of a manifest. Raises `DamagedCheckpointError` and `ForeignCheckpointError` naming `folder`."""
-    content = _parse_json(folder, MANIFEST_FILE, written)
-    if not isinstance(content, dict):
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is not a JSON object")
-    try:
-        _refuse_other_formats(folder, content)
-        files = {
-            str(name): FileRecord(record["size_bytes"], record[CHECKSUM])
-            for name, record in content["files"].items()
-        }
-        manifest = Manifest(content["step"], files, content["format"])
-        numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
-        checksums = [record.checksum for record in files.values()]
-        # The values end up in messages, so each must be plain before they are compared as text.
-        is_plain = all(map(_is_count, numbers)) and all(map(_is_checksum, checksums))
-        unaltered = is_plain and manifest.encode() == written
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        unaltered = False
-    if not unaltered or STATE_FILE not in files or not FIRST_FORMAT <= manifest.format <= FORMAT:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} was altered")
-    return manifest
-
-
 def _refuse_other_formats(folder: Path, content: dict[str, Any]) -> None:
     """Raise `ForeignCheckpointError` for the manifest of a later version, or of the format before the first release.
 
     A later version's manifest has a higher number, and the checksum at its end fits.
     """
     found, given = content.get("format", 0), content.get(CHECKSUM)
-    if found == 1 and "crc32" in content:
-        raise ForeignCheckpointError(
-            folder,
-            f"it has format 1, which only versions before the first release wrote; legal: formats {FIRST_FORMAT} to {FORMAT}",
-        )
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
-    is_newer = _is_count(found) and found > FORMAT
-    if is_newer and checksum_of(json.dumps(rest).encode()) == given:
+    is_newer = _is_count(found) and found > FORMAT and checksum_of(json.dumps(rest).encode()) == given
+    if is_newer or (found == 1 and "crc32" in content):
         raise ForeignCheckpointError(
             folder,
-            f"it has format {found}, and this version reads up to format {FORMAT}; use a newer version",
+            f"it has format {found}, and this version reads formats {FIRST_FORMAT} to {FORMAT}; use "
+            f"{'a newer version' if is_newer else 'the version that wrote it'}",
         )
 
 
@@ -177,43 +187,21 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_checksum(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
-
-
-def _parse_json(folder: Path, name: str, encoded: bytes) -> Any:
+def _read(folder: Path, name: str, most_bytes: int) -> bytes:
     try:
-        return parse_json(encoded)
+        return read_regular(folder / name, most_bytes)
+    except OSError as error:
+        raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
+
+
+def _parse(folder: Path, name: str, encoded: bytes) -> dict[str, Any]:
+    try:
+        content = parse_json(encoded)
     except ValueError as error:
         raise DamagedCheckpointError(folder, f"{name} is not JSON: {error}") from error
-
-
-def _whose_part(name: str, manifest: Manifest) -> str:
-    """Return how to find the missing file `name` if several machines have saved the checkpoint."""
-    machines = {
-        int(number[1]) // FILES_PER_MACHINE for number in map(_NUMBER.match, manifest.files) if number
-    }
-    found = _NUMBER.match(name)
-    machine = int(found[1]) // FILES_PER_MACHINE if found else 0
-    if len(machines) < 2:
-        return ""
-    return (
-        f"; machine {machine} of the run saved it. If each machine kept its part on its own disk "
-        '(machines.checkpoints = "own"), put the files of all parts into this folder'
-    )
-
-
-def _check_size(folder: Path, name: str, record: FileRecord) -> None:
-    try:
-        status = (folder / name).lstat()
-    except OSError as error:
-        raise DamagedCheckpointError(folder, f"{name} is missing: {error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedCheckpointError(folder, f"{name} is not an ordinary file")
-    if (size_bytes := status.st_size) != record.size_bytes:
-        raise DamagedCheckpointError(
-            folder, f"{name} is {size_bytes} bytes long instead of {record.size_bytes}"
-        )
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(folder, f"{name} is not a JSON object")
+    return content
 
 
 def _require_text_keys(value: Any) -> None:

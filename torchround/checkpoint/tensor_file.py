@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.conversion import TensorSink
+from torchround.checkpoint.conversion import Layout, layout_of
 from torchround.checkpoint.uncached_io import (
     LARGEST_BLOCK_BYTES,
     PIECE_BYTES,
@@ -25,7 +26,6 @@ from torchround.checkpoint.uncached_io import (
     UncachedPass,
 )
 from torchround.untrusted.regular_file import open_regular
-from torchround.untrusted.strict_json import parse_json
 from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
 
 DTYPE_NAMES = {
@@ -49,8 +49,6 @@ FILE_BYTES = 2**30
 
 # Norms, biases and sinks of one file may be copied up to this size; nothing large has a second copy.
 _MOST_COPIED_BYTES = 2**24
-# Bytes between two reports of progress while a file is verified.
-_VERIFIED_BYTES = 2**25
 # Enough for about 80,000 tensors. The safetensors library reads up to 100 MB, but parsed JSON takes several times its
 # size in memory.
 _MAX_HEADER_BYTES = 2**24
@@ -68,16 +66,6 @@ class TensorFile:
     def size_bytes(self) -> int:
         """Return the length of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-class ByteSource(Protocol):
-    """The two methods of an unbuffered binary file that reading tensors needs."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes, fewer at the end."""
-
-    def readinto(self, memory: memoryview, /) -> int | None:
-        """Fill a part of `memory` and return its length, 0 at the end."""
 
 
 class SaveWatch(Protocol):
@@ -103,22 +91,12 @@ class SaveWatch(Protocol):
 
 
 class Unwatched:
-    """The watch of a save whose memory does not change meanwhile. Every method returns at once."""
+    """The watch of a save whose memory does not change meanwhile."""
 
-    def raise_if_abandoned(self) -> None:
+    def _ignore(self, *given: object) -> None:
         pass
 
-    def reading(self, tensor: Tensor) -> None:
-        pass
-
-    def finished_reading(self, name: str) -> None:
-        pass
-
-    def finish_reading(self) -> None:
-        pass
-
-    def before_publishing(self) -> None:
-        pass
+    raise_if_abandoned = reading = finished_reading = finish_reading = before_publishing = _ignore
 
 
 def plan_files(
@@ -126,15 +104,17 @@ def plan_files(
 ) -> list[TensorFile]:
     """Spread `tensors` over files in the order given, a new file after each `file_bytes`.
 
-    The files are numbered from `first_number` on. Within a file, tensors that are whole blocks of a disk come first, in that order, and the others last.
-
-    Raises `ValueError` naming a tensor that cannot be written in place: it is not on the CPU, not contiguous, or
-    of a dtype that safetensors has no name for.
+    The files are numbered from `first_number` on. Within a file, tensors that are whole blocks of a disk come first, in
+    that order, and the others last. Raises `ValueError` naming a tensor that cannot be written in place.
     """
     groups: list[dict[str, Tensor]] = []
     filled_bytes = file_bytes
     for name, tensor in tensors.items():
-        _require_plain(name, tensor)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{name} cannot be stored in place: {tensor.dtype} on {tensor.device} with shape "
+                f"{tuple(tensor.shape)} and stride {tensor.stride()}; it must be contiguous and on the CPU"
+            )
         if filled_bytes >= file_bytes:
             groups.append({})
             filled_bytes = 0
@@ -175,7 +155,7 @@ def write_tensor_file(
     return checksum
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_header(path: Path) -> Layout:
     """Read name -> (dtype, shape), in file order. Raises `ValueError` if the tensors do not fill the file exactly."""
     with open_regular(path) as file:
         try:
@@ -185,7 +165,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
             raise ValueError(str(error)) from error
         left_bytes = os.fstat(file.fileno()).st_size - start
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    found = {}
+    found: Layout = {}
     end = 0
     for name, entry in entries.items():
         if entry.dtype_name not in dtypes:
@@ -200,48 +180,31 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return found
 
 
-def read_tensor_file(path: Path, tensors: Mapping[str, Tensor | TensorSink]) -> str:
-    """Read the file's bytes into the tensors or sinks that its header names. Returns the checksum of the whole file.
+def read_tensor_file(path: Path, layout: Layout, tensors: Mapping[str, Tensor]) -> str:
+    """Read a file whose header has this `layout`, in its order, into `tensors`. Returns the checksum of the whole file.
 
-    The caller has checked the header against `tensors`, which may leave some out. Raises `ValueError` if the file
-    ends early.
+    The caller has checked the layout against `tensors`, which may leave some out. Raises `ValueError` if the file ends
+    early.
     """
+    sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in layout.items()}
     with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
-        return read_tensors(file, one_pass, tensors)
-
-
-def read_tensors(file: ByteSource, one_pass: UncachedPass, tensors: Mapping[str, Tensor | TensorSink]) -> str:
-    """Read a whole tensor file from any source, as `read_tensor_file` does."""
-    length = file.read(LENGTH_BYTES)
-    header = file.read(int.from_bytes(length, "little"))
-    one_pass.update(length + header)
-    entries = parse_json(header)
-    entries.pop("__metadata__", None)
-    for name, entry in entries.items():
-        destination = tensors.get(name)
-        if destination is None:
-            begin, end = entry["data_offsets"]
-            _read_past(file, one_pass, end - begin)
-        elif isinstance(destination, TensorSink):
-            _read_through(file, one_pass, destination)
-        else:
-            _read_into(file, one_pass, memory_of(destination))
-    return one_pass.end()
+        _read_past(file, one_pass, os.fstat(file.fileno()).st_size - sum(sizes.values()))
+        for name, nbytes in sizes.items():
+            if name in tensors:
+                _read_into(file, one_pass, memory_of(tensors[name]))
+            else:
+                _read_past(file, one_pass, nbytes)
+        return one_pass.end()
 
 
 def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
     """Return the checksum of a file of any size. `advance` receives the number of bytes of each step."""
     with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
-        left_bytes = os.fstat(file.fileno()).st_size
-        while left_bytes:
-            step_bytes = min(left_bytes, _VERIFIED_BYTES)
-            _read_past(file, one_pass, step_bytes)
-            advance(step_bytes)
-            left_bytes -= step_bytes
+        _read_past(file, one_pass, os.fstat(file.fileno()).st_size, advance)
         return one_pass.end()
 
 
-def _read_into(file: ByteSource, one_pass: UncachedPass, memory: memoryview) -> None:
+def _read_into(file: FileIO, one_pass: UncachedPass, memory: memoryview) -> None:
     """Fill `memory` from the unbuffered `file`. Raises `ValueError` if the file ends first."""
     for piece in one_pass.pieces(memory):
         rest = piece
@@ -252,23 +215,16 @@ def _read_into(file: ByteSource, one_pass: UncachedPass, memory: memoryview) -> 
             rest = rest[num_read:]
 
 
-def _read_through(file: ByteSource, one_pass: UncachedPass, sink: TensorSink) -> None:
-    """Give a tensor's elements to `sink`, a piece at a time. Raises `ValueError` if the file ends first."""
-    # The size was settled when the header was checked: a header that changes meanwhile cannot make the sink overflow.
-    nbytes = sink.numel * sink.dtype.itemsize
-    scratch = torch.empty(min(nbytes, PIECE_BYTES), dtype=torch.uint8)
-    for start in range(0, nbytes, PIECE_BYTES):
-        piece = scratch[: nbytes - start]
-        _read_into(file, one_pass, memory_of(piece))
-        sink.take(start // sink.dtype.itemsize, piece.view(sink.dtype))
-
-
-def _read_past(file: ByteSource, one_pass: UncachedPass, nbytes: int) -> None:
+def _read_past(
+    file: FileIO, one_pass: UncachedPass, nbytes: int, advance: Callable[[int], object] = lambda nbytes: None
+) -> None:
     """Read `nbytes` for their checksum alone. Raises `ValueError` if the file ends first."""
     # Two pieces: one to read into while the other one is hashed.
     scratch = memoryview(bytearray(min(nbytes, 2 * PIECE_BYTES)))
     for start in range(0, nbytes, 2 * PIECE_BYTES):
-        _read_into(file, one_pass, scratch[: nbytes - start])
+        step = scratch[: nbytes - start]
+        _read_into(file, one_pass, step)
+        advance(len(step))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -283,19 +239,22 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
         return _is_odd(item[1]), -item[1].element_size() if _is_odd(item[1]) else 0
 
     ordered = dict(sorted(tensors.items(), key=sort_key))
+    return TensorFile(name, ordered, encode_header(layout_of(ordered), LARGEST_BLOCK_BYTES))
+
+
+def encode_header(layout: Layout, block_bytes: int) -> bytes:
+    """Return the beginning of a file of these tensors, whose bytes follow in this order.
+
+    Spaces, which JSON ignores, fill it up to a multiple of `block_bytes`.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key, tensor in ordered.items():
-        begin, end = end, end + tensor.nbytes
-        entries[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+    for name, (dtype, shape) in layout.items():
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
-    # Spaces, which JSON ignores, let the tensors begin at a block of the disk.
-    text += b" " * (-(LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
-    return TensorFile(name, ordered, len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % block_bytes)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -316,11 +275,3 @@ def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
             watch.finished_reading(name)
             left_bytes -= tensor.nbytes
     return copies
-
-
-def _require_plain(name: str, tensor: Tensor) -> None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAMES:
-        raise ValueError(
-            f"{name} cannot be stored in place: {tensor.dtype} on {tensor.device} with shape "
-            f"{tuple(tensor.shape)} and stride {tensor.stride()}; it must be contiguous and on the CPU"
-        )

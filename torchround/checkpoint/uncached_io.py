@@ -30,22 +30,18 @@ SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 512, 4096
 
 
 class UncachedPass:
-    """One pass over an open file, front to back, in pieces.
+    """One pass over the open file `descriptor`, front to back, in pieces.
 
-    Each piece goes into the checksum, XXH3 with 128 bits, which hashes faster than memory delivers (33 GB/s on a
-    machine where CRC-32 reached 4). It finds damage by accident, not by an attacker.
-
-    The previous piece is hashed while the current one is transferred, in a thread that never touches the file. Only
-    the caller waits for a disk that hangs. When a method returns, every byte it was given is hashed, so the caller
-    may change the memory. Without a `descriptor` the bytes come from elsewhere, and no page is dropped.
+    Each piece goes into the checksum, XXH3 with 128 bits. It finds damage by accident, not by an attacker. The previous
+    piece is hashed while the current one is transferred, in a thread that never touches the file, so that only the
+    caller waits for a disk that hangs. When `pieces` ends, every byte is hashed, so the caller may change the memory.
     """
 
-    def __init__(self, descriptor: int | None) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._hash = xxhash.xxh3_128()
         self._hashing = ThreadPoolExecutor(1, "torchround checksum")
-        self._passed_bytes = 0
-        self._dropped_bytes = 0
+        self._passed_bytes = self._dropped_bytes = 0
 
     def close(self) -> None:
         """End the hashing thread."""
@@ -63,27 +59,16 @@ class UncachedPass:
             if start + PIECE_BYTES < len(memory):
                 previous = self._hashing.submit(self._hash.update, piece)
             else:
-                # The last piece is hashed here: the caller may change the memory once the loop ends.
                 self._hash.update(piece)
-            self._count(len(piece))
-
-    def update(self, content: bytes) -> None:
-        """Add bytes to the checksum that were transferred without `pieces`."""
-        self._hash.update(content)
+            self._passed_bytes += len(piece)
+            if self._passed_bytes - self._dropped_bytes >= PIECE_BYTES:
+                self._drop_until(self._passed_bytes)
+                self._dropped_bytes = self._passed_bytes
 
     def end(self) -> str:
-        """Drop the last pages from the page cache, once all is transferred and synced, and return the checksum.
-
-        The checksum has 32 hexadecimal digits, the most significant first.
-        """
+        """Drop the last pages, once all is transferred and synced. Returns the checksum as 32 hexadecimal digits."""
         self._drop_until(0)
         return self._hash.hexdigest()
-
-    def _count(self, nbytes: int) -> None:
-        self._passed_bytes += nbytes
-        if self._passed_bytes - self._dropped_bytes >= PIECE_BYTES:
-            self._drop_until(self._passed_bytes)
-            self._dropped_bytes = self._passed_bytes
 
     def _drop_until(self, end: int) -> None:
         """Advise the kernel to drop the file's pages from the start to `end`; 0 is the end of the file.
@@ -92,7 +77,7 @@ class UncachedPass:
         once, which would otherwise idle until the kernel has enough dirty pages. A kernel that refuses the advice
         keeps the pages.
         """
-        if self._descriptor is not None and hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
+        if hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
 
@@ -104,7 +89,7 @@ class DirectFile:
     times what hashing the bytes does, beside the optimizer (docs/benchmarks.md). Direct transfers are whole blocks of
     the disk, aligned both in memory and in the file. The host store begins its buffers at a page and each weight at a
     multiple of 512 bytes, so nearly all of a checkpoint can be written as it is in memory. Unaligned pieces, and those
-    below `direct_bytes`, are gathered in a buffer of `buffer_bytes` first.
+    below `direct_bytes`, are gathered in a buffer of `buffer_bytes` first: the writer waits for each direct transfer.
 
     If the file system or the platform has no direct transfers, the file is written through the page cache. Raises
     `OSError` as an ordinary file does, and `FileExistsError` if `path` exists.
@@ -113,7 +98,6 @@ class DirectFile:
     def __init__(self, path: Path, buffer_bytes: int = 2**22, direct_bytes: int = 2**18) -> None:
         # A mapping begins at a page, so the buffer is aligned to every disk's blocks.
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
-        # Pieces smaller than this are gathered in the buffer: the writer waits for each direct transfer.
         self._direct_bytes = direct_bytes
         self._held_bytes = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -130,7 +114,6 @@ class DirectFile:
         os.close(self._descriptor)
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._descriptor
 
     def write(self, memory: memoryview) -> None:
@@ -180,11 +163,9 @@ class DirectFile:
 
     def _find_block(self) -> int:
         """Begin direct transfers and return the smallest block that the disk accepts, in bytes; 0 if none."""
-        if not hasattr(os, "O_DIRECT"):
-            return 0
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, self._flags() | os.O_DIRECT)
-        except OSError:  # some file systems in memory, for instance
+        except (AttributeError, OSError):  # other platforms; some file systems in memory, for instance
             return 0
         for block_bytes in (SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES):
             try:

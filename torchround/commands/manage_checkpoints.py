@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
+from torchround.checkpoint.folders import is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError, new_parser
 from torchround.planning.memory import size_text
@@ -85,7 +86,7 @@ def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str]]:
 
 def verify(folder: Path) -> int:
     """Read every byte of the checkpoints. Returns 1 if one is damaged, otherwise 0."""
-    if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
+    if (folder / "manifest.json").exists() or is_checkpoint_name(folder.name):
         paths = [folder]
     else:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())

@@ -17,7 +17,13 @@ from dataclasses import replace
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import CheckpointError, MachineTeam, NoCheckpointError, open_checkpoint
+from torchround.checkpoint import (
+    CheckpointError,
+    MachineTeam,
+    NoCheckpointError,
+    checkpoint_name,
+    open_checkpoint,
+)
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
     build_model,
@@ -302,7 +308,9 @@ def export_result(folder: RunFolder, config: Config) -> None:
     checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if config.validation.keep_best else None
     step = checkpointer.latest_step() if step is None else step
-    checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    assert step is not None, "a complete run has a checkpoint"
+    checkpoint = folder.checkpoints / checkpoint_name(step)
+    output = folder.path / "export" / checkpoint.name
     if checkpointer.is_part and not folder.team.is_alone:
         say(
             f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "

@@ -205,7 +205,7 @@ class MachinesTable(Table):
 
     checkpoints: Literal["shared", "own"] = "shared"
     """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it
-    is a folder on each machine's own disk, which holds that machine's part of each checkpoint."""
+    is on each machine's own disk, and holds that machine's part of each, from which as many machines resume."""
 
     share_host: bool = False
     """Whether several processes may run on one host, each as a machine. They divide its accelerators and free memory. Meant

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of
+from torchround.checkpoint.tensor_file import encode_header, memory_of
 from torchround.hf.tensor_folder import (
     INDEX_FILE,
     PIECE_BYTES,
@@ -41,16 +41,11 @@ class ExportedTensor:
 
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
         """Yield the numbers in order, flat, a few MiB at a time."""
-        stored = self.stored_dtype()
+        stored = self.source.known_dtype
         step = PIECE_BYTES // stored.itemsize * stored.itemsize
         for start in range(0, self.source.nbytes, step):
             piece = files.read(self.source, start, min(step, self.source.nbytes - start))
             yield piece.view(stored).to(self.dtype)
-
-    def stored_dtype(self) -> torch.dtype:
-        """Return the type of the source, which is one that torchround reads."""
-        assert self.source.dtype is not None, f"{self.source.name} is {self.source.dtype_name}"
-        return self.source.dtype
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class MergedTensor(ExportedTensor):
             yield from self._rows(files, a, b)
 
     def _rows(self, files: TensorFiles, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-        (rows, columns), stored = self.source.shape, self.stored_dtype()
+        (rows, columns), stored = self.source.shape, self.source.known_dtype
         row_bytes = columns * stored.itemsize
         step = max(1, PIECE_BYTES // row_bytes)
         for start in range(0, rows, step):
@@ -88,7 +83,7 @@ class MergedTensor(ExportedTensor):
         b = b.unflatten(1, (-1, num_experts))  # [Z, r E] -> [Z, r, E]
         expert_bytes = self.source.nbytes // num_experts
         for expert in range(num_experts):
-            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(self.stored_dtype())
+            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(self.source.known_dtype)
             merged = piece.view(rows, columns).float().addmm_(a[expert].T, b[..., expert].T, alpha=self.scale)
             yield merged.to(self.dtype)
 
@@ -108,8 +103,7 @@ def merge_adapters(
 
 
 def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
-    assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
-    return files.read(tensor, 0, tensor.nbytes).view(tensor.dtype).view(tensor.shape).clone()
+    return files.read(tensor, 0, tensor.nbytes).view(tensor.known_dtype).view(tensor.shape).clone()
 
 
 def unstack(
@@ -183,17 +177,7 @@ def _shards(tensors: Iterable[ExportedTensor], shard_bytes: int) -> list[list[Ex
 def _write(out: BinaryIO, tensors: Sequence[ExportedTensor], files: TensorFiles) -> None:
     # Wide elements first: each tensor is then aligned to its element, as in files of the safetensors library.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.source.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(len(text).to_bytes(8, "little") + text)
+    layout = {tensor.name: (tensor.dtype, tuple(tensor.source.shape)) for tensor in ordered}
+    out.write(encode_header(layout, block_bytes=8))
     for tensor in ordered:
         out.writelines(memory_of(piece) for piece in tensor.pieces(files))

@@ -87,26 +87,12 @@ def _body(facts: CardFacts) -> Iterator[str]:
         yield f"A {model['family']} model, trained from {_code(known or facts.base.name)} with torchround."
     else:
         yield f"A {model['family']} model ({model['flavor'] or 'a shape of its own'}), trained from scratch with torchround."
-    yield from ("", "## Use", "", "```python", *_use(facts), "```", "", "## Data", "")
+    yield from ("", "## Data", "")
     for source in run.get("data", {}).get("sources", ()):
         shown = _dataset(source) or Path(source["path"]).name or source["path"]
         yield f"- {_code(shown)}: {source.get('content', 'text')}, weight {source.get('weight', 1.0):g}"
     yield from ("", "## Training", "", "| | |", "|---|---|")
     yield from (f"| {key} | {value} |" for key, value in _settings(facts))
-
-
-def _use(facts: CardFacts) -> Iterator[str]:
-    if facts.adapters:
-        yield "from peft import AutoPeftModelForCausalLM"
-        yield ""
-        yield 'model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")'
-        return
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    yield ""
-    yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
-    yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
-    yield 'tokens = tokenizer("Once", return_tensors="pt")'
-    yield "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))"
 
 
 def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:

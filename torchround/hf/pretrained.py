@@ -7,17 +7,15 @@ Names, shapes and types are checked by the headers before the first byte is read
 import functools
 import hashlib
 import os
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchround.config import LoraTable
-from torchround.hf.mxfp4 import BLOCK, dequantise
 from torchround.hf.tensor_folder import (
     PIECE_BYTES,
     SINGLE_FILE,
@@ -26,15 +24,13 @@ from torchround.hf.tensor_folder import (
     TensorFiles,
     can_map,
     map_file,
-    quantised_advice,
-    quantised_tensors,
     read_folder,
     read_object,
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
 from torchround.planning.memory import size_text
-from torchround.untrusted.progress import Progress as LogLines
+from torchround.untrusted.progress import Progress
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
@@ -54,6 +50,13 @@ PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 # Bytes of each tensor that its fingerprint samples.
 SAMPLED_BYTES = 64
+
+# MXFP4 (OCP Microscaling Formats 1.0): FP4 numbers that share one power of two per 32. A byte holds two E2M1 numbers (sign,
+# two exponent bits, one mantissa bit), the low half first. A scale is a UE8M0 byte: 2^(byte - 127), or not a number. GPT-OSS
+# files hold an expert matrix as `<name>_blocks [E, Z, G, 16]` and `<name>_scales [E, Z, G]`, output rows first; the 16-bit
+# tensor `<name>` is `[E, 32 G, Z]`, inputs first.
+BLOCK, SCALE_BIAS, SCALE_NAN = 32, 127, 255
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class PretrainedWeights:
@@ -115,16 +118,17 @@ class PretrainedWeights:
         """Fill `views` by parameter name, then the views of the adapters, if any. Mapped parameters are left out.
 
         Each view is asked for only while its parameter is read (`HostStore.filling`). A parameter without a view is not
-        read: on several machines, each holds a part of what is trained. Shows a progress bar on a terminal.
+        read: on several machines, each holds a part of what is trained.
         """
-        with _progress(self.folder, self.bytes_of(views)) as advance, TensorFiles() as files:
+        progress = Progress(f"reading {self.folder}", self.bytes_of(views), size_text)
+        with TensorFiles() as files:
             for name, tensors in self.names.items():
                 if name in self._mapped or name not in views:
                     continue
                 with views[name] as whole:
                     for tensor, view in _parts(tensors, whole):
                         self._read(files, tensor, view)
-                        advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
+                        progress.advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
         if self.adapters is not None:
             self.adapters.load(views)
 
@@ -178,9 +182,6 @@ class PretrainedWeights:
             self._check_one(name, shape, problems)
         problems["not part of the model"] = sorted(self._tensors.keys() - used)
         problems = {kind: found for kind, found in problems.items() if found}
-        if problems and (quantised := quantised_tensors(self._tensors.values())) is not None:
-            # Every matrix would be on the list: it says nothing that this does not.
-            raise HFError(f"{self.folder}: {quantised_advice(quantised)}")
         if problems:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
             raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
@@ -203,8 +204,7 @@ class PretrainedWeights:
 
 def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
     """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
-    dtype = tensor.dtype
-    assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
+    dtype = tensor.known_dtype
     flat = view.view(-1)
     step = PIECE_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
@@ -220,6 +220,16 @@ def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, 
         shared = files.read(scales, expert * scale_bytes, scale_bytes).view(scales.shape[1:]).clone()
         packed = files.read(blocks, expert * block_bytes, block_bytes).view(blocks.shape[1:])
         matrix.copy_(dequantise(packed, shared).T)
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Expand uint8 `[..., G, 16]` and `[..., G]` to fp32 `[..., 32 G]`; exact, but numbers beyond fp32 become infinite."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte, [256, 2]
+    numbers = pairs[blocks.int()].flatten(-2)  # [..., G, 32]
+    # Through fp64, because fp32's exp2 flushes the smallest powers to zero.
+    factors = torch.exp2(scales.double() - SCALE_BIAS).masked_fill_(scales == SCALE_NAN, torch.nan).float()
+    return numbers.mul_(factors[..., None]).flatten(-2)
 
 
 def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -246,21 +256,6 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(names[:LISTED_NAMES])
     more = len(names) - LISTED_NAMES
     return f"{shown}, and {more} more" if more > 0 else shown
-
-
-@contextmanager
-def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes each read's bytes. A terminal gets a bar, a log file a line now and then."""
-    if not sys.stderr.isatty():
-        yield LogLines(f"reading {folder}", total_bytes, size_text).advance
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"reading {folder}", total=total_bytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def read_adapters(

@@ -10,10 +10,9 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -37,17 +36,6 @@ _LFS_POINTER = b"version https://git-lfs"
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 """Endings of files with weights that are not safetensors."""
-
-QUANTISED_KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("fp8", "fbgemm_fp8", "finegrained_fp8"), "an FP8"),
-        "awq": "an AWQ",
-        "gptq": "a GPTQ",
-        "bitsandbytes": "a bitsandbytes",
-        "bitnet": "a BitNet",
-    }
-)
-"""What `quant_method` of a `config.json` means, for messages."""
 
 
 class HFError(Exception):
@@ -74,6 +62,12 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.dtype_name)
+
+    @property
+    def known_dtype(self) -> torch.dtype:
+        """The type, of a tensor that was checked to have one that torchround reads."""
+        assert self.dtype is not None, f"{self.name} is {self.dtype_name}"
+        return self.dtype
 
     def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
@@ -173,31 +167,14 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def quantised_kind(content: Mapping[str, Any]) -> str | None:
-    """Return the kind of quantisation that a `config.json` names, such as "an FP8"; None for one that is read."""
+    """Return the kind of quantisation that a `config.json` names, such as "a quantised (awq)"; None for one that is read."""
     table = content.get("quantization_config") or content.get("compression_config")
     if not table:
         return None
     method = table.get("quant_method") if isinstance(table, dict) else None
     if method == "mxfp4":
         return None
-    if not isinstance(method, str):
-        return "a quantised"
-    return QUANTISED_KINDS.get(method, f"a quantised ({method})")
-
-
-def quantised_tensors(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the kind of quantisation that tensors show by their types and names; None if they show none."""
-    kinds = {tensor.name: tensor.dtype_name for tensor in tensors}
-    names = kinds.keys()
-    if any(kind.startswith("F8_E") for kind in kinds.values()) and any(
-        "weight_scale" in name for name in names
-    ):
-        return "an FP8"
-    if any(name.endswith((".qweight", ".qzeros")) for name in names):
-        return "an AWQ or GPTQ"
-    if any(".quant_state." in name for name in names):
-        return "a bitsandbytes"
-    return None
+    return f"a quantised ({method})" if isinstance(method, str) else "a quantised"
 
 
 def quantised_advice(kind: str) -> str:
@@ -277,6 +254,5 @@ def map_file(path: Path) -> FileTensor:
 
 def view_of(mapped: FileTensor, tensor: StoredTensor) -> FileTensor:
     """Return the tensor's numbers, flat, as a view of its mapped file."""
-    assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
-    numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
+    numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.known_dtype)
     return FileTensor(numbers, mapped.path, mapped.descriptor, tensor.begin)

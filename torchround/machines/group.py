@@ -86,8 +86,8 @@ class Machine:
 class Channel:
     """A thread's way to learn a value of each machine. All machines must gather the same number of times.
 
-    A channel has a gloo group of its own. Threads that gather at the same time therefore never mix their values, and no
-    order between them has to be agreed. `explain` names errors; `is_ended` tells whether a fault has ended the group.
+    A channel has a gloo group of its own, so threads that gather at the same time never mix their values. `explain` names
+    errors; `is_ended` tells whether a fault has ended the group.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Channel:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return each machine's value, in the order of ranks. Block until every machine has given its own.
 
-        `value` is anything that JSON can write. Floats arrive exactly, infinities included. `what` names the value in
-        messages: "the losses of step 12". Raises MachineError if a machine is lost meanwhile.
+        `value` is anything that JSON can write. `what` names it in messages: "the losses of step 12". Raises MachineError
+        if a machine is lost meanwhile.
         """
         text = json.dumps(value).encode()
         try:
@@ -148,9 +148,9 @@ class MachineGroup:
     ) -> None:
         """Connect to each of the others. Every machine calls this, at any time within `start_timeout_s`.
 
-        `store` is a `TCPStore` or a `PrefixStore` over one, which no other group has used. `address` is this machine's
-        address or name in the network that the run uses. `timeout_s` is the silence after which a machine is lost.
-        `connections` is the number of gloo groups that carry tensors. Raises `LaunchError` if not all machines come.
+        No other group has used the `store`. `address` is this machine's one in the network that the run uses. `timeout_s`
+        is the silence after which a machine is lost. `connections` is the number of gloo groups that carry tensors. Raises
+        `LaunchError` if not all machines come.
         """
         self.rank, self.size = rank, len(machines)
         self.machines = tuple(machines)
@@ -195,8 +195,7 @@ class MachineGroup:
     def on_fault(self, call: Callable[[MachineError], None]) -> None:
         """Call `call` once another machine failed or is lost; at once if that has happened. It replaces the one before.
 
-        It is called on a thread of the group, or on this one, and never for a fault that this machine has told itself
-        with `fail`.
+        It is never called for a fault that this machine has reported itself with `fail`.
         """
         with self._lock:
             fault = None if self._has_failed else self.fault
@@ -205,10 +204,9 @@ class MachineGroup:
             call(fault)
 
     def explain(self, error: Exception, peer: int | None, waited_for: str) -> MachineError:
-        """Return the named fault behind an error of gloo, and end the group if it is not ended yet.
+        """Return the named fault behind an error of gloo, and end the group. Looks for the cause for a few beats.
 
-        `peer` is the machine that this one waited for, None if that was all of them. `waited_for` says what it was to
-        send. Looks for the cause for a few beats (`Liveness.cause`).
+        `peer` is the machine that this one waited for, None if that was all of them. `waited_for` names what it was to send.
         """
         if isinstance(error, MessageError):  # the connection works: nothing of the peer is lost
             assert peer is not None, "only a link reads messages"
@@ -285,8 +283,7 @@ class MachineGroup:
     ) -> dict[str, ProcessGroup]:
         """Connect this machine to all others, once for each name.
 
-        Gloo takes the time-out for its operations, a day, as the one for connecting too. A thread of its own connects, so
-        that a machine that ends meanwhile does not hold the others for a day.
+        A thread of its own connects: gloo takes the time-out for its operations, a day, as the one for connecting too.
         """
         gloo: Any = ProcessGroupGloo  # its types do not know its options
         groups: dict[str, ProcessGroup] = {}
@@ -322,29 +319,27 @@ def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: f
     at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second one may have
     to take about `seconds`. Raises `MachineError`.
     """
-    trial_rate = _rate_of(group, trial_bytes)
-    return _rate_of(group, int(min(max(trial_rate * seconds, trial_bytes), MOST_BYTES)))
+    channel, what = group.channel("start"), "bytes that measure the network"
+    rate, num_bytes = 0.0, trial_bytes
+    for _ in range(2):
+        bytes_per_peer = max(num_bytes // len(group.peers), 1)
+        length = min(bytes_per_peer, MESSAGE_BYTES)
+        messages = -(-bytes_per_peer // length)
 
+        def send(peer: int, length: int = length, messages: int = messages) -> None:
+            data = torch.zeros(length, dtype=torch.uint8)
+            for _ in range(messages):
+                group.link(peer, Purpose.TRIAL).send(data, what)
 
-def _rate_of(group: MachineGroup, num_bytes: int) -> float:
-    """Send this many bytes from each machine, evenly to all others, and return the least rate of all machines."""
-    bytes_per_peer = max(num_bytes // len(group.peers), 1)
-    length = min(bytes_per_peer, MESSAGE_BYTES)
-    messages = -(-bytes_per_peer // length)
-    what = "bytes that measure the network"
+        def receive(peer: int, length: int = length, messages: int = messages) -> None:
+            for _ in range(messages):
+                for _ in group.link(peer, Purpose.TRIAL).chunks(length, torch.uint8, what):
+                    pass
 
-    def send(peer: int) -> None:
-        data = torch.zeros(length, dtype=torch.uint8)
-        for _ in range(messages):
-            group.link(peer, Purpose.FILES).send(data, what)
-
-    def receive(peer: int) -> None:
-        for _ in range(messages):
-            for _ in group.link(peer, Purpose.FILES).chunks(length, torch.uint8, what):
-                pass
-
-    group.channel("start").gather(None, "the start of a measurement of the network")
-    start_s = time.perf_counter()
-    group.with_each_peer(send, receive)
-    rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
-    return float(min(group.channel("start").gather(rate, "its measured rate of the network")))
+        channel.gather(None, "the start of a measurement of the network")
+        start_s = time.perf_counter()
+        group.with_each_peer(send, receive)
+        own_rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
+        rate = min(channel.gather(own_rate, "its measured rate of the network"))
+        num_bytes = int(min(max(rate * seconds, trial_bytes), MOST_BYTES))
+    return float(rate)

@@ -75,22 +75,31 @@ def join(
         "name": uuid.uuid4().hex,
         "host": host,
         "address": _address_towards(environment["MASTER_ADDR"]),
-        "host_id": host_id or _host_id(host),
+        "host_id": host_id or _boot_id() or host,
         "share_host": config.machines.share_host,
         "compared": {**_versions(), **_compared_keys(config)},
     }
     try:
-        meet = _lead if rank == 0 else _follow
-        text, all_facts, meeting = meet(store, rank, size, start_timeout_s, facts)
+        if rank == 0:
+            text, all_facts, meeting = _lead(store, size, start_timeout_s, facts)
+        else:
+            text, all_facts, meeting = _follow(store, rank, size, start_timeout_s, facts)
     except RuntimeError as error:
         raise LaunchError(f"the store of the launch is lost: {_first_line(error)}") from error
     if text:
         raise LaunchError(text)
+    address = facts["address"]
+    far = [there["address"] for there in all_facts if not there["address"].startswith("127.")]
+    if far and address.startswith("127."):
+        # This machine's name is that of its loopback, as in Debian's /etc/hosts: ask for the way to another one.
+        address = _address_towards(far[0])
+    ids = [there["host_id"] for there in all_facts]
+    shares = [HostShare(ids[:other].count(ids[other]), ids.count(ids[other])) for other in range(size)]
     return MachineGroup(
         PrefixStore(meeting, store),
         rank,
-        _machines(all_facts),
-        address=_address(facts["address"], all_facts),
+        [Machine(other, all_facts[other]["host"], shares[other]) for other in range(size)],
+        address=address,
         timeout_s=config.machines.timeout_s,
         connections=config.machines.connections,
         start_timeout_s=start_timeout_s,
@@ -101,17 +110,25 @@ def join(
 # facts that were read, so each machine sees that it is among those, and does not take the outcome of an earlier attempt.
 
 
-def _lead(store: Store, rank: int, size: int, timeout_s: float, facts: Facts) -> tuple[str, list[Facts], str]:
+def _lead(store: Store, size: int, timeout_s: float, facts: Facts) -> tuple[str, list[Facts], str]:
     """Return why the machines are no run, or "", the facts of those that came, and a prefix of the store for them."""
     meeting = f"meeting/{facts['name']}"
     keys = [f"{meeting}/facts/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(facts))
+    store.set(keys[0], json.dumps(facts))
     store.set("meeting", meeting)
     with suppress(RuntimeError):  # not all came in time
         store.wait(keys, timedelta(seconds=timeout_s))
     came = [other for other in range(size) if store.check([keys[other]])]
     all_facts = [json.loads(store.get(keys[other])) for other in came]
-    text = _difference(all_facts) if len(came) == size else _missing(came, all_facts, size, timeout_s)
+    if len(came) == size:
+        text = _difference(all_facts)
+    else:
+        present = (str(Machine(other, there["host"])) for other, there in zip(came, all_facts, strict=True))
+        missing = (str(other) for other in range(size) if other not in came)
+        text = (
+            f"{len(came)} of {size} machines came within {timeout_s:g} s: {', '.join(present)}; missing: "
+            f"{', '.join(missing)}. See their logs for why"
+        )
     store.set(f"{meeting}/outcome", json.dumps([text, all_facts]))
     if text:
         # This process may be the one that holds the store: the others read their message first.
@@ -141,34 +158,6 @@ def _follow(
 
 def _read(store: Store, key: str) -> str:
     return str(store.get(key), "utf-8") if store.check([key]) else ""
-
-
-def _missing(came: Sequence[int], all_facts: Sequence[Facts], size: int, timeout_s: float) -> str:
-    present = ", ".join(
-        str(Machine(rank, facts["host"])) for rank, facts in zip(came, all_facts, strict=True)
-    )
-    missing = ", ".join(str(rank) for rank in range(size) if rank not in came)
-    return (
-        f"{len(came)} of {size} machines came within {timeout_s:g} s: {present}; missing: {missing}. "
-        "See their logs for why"
-    )
-
-
-def _machines(all_facts: Sequence[Facts]) -> list[Machine]:
-    ids = [there["host_id"] for there in all_facts]
-    return [
-        Machine(rank, there["host"], HostShare(ids[:rank].count(ids[rank]), ids.count(ids[rank])))
-        for rank, there in enumerate(all_facts)
-    ]
-
-
-def _address(own: str, all_facts: Sequence[Facts]) -> str:
-    """Return the address under which the others reach this machine."""
-    far = [there["address"] for there in all_facts if not there["address"].startswith("127.")]
-    if far and own.startswith("127."):
-        # This machine's name is that of its loopback, as in Debian's /etc/hosts: ask for the way to another one.
-        return _address_towards(far[0])
-    return own
 
 
 def _address_towards(host: str) -> str:
@@ -209,12 +198,11 @@ def _reach_store(environment: Mapping[str, str], rank: int, timeout_s: float) ->
         ) from error
 
 
-def _host_id(host: str) -> str:
+def _boot_id() -> str:
     """Return what tells this host from others: its kernel's boot, since containers of one host have names of their own."""
-    try:
+    with suppress(OSError):
         return BOOT_ID.read_text().strip()
-    except OSError:
-        return host
+    return ""
 
 
 def _versions() -> dict[str, str]:
@@ -241,13 +229,11 @@ def _compared_keys(config: Config) -> dict[str, str]:
                 ]
             is_file = name == "engine.plan" and isinstance(value, str)
             if key not in OWN_KEYS.get(table, ()) and not is_file:
-                compared[name] = _shortened(json.dumps(value))
+                text = json.dumps(value)
+                # Short in messages; equal texts stay equal, and different ones stay different.
+                digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+                compared[name] = text if len(text) <= 80 else f"{text[:60]}... ({digest})"
     return compared
-
-
-def _shortened(text: str) -> str:
-    """Keep a value short in messages; equal texts stay equal, and different ones stay different."""
-    return text if len(text) <= 80 else f"{text[:60]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _difference(all_facts: Sequence[Mapping[str, Any]]) -> str:

@@ -31,7 +31,7 @@ class Purpose(Enum):
 
     GRADIENTS = 1
     WEIGHTS = 2
-    FILES = 3
+    TRIAL = 3
 
 
 class Link:

@@ -33,8 +33,8 @@ class MachineFault:
 class SilenceClock:
     """How long each machine has been silent, in time during which this machine itself ran.
 
-    A process that is stopped and woken again finds that hours have passed. A single observation therefore counts as
-    two beats at most: time that this machine slept through says nothing about the others.
+    A single observation counts as two beats at most: a process that is stopped and woken again finds that hours have
+    passed, which says nothing about the others.
     """
 
     def __init__(self, num_machines: int, beat_s: float, now_s: float) -> None:
@@ -185,23 +185,15 @@ class Liveness:
                 store_clock.observe([self._num_readings], now_s)
                 if store_clock.silent_s[0] == 0:
                     self._clock.observe(self._beats, now_s)
-                found = self.fault or self._lost_store(store_clock.silent_s[0]) or self._silent_machine()
+                found = self.fault
+                silent_s, rank = max((silent, rank) for rank, silent in enumerate(self._clock.silent_s))
+                if found is None and (self._store_problem or store_clock.silent_s[0] >= self._timeout_s):
+                    how = self._store_problem or f"no answer for {self._timeout_s:g} s"
+                    problem = f"cannot be reached, and keeps the store through which the machines find each other ({how})"
+                    found = MachineFault(STORE_RANK, problem)
+                elif found is None and silent_s >= self._timeout_s and rank != self._rank:
+                    problem = f"has given no sign of life for {self._timeout_s:g} s: it is stopped, hangs, or has no network"
+                    found = MachineFault(rank, problem)
             if found is not None:
                 self._on_fault(self.report(found))
                 return
-
-    def _lost_store(self, silent_s: float) -> MachineFault | None:
-        if not self._store_problem and silent_s < self._timeout_s:
-            return None
-        how = self._store_problem or f"no answer for {self._timeout_s:g} s"
-        problem = f"cannot be reached, and keeps the store through which the machines find each other ({how})"
-        return MachineFault(STORE_RANK, problem)
-
-    def _silent_machine(self) -> MachineFault | None:
-        silent_s, rank = max((silent, rank) for rank, silent in enumerate(self._clock.silent_s))
-        if silent_s < self._timeout_s or rank == self._rank:
-            return None
-        problem = (
-            f"has given no sign of life for {self._timeout_s:g} s: it is stopped, hangs, or has no network"
-        )
-        return MachineFault(rank, problem)

@@ -15,7 +15,9 @@ from torchround.checkpoint import (
     DamagedCheckpointError,
     ForeignCheckpointError,
     Loaded,
+    NoSpaceError,
     SaveWatch,
+    checkpoint_name,
 )
 from torchround.config import Config
 from torchround.data import DataError, Loader, joined_positions
@@ -26,7 +28,6 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
-from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.saved_forms import SavedForms
@@ -35,6 +36,8 @@ from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
+
+RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,6 @@ class RunCheckpoints:
             return None
         return StartingWeights(self._config, store, self._team)
 
-    def best_step(self) -> int | None:
-        """Return the step of the checkpoint with the lowest validation loss; None without `validation.keep_best`."""
-        return best_of(self._validation_losses)
-
     def add_validation(self, loss: float) -> None:
         """Note the validation loss of the newest dispatched step. Its checkpoint is saved after this."""
         position = self.position
@@ -184,13 +183,17 @@ class RunCheckpoints:
         def write(source: SaveSource) -> str:
             return self._write(position, source.state, source.tensors, source)
 
-        self._under_way.append((position, engine.save(write)))
-        self._publish_reported()
+        pending = engine.save(write)
+        self._under_way.append((position, pending))
+        if position.step <= self._reported_step:
+            pending.may_publish()
 
     def reported(self, step: int) -> None:
         """Note that the steps up to `step` are in the metrics: their checkpoints may appear. Report saves that ended."""
         self._reported_step = step
-        self._publish_reported()
+        for position, pending in self._under_way:
+            if position.step <= step:
+                pending.may_publish()
         while self._under_way and self._under_way[0][1].ended:
             self._report(*self._under_way.popleft())
 
@@ -201,8 +204,8 @@ class RunCheckpoints:
             self._report(*self._under_way.popleft())
         self._waits = False
 
-    def save_now(self, engine: Engine, stop_requested: Callable[[], bool]) -> None:
-        """Save the run as it is after the newest dispatched step, and wait. If the disk is full, wait for space.
+    def save_now(self, engine: Engine) -> None:
+        """Save the run as it is after the newest dispatched step, and wait. A full disk is tried again for a minute.
 
         Raises `CheckpointError`.
         """
@@ -211,14 +214,14 @@ class RunCheckpoints:
         def save() -> None:
             self.begin_save(engine)
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
-            self._conclude(*self._under_way.popleft())
+            position, pending = self._under_way.popleft()
+            self._note_saved(position, pending.result())
 
         # If the data ends, the newest step is validated then, and it may have been saved before.
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
             self._waits = True
-            # All machines give up, or none: a save needs all of them.
-            save_with_patience(save, lambda: self._team.any(stop_requested(), "whether to wait for space"))
+            save_with_patience(save)
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -226,7 +229,7 @@ class RunCheckpoints:
         self._under_way.clear()
         for position, pending in ended:
             try:
-                self._conclude(position, pending)
+                self._note_saved(position, pending.result())
             except (CheckpointError, MachineError) as error:
                 logger.warning("%s", error)
 
@@ -294,7 +297,7 @@ class RunCheckpoints:
         # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
         self._checkpointer.best_step = best_of(losses)
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        progress = Progress(f"saving step-{position.step}", total_bytes, size_text)
+        progress = Progress(f"saving {checkpoint_name(position.step)}", total_bytes, size_text)
 
         def advance(nbytes: int) -> None:
             progress.advance(nbytes, silent=not self._waits)
@@ -303,29 +306,34 @@ class RunCheckpoints:
         self._validation_losses = losses
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
-    def _publish_reported(self) -> None:
-        """Let the checkpoints appear whose steps are in the metrics."""
-        for position, pending in self._under_way:
-            if position.step <= self._reported_step:
-                pending.may_publish()
-
     def _report(self, position: RunPosition, pending: PendingSave[str]) -> None:
         """Wait for a save and report it. After a failure training continues; the next interval saves again."""
         try:
-            self._conclude(position, pending)
+            self._note_saved(position, pending.result())
         except CheckpointError as error:
             if position.step == self._config.training.num_steps:
                 return  # the run's last save begins next, and says what is wrong if it fails too
             unsaved = self.position.step - max(self.saved_step, self._first_step)
             logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
 
-    def _conclude(self, position: RunPosition, pending: PendingSave[str]) -> None:
-        """Wait for a save and say that it is done. Raises `CheckpointError`."""
-        self._note_saved(position, pending.result())
-
     def _note_saved(self, position: RunPosition, line: str) -> None:
         self.saved_step, self._saved_validation = position.step, position.validation
         say(line)
+
+
+def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
+    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
+    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
+        try:
+            save()
+        except NoSpaceError as error:
+            if waited_s == MOST_WAIT_S:
+                raise
+            if waited_s == 0:
+                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
+            sleep(RETRY_S)
+        else:
+            return
 
 
 def _is_older_weight(name: str) -> bool:

@@ -3,7 +3,8 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
-    Converter,
+    FolderError,
     ForeignCheckpointError,
     Loaded,
     MachineTeam,
@@ -91,24 +92,28 @@ def find_checkpoint(
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
     Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
-    says by name which tensors may be missing, `forms` in which other forms they may be stored. One warning names the settings that have changed. Raises `RunError` for
-    a checkpoint of another kind of run, `CheckpointError` for damaged ones.
+    says by name which tensors may be missing, `forms` in which other forms they may be stored. One warning names the
+    settings that have changed. Raises `RunError` for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
     try:
         loaded = checkpointer.load_latest(views, optional, forms)
         if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
-            loaded = _given_checkpoint(config, path, views, optional, checkpointer.team, forms)
+            loaded = load_checkpoint(path, views, optional, checkpointer.team, forms)
+            require_steps_left(config, path, loaded.step)
+            # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
+            loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
     except ForeignCheckpointError as error:
         # First: another optimizer's state differs in its tensors, and the message would name those.
-        _refuse_another_optimizer(error.folder, error.state, config)
+        _refuse_another(error.folder, error.state, config)
         raise RunError(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
             "of its own (--run.name NAME)"
         ) from error
+    except FolderError as error:  # the run's own are tried one after the other
+        raise RunError(f"checkpoint.load_path: {error}") from error
     if loaded is not None:
         _check_state(loaded)
-        _refuse_another_model(loaded, config)
-        _refuse_another_optimizer(loaded.path, loaded.state, config)
+        _refuse_another(loaded.path, loaded.state, config)
         if checkpointer.team.rank == 0:  # all machines have the same settings
             if text := forms.rounding_text(loaded.converted):
                 logger.warning("%s: %s", loaded.path, text)
@@ -144,7 +149,7 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 def require_same_optimizer(config: Config, checkpointer: Checkpointer) -> None:
     """Raise `RunError` if the run would resume from a checkpoint of another optimizer. Only its state is read."""
     for path, state in _resumable(config, checkpointer):
-        _refuse_another_optimizer(path, state, config)
+        _refuse_another(path, state, config, model=False)
         return
 
 
@@ -165,21 +170,19 @@ def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) ->
     A run that is not complete may change its settings, because they take effect. A complete one would end at once, and a
     sweep that reuses its name would seem to succeed. A lower `training.steps` alone is a warning.
     """
-    path = loaded.path
+    path, keys = loaded.path, dict(RUN_KEYS)
     # A run has no more need of what it began with, so the keys of that may be left out by now.
-    left_out = ["checkpoint."] if config.checkpoint.load_path is None else []
-    left_out += ["lora.path "] if config.lora.path is None else []
-    changes = [
-        change
-        for change in _changes(loaded.state, config, RUN_KEYS)
-        if not change.startswith(tuple(left_out))
-    ]
+    if config.checkpoint.load_path is None:
+        del keys["checkpoint"]
+    if config.lora.path is None:
+        keys["lora"] = tuple(key for key in keys["lora"] if key != "path")
+    changes = _changes(loaded.state, config, keys)
     instead = "Give this run a name of its own (--run.name NAME)"
     if all(change.startswith("training.steps ") for change in changes):
         for change in changes:
             logger.warning("%s was trained with other settings: %s", path, change)
     else:
-        if not list(_changes(loaded.state, config, MODEL_KEYS)):
+        if not _changes(loaded.state, config, MODEL_KEYS):
             longer = "training.steps" if config.data.epochs is None else "training.steps or data.epochs"
             instead += f", or raise {longer} to continue with the new settings"
         raise RunError(
@@ -205,19 +208,16 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
         )
 
 
-@dataclass(frozen=True)
 class StartingWeights:
     """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0 with `store`."""
 
-    config: Config
-    store: HostStore
-    team: MachineTeam = field(default_factory=MachineTeam)
-
-    @property
-    def folder(self) -> Path:
-        folder = given_folder(self.config)
+    def __init__(self, config: Config, store: HostStore, team: MachineTeam) -> None:
+        folder = given_folder(config)
         assert folder is not None, "the config checks ask for a folder"
-        return folder
+        self.folder = folder
+        self.config = config
+        self.store = store
+        self.team = team
 
     def load(self, names: Collection[str]) -> None:
         """Fill the weights `names` of the store, as they lie in its memory. Raises `RunError`."""
@@ -230,9 +230,8 @@ class StartingWeights:
         try:
             loaded = load_checkpoint(self.folder, views, lambda name: not _is_weight(name), self.team, forms)
         except CheckpointError as error:
-            reason = _difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
-            raise RunError(f"checkpoint.load_path: {error}{reason}") from error
-        _refuse_another_model(loaded, self.config)
+            raise RunError(f"checkpoint.load_path: {error}{_difference(error, self.config)}") from error
+        _refuse_another(loaded.path, loaded.state, self.config, optimizer=False)
 
 
 def _is_weight(name: str) -> bool:
@@ -240,29 +239,11 @@ def _is_weight(name: str) -> bool:
     return name.partition("/")[0] in (WEIGHTS, RESIDUAL)
 
 
-def _difference(error: ForeignCheckpointError, config: Config) -> str:
-    """Return, in brackets, the settings by which the checkpoint's tensors differ from the run's."""
-    differing = _changes(error.state, config, STORED_KEYS)
+def _difference(error: CheckpointError, config: Config) -> str:
+    """Return, in brackets, the settings by which the tensors of another model's checkpoint differ from the run's."""
+    state = error.state if isinstance(error, ForeignCheckpointError) else {}
+    differing = _changes(state, config, STORED_KEYS)
     return f" ({', '.join(differing)})" if differing else ""
-
-
-def _given_checkpoint(
-    config: Config,
-    path: Path,
-    views: Mapping[str, Tensor],
-    optional: Callable[[str], bool],
-    team: MachineTeam,
-    converter: Converter,
-) -> Loaded:
-    try:
-        loaded = load_checkpoint(path, views, optional, team, converter)
-    except ForeignCheckpointError:
-        raise  # the caller adds which settings differ
-    except CheckpointError as error:
-        raise RunError(f"checkpoint.load_path: {error}") from error
-    require_steps_left(config, path, loaded.step)
-    # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
-    return replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
 
 
 def _check_state(loaded: Loaded) -> None:
@@ -275,18 +256,16 @@ def _check_state(loaded: Loaded) -> None:
             raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {key} is {str(value)[:100]}")
 
 
-def _refuse_another_model(loaded: Loaded, config: Config) -> None:
-    """Raise `RunError` if the checkpoint is of another model. Its tensors may have the same names and shapes."""
-    if differing := list(_changes(loaded.state, config, MODEL_KEYS)):
+def _refuse_another(
+    path: Path, state: Mapping[str, Any], config: Config, *, model: bool = True, optimizer: bool = True
+) -> None:
+    """Raise `RunError` for the checkpoint of another model or optimizer. Its tensors may have the same names and shapes."""
+    if model and (differing := _changes(state, config, MODEL_KEYS)):
         raise RunError(
-            f"{loaded.path} is of another model ({', '.join(differing)}). Resume with the former model, or give the "
-            "run a name of its own (--run.name NAME)"
+            f"{path} is of another model ({', '.join(differing)}). Resume with the former model, or give the run a name "
+            "of its own (--run.name NAME)"
         )
-
-
-def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Config) -> None:
-    """Raise `RunError` if a checkpoint holds another optimizer's state. Its tensors may have the same names."""
-    if differing := list(_changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]})):
+    if optimizer and (differing := _changes(state, config, {OPTIMIZER[0]: OPTIMIZER[1:]})):
         raise RunError(
             f"{path} holds the state of another optimizer ({', '.join(differing)}). Resume with the former optimizer, or "
             "begin a run of another name with these weights and a fresh optimizer: --run.name NAME "
@@ -295,34 +274,28 @@ def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], config: Conf
 
 
 def _warn_of_changes(loaded: Loaded, config: Config) -> None:
-    if changes := list(_changes(loaded.state, config, LOSS_KEYS)):
-        message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s%s", terminal_safe(message), _rates_text(loaded, config))
-
-
-def _rates_text(loaded: Loaded, config: Config) -> str:
-    """Return from what to what the learning rate jumps under another schedule; nothing if it does not."""
-    before = loaded.state["config"]
-    try:
+    """Warn of changed settings, and of a learning rate that jumps under another schedule."""
+    if not (changes := _changes(loaded.state, config, LOSS_KEYS)):
+        return
+    rates, before = "", loaded.state["config"]
+    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # of another release
         table, lr = LRScheduleTable.model_validate(before["lr_schedule"]), float(before["optimizer"]["lr"])
         reached = LRSchedule(table, lr, int(before["training"]["steps"]))(max(loaded.step - 1, 0))
         follows = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.num_steps)(loaded.step)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return ""  # of another release
-    if not follows > JUMP * reached:
-        return ""
-    return (
-        f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs that are "
-        'made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a checkpoint before it; '
-        '"none" never decays'
-    )
+        if follows > JUMP * reached:
+            rates = (
+                f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs "
+                'that are made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a '
+                'checkpoint before it; "none" never decays'
+            )
+    message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+    logger.warning("%s%s", terminal_safe(message), rates)
 
 
 def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
     """Warn if `checkpoint.load_path` is new, because a run that has checkpoints continues with its own."""
     path = given_folder(config)
-    is_new = list(_changes(loaded.state, config, {"checkpoint": ("load_path",)}))
-    if path is not None and is_new and loaded.path != path:
+    if path not in (None, loaded.path) and _changes(loaded.state, config, {"checkpoint": ("load_path",)}):
         message = (
             f"checkpoint.load_path = {path} is not used, because the run continues from its own {loaded.path}"
         )

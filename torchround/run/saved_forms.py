@@ -5,23 +5,25 @@
     older        master_1_old/<p> in the training dtype
 
 A run reads any form into what its own store keeps. Split weights and fp32 weights hold the same bits. A value that
-becomes compact, or was compact, is rounded to 8 bits. Older device weights are rounded to the run's dtype. All conversions work piece by piece: at most a value's scales
-wait in memory, which are one byte for each 64 elements of a parameter.
+becomes compact, or was compact, is rounded to 8 bits. Older device weights are rounded to the run's dtype.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from torchround.checkpoint import Conversion, Layout, Receiver
+from torchround.checkpoint import Conversion, Layout
 from torchround.engine.store.bundles import OLDER_WEIGHTS, RESIDUAL, WEIGHTS
 from torchround.engine.store.host_store import HostStore
 from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
 from torchround.optim.split_weights import join, split
 
-# Elements that are converted at once when a tensor's second part has come. Whole blocks of every format.
+# Elements that are converted at once. Whole blocks of every format.
 _CHUNK_ELEMENTS = 2**20
+
+Parts = Mapping[str, Tensor]
+"""The flat tensors of one parameter, by the part of their names before the slash."""
 
 
 class SavedForms:
@@ -61,29 +63,29 @@ class SavedForms:
                     f"{RESIDUAL}/{parameter}": (torch.int16, shape),
                 }
                 if _holds(stored, whole) and _holds(wanted, halves):
-                    yield Conversion(whole, halves, _splitting)
+                    yield Conversion(whole, halves, _in_chunks(_split))
                 elif _holds(stored, halves) and _holds(wanted, whole):
-                    yield Conversion(halves, whole, _joining)
+                    yield Conversion(halves, whole, _in_chunks(_join))
             elif kind.startswith(OLDER_WEIGHTS):
                 dtype = stored[name][0] if name in stored else wanted_dtype
                 older: Layout = {name: (dtype, shape)}
                 if dtype != wanted_dtype and dtype.is_floating_point and _holds(stored, older):
-                    yield Conversion(older, {name: (wanted_dtype, shape)}, _casting)
+                    yield Conversion(older, {name: (wanted_dtype, shape)}, _in_chunks(_cast))
             elif kind in self._values:
-                yield from self._of_value(self._values[kind], parameter, shape, stored, wanted)
+                value = self._values[kind]
+                own = value_layout(value, self._own, parameter, shape)
+                for other in FORMATS.values():
+                    form = value_layout(value, other, parameter, shape)
+                    if other is not self._own and _holds(stored, form) and _holds(wanted, own):
+                        yield Conversion(form, own, _in_chunks(self._from(value, other)))
 
-    def _of_value(
-        self, value: StateValue, parameter: str, shape: tuple[int, ...], stored: Layout, wanted: Layout
-    ) -> Iterator[Conversion]:
-        own = value_layout(value, self._own, parameter, shape)
-        for other in FORMATS.values():
-            form = value_layout(value, other, parameter, shape)
-            if other is self._own or not (_holds(stored, form) and _holds(wanted, own)):
-                continue
-            if other is EXACT:
-                yield Conversion(form, own, _Encoding(value, self._own, parameter).receivers)
-            elif self._own is EXACT:
-                yield Conversion(form, own, _Decoding(value, other, parameter).receivers)
+    def _from(self, value: StateValue, other: StateFormat) -> Callable[[Parts, Parts, int, int], None]:
+        """Return what brings elements of a value from another format into the own one."""
+
+        def move(stored: Parts, wanted: Parts, start: int, stop: int) -> None:
+            self._own.write(value, wanted, start, other.read(value, stored, start, stop))
+
+        return move
 
 
 def value_layout(value: StateValue, state: StateFormat, parameter: str, shape: tuple[int, ...]) -> Layout:
@@ -99,124 +101,32 @@ def _holds(layout: Layout, form: Layout) -> bool:
     return form.items() <= layout.items()
 
 
-def _splitting(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
-    """Return the receiver of fp32 weights that are kept split."""
-    [name] = [name for name in wanted if name.startswith(f"{WEIGHTS}/")]
-    device_weight, residual = (tensor.view(-1) for tensor in _weights_first(wanted))
+def _in_chunks(
+    move: Callable[[Parts, Parts, int, int], None],
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+    """Return a conversion that calls `move(stored, wanted, start, stop)` for one range of elements after the other."""
 
-    def take(start: int, elements: Tensor) -> None:
-        stop = start + len(elements)
-        for target, half in zip((device_weight, residual), split(elements), strict=True):
-            target[start:stop] = half
+    def convert(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+        source, target = (
+            {name.partition("/")[0]: tensor.view(-1) for name, tensor in tensors.items()}
+            for tensors in (stored, wanted)
+        )
+        numel = max(tensor.numel() for tensor in source.values())
+        for start in range(0, numel, _CHUNK_ELEMENTS):
+            move(source, target, start, min(start + _CHUNK_ELEMENTS, numel))
 
-    return {name: take}
-
-
-def _casting(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
-    """Return the receiver of device weights of another dtype."""
-    [(name, tensor)] = wanted.items()
-    flat = tensor.view(-1)
-
-    def take(start: int, elements: Tensor) -> None:
-        flat[start : start + len(elements)] = elements
-
-    return {name: take}
+    return convert
 
 
-def _joining(wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
-    """Return the receivers of split weights that are kept in fp32. The halves come in either order.
-
-    The half that comes first waits in the fp32 tensor itself, as an integer.
-    """
-    [(name, tensor)] = wanted.items()
-    waiting = tensor.view(-1).view(torch.int32)
-    begun: list[str] = []
-
-    def receiver(kind: str) -> Receiver:
-        def take(start: int, elements: Tensor) -> None:
-            if not begun:
-                begun.append(kind)
-            there = waiting[start : start + len(elements)]
-            bits = elements.view(torch.int16)
-            if begun[0] == kind:
-                there.copy_(bits)
-                return
-            other = there.to(torch.int16)
-            upper, residual = (bits, other) if kind == WEIGHTS else (other, bits)
-            there.copy_(join(upper.view(torch.bfloat16), residual).view(torch.int32))
-
-        return take
-
-    parameter = name.partition("/")[2]
-    return {f"{kind}/{parameter}": receiver(kind) for kind in (WEIGHTS, RESIDUAL)}
+def _split(stored: Parts, wanted: Parts, start: int, stop: int) -> None:
+    upper, residual = split(stored[WEIGHTS][start:stop])
+    wanted[WEIGHTS][start:stop], wanted[RESIDUAL][start:stop] = upper, residual
 
 
-def _weights_first(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return [tensors[name] for name in sorted(tensors, key=lambda name: not name.startswith(f"{WEIGHTS}/"))]
+def _join(stored: Parts, wanted: Parts, start: int, stop: int) -> None:
+    wanted[WEIGHTS][start:stop] = join(stored[WEIGHTS][start:stop], stored[RESIDUAL][start:stop])
 
 
-class _Encoding:
-    """The way of one parameter's value from fp32 into another format."""
-
-    def __init__(self, value: StateValue, state: StateFormat, parameter: str) -> None:
-        self._value = value
-        self._state = state
-        self._parameter = parameter
-
-    def receivers(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
-        """Return the receiver of the fp32 numbers."""
-        parts = {name.partition("/")[0]: tensor.view(-1) for name, tensor in wanted.items()}
-
-        def take(start: int, elements: Tensor) -> None:
-            self._state.write(self._value, parts, start, elements)
-
-        return {f"{self._value.name}/{self._parameter}": take}
-
-
-class _Decoding:
-    """The way of one parameter's value from another format into fp32."""
-
-    def __init__(self, value: StateValue, state: StateFormat, parameter: str) -> None:
-        self._value = value
-        self._state = state
-        self._parameter = parameter
-
-    def receivers(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Receiver]:
-        """Return the receivers of the parts, which come in any order.
-
-        Codes wait in the fp32 tensor itself, as numbers, and scales in memory of their own, until all parts are there.
-        """
-        [tensor] = wanted.values()
-        numbers = tensor.view(-1)
-        kept = {
-            part.name: numbers
-            if part.block == 1
-            else torch.empty(part.numel(numbers.numel()), dtype=part.dtype)
-            for part in self._state.parts(self._value)
-        }
-        left = [sum(waiting.numel() for waiting in kept.values())]
-
-        def receiver(waiting: Tensor) -> Receiver:
-            def take(start: int, elements: Tensor) -> None:
-                waiting[start : start + len(elements)] = elements
-                left[0] -= len(elements)
-                if left[0] == 0:
-                    self._decode(numbers, kept)
-
-            return take
-
-        return {f"{name}/{self._parameter}": receiver(waiting) for name, waiting in kept.items()}
-
-    def _decode(self, numbers: Tensor, kept: Mapping[str, Tensor]) -> None:
-        """Replace codes by the numbers that they stand for."""
-        parts = self._state.parts(self._value)
-        for start in range(0, numbers.numel(), _CHUNK_ELEMENTS):
-            chunk = numbers[start : start + _CHUNK_ELEMENTS]
-            stop = start + chunk.numel()
-            pieces = {
-                part.name: chunk.to(part.dtype)
-                if part.block == 1
-                else kept[part.name][start // part.block : part.numel(stop)]
-                for part in parts
-            }
-            chunk.copy_(self._state.read(self._value, pieces, 0, chunk.numel()))
+def _cast(stored: Parts, wanted: Parts, start: int, stop: int) -> None:
+    for kind, tensor in stored.items():
+        wanted[kind][start:stop] = tensor[start:stop]

@@ -1,4 +1,4 @@
-"""The machines of a run, as its loop sees them. One machine agrees with itself, at no cost.
+"""The machines of a run, as its loop sees them. On one machine an exchange returns its own value.
 
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
@@ -8,11 +8,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torchround.config import Config
 from torchround.data.loader import Loader
@@ -52,7 +52,7 @@ def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator["RunMachines"]:
-    """Meet the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
+    """Connect to the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
 
     The end of the block is that of the run: in order, or by telling the others of a fault.
     """
@@ -70,7 +70,8 @@ def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[
         raise
     except BaseException as error:
         if not isinstance(error, MachineError):  # the others know of that
-            group.fail(_cause_text(error))
+            # The first line: a message of several lines names its subject there. All of it is on this machine's console.
+            group.fail("".join(traceback.format_exception_only(error)).strip().splitlines()[0])
         group.abort()
         raise
     else:
@@ -110,8 +111,7 @@ class RunMachines:
 
     def of_first(self, value: T, what: str) -> T:
         """Return the value of the machine of rank 0."""
-        chosen: T = self.agree("start", value, what)[0]
-        return chosen
+        return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
         """Call `make` on all machines. If it raises one of `mistakes` on some, all raise.
@@ -121,26 +121,23 @@ class RunMachines:
         """
         if self.group is None:
             return make()
-        made: T | None = None
-        error: Exception | None = None
+        made: list[T] = []
+        cause: Exception | None = None
         try:
-            made = make()
-        except mistakes as found:
-            error = found
-        texts = self.agree("start", None if error is None else str(error), what)
-        if any(text is not None for text in texts):
-            raise LaunchError(self._joined(texts)) from error
-        return made  # type: ignore[return-value]  # without an error it was made
-
-    def _joined(self, texts: Sequence[str | None]) -> str:
-        """Return the mistakes of all machines as one message: each text once, after the machines that it is from."""
-        machines: dict[str, list[str]] = {}
-        for name, text in zip(self.names, texts, strict=True):
-            if text is not None:
-                machines.setdefault(text, []).append(name)
-        if len(machines) == 1 and None not in texts:
-            return next(iter(machines))  # the same mistake everywhere, as with one machine
-        return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
+            made.append(make())
+        except mistakes as error:
+            cause = error
+        texts = self.agree("start", None if cause is None else str(cause), what)
+        if all(text is None for text in texts):
+            return made[0]
+        # The same mistake everywhere reads as with one machine.
+        found = {
+            text: [name for name, other in zip(self.names, texts, strict=True) if other == text]
+            for text in texts
+            if text is not None
+        }
+        lines = (text if len({*texts}) == 1 else f"{', '.join(who)}: {text}" for text, who in found.items())
+        raise LaunchError("\n".join(lines)) from cause
 
     def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
         """Raise the same `LaunchError` on all machines if what they have opened differs.
@@ -238,9 +235,3 @@ class EndGuard:
             )
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(1)
-
-
-def _cause_text(error: BaseException) -> str:
-    """Return the text of this machine's error that the other machines get."""
-    # The first line: a message of several lines names its subject there. The whole of it is on this machine's console.
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]

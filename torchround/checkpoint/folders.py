@@ -20,7 +20,17 @@ from torchround.checkpoint.fsync import sync_entry
 
 logger = logging.getLogger(__name__)
 
-FOLDER_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
+_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
+
+
+def checkpoint_name(step: int, suffix: str = "") -> str:
+    """Return the name of a step's folder. No other place spells it."""
+    return f"step-{step}{suffix}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder is named as a checkpoint is, or as a leftover."""
+    return _NAME.fullmatch(name) is not None
 
 
 class StepFolders:
@@ -31,27 +41,27 @@ class StepFolders:
 
     def named(self, step: int, suffix: str = "") -> Path:
         """Return the path of a step's folder."""
-        return self.folder / f"step-{step}{suffix}"
+        return self.folder / checkpoint_name(step, suffix)
 
     def checkpoints(self) -> dict[int, Path]:
         """Return step -> folder of every checkpoint, complete or damaged, steps rising."""
         found = {
             step: path
             for path, step, suffix in self._entries()
-            if suffix is None or self._is_all_of(step, suffix)
+            if not suffix or self._stands_in(step, suffix)
         }
         return dict(sorted(found.items()))
 
     def leftovers(self) -> list[Path]:
         """Return the folders that killed saves and deletions left. All of them can be deleted."""
         return [
-            path for path, step, suffix in self._entries() if suffix and not self._is_all_of(step, suffix)
+            path for path, step, suffix in self._entries() if suffix and not self._stands_in(step, suffix)
         ]
 
     def clear_leftovers(self) -> None:
         """Remove what a killed save or deletion left, and put back a checkpoint whose replacement never came."""
         for entry, step, suffix in self._entries():
-            if self._is_all_of(step, suffix):
+            if self._stands_in(step, suffix):
                 entry.rename(self.named(step))
         self.delete(self.leftovers())
 
@@ -59,7 +69,7 @@ class StepFolders:
         """Make the written folder of a step its checkpoint. A former one steps aside, until `delete_replaced`."""
         path = self.named(step)
         # A folder that is not empty cannot be renamed over.
-        if _is_there(path):
+        if _exists(path):
             path.rename(self.named(step, ".replaced"))
         self.named(step, ".tmp").rename(path)
         # The new name must be on the disk before the former folder is deleted.
@@ -67,24 +77,18 @@ class StepFolders:
 
     def delete_replaced(self, step: int) -> None:
         """Delete the former checkpoint of a step, if the new one has replaced one."""
-        if _is_there(replaced := self.named(step, ".replaced")):
-            self.delete([replaced])
+        self.delete(path for path in self.variants(step) if path.suffix)
 
     def variants(self, step: int) -> list[Path]:
         """Return the folders that a step's checkpoint may be in: its own, and one that it replaces."""
-        return [path for suffix in ("", ".replaced") if _is_there(path := self.named(step, suffix))]
-
-    def settle(self, step: int, chosen: Path) -> None:
-        """Keep the `chosen` one of a step's variants under the step's name. The other one could not be used."""
-        if chosen == self.named(step, ".replaced"):
-            self.take_back(step)
+        return [path for suffix in ("", ".replaced") if _exists(path := self.named(step, suffix))]
 
     def take_back(self, step: int) -> None:
         """Undo `publish`: delete the step's checkpoint, and put the one before it back."""
         path, replaced = self.named(step), self.named(step, ".replaced")
-        if _is_there(path):
+        if _exists(path):
             self.delete([path])
-        if _is_there(replaced) and not _is_there(path):
+        if _exists(replaced) and not _exists(path):
             replaced.rename(path)
 
     def delete(self, paths: Iterable[Path]) -> None:
@@ -94,7 +98,7 @@ class StepFolders:
                 # Renamed first: a half-deleted folder must never be listed as a checkpoint.
                 if path.is_symlink():
                     # A checkpoint that was moved to another disk, with a link in its place. What the link points to
-                    # lies outside this folder, so it stays.
+                    # is outside this folder, so it stays.
                     logger.warning(
                         "%s is a link, so only the link is deleted; %s stays", path, path.readlink()
                     )
@@ -106,23 +110,22 @@ class StepFolders:
             except OSError as error:
                 logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
 
-    def _is_all_of(self, step: int, suffix: str | None) -> bool:
-        """Return whether a folder of this suffix is all that is left of step `step`."""
+    def _stands_in(self, step: int, suffix: str | None) -> bool:
+        """Whether a folder of this suffix is all that is left of the step, so that it counts as its checkpoint."""
         return suffix == ".replaced" and not self.named(step).exists()
 
     def _entries(self) -> list[tuple[Path, int, str | None]]:
         """Return (path, step, suffix) of the folders named as this class names them."""
-        if not self.folder.is_dir():
-            return []
-        entries = []
-        for path in self.folder.iterdir():
-            match = FOLDER_NAME.fullmatch(path.name)
-            # A link whose disk is not there is a checkpoint that cannot be read, and must not be passed over in silence.
-            if match and (path.is_dir() or path.is_symlink()):
-                entries.append((path, int(match[1]), match[2]))
-        return entries
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        matches = [(path, _NAME.fullmatch(path.name)) for path in paths]
+        # A link whose disk is not there is a checkpoint that cannot be read, and must not be passed over in silence.
+        return [
+            (path, int(match[1]), match[2])
+            for path, match in matches
+            if match and (path.is_dir() or path.is_symlink())
+        ]
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     """Return whether there is a folder or a link at `path`, also a link to a disk that is not there."""
     return path.exists() or path.is_symlink()
