@@ -18,7 +18,7 @@ import train
 from tests.support.disks import Disk
 from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_family
 from torchround.checkpoint import Checkpointer, verify_checkpoint
-from torchround.commands import configured_model, export_hf
+from torchround.commands import configured_model
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger, run_page
@@ -34,7 +34,6 @@ def warm_up():
     if "small" in configured_model.FAMILIES:
         return
     configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
-    export_hf.FAMILIES = configured_model.FAMILIES
     run_page.draw_losses = lambda folders, picture: None  # it takes longer than five steps
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:

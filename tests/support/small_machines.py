@@ -13,7 +13,7 @@ import train
 from tests.support.machines import JOIN_S, start_machines
 from tests.support.processes import start_program
 from tests.support.small_run import SmallRuns, small_family
-from torchround.commands import configured_model, export_hf
+from torchround.commands import configured_model
 from torchround.observe import run_page
 
 # 13 micro-batches in 12 rounds: uneven rounds, and machines with unlike shares.
@@ -27,7 +27,7 @@ ALL_ROUNDS = 12
 def small_main(arguments):
     """Be `train.py` with the model family `small`."""
     families = {**configured_model.FAMILIES, "small": small_family()}
-    configured_model.FAMILIES = export_hf.FAMILIES = families
+    configured_model.FAMILIES = families
     run_page.draw_losses = lambda folders, picture: None  # it takes longer than the steps
     torch.set_num_threads(1)
     return train.main(arguments)

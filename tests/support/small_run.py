@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from tests.support.processes import ROOT, start_program
 from torchround.checkpoint import Checkpointer, checkpoint_name
-from torchround.commands import configured_model, export_hf, train_model
+from torchround.commands import configured_model, train_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
@@ -165,8 +165,7 @@ def draw_no_pictures(monkeypatch):
 
 def use_family(monkeypatch, name, family):
     """Make `model.family = name` build `family` in this process, and exports write it."""
-    for module in (configured_model, export_hf):
-        monkeypatch.setattr(module, "FAMILIES", {**configured_model.FAMILIES, name: family})
+    monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
 
 
 def write_text(path, lines, seed=0):

@@ -5,9 +5,11 @@ Every command builds them here.
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,28 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     return model
 
 
+def known_families(module: str | None) -> Mapping[str, ModelFamily]:
+    """Return the families by name, those of a user's module among them. Raises `ConfigError`."""
+    if module is None:
+        return FAMILIES
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        added = {family.name: family for family in import_module(module).FAMILIES}
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            [f"model.module: {module} gives no FAMILIES ({type(error).__name__}: {error})"]
+        ) from error
+    return {**FAMILIES, **added}
+
+
 def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, KnownShape]:
     """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
-    if table.family not in FAMILIES:
-        raise options.unknown_name("model.family", table.family, FAMILIES)
-    family = FAMILIES[table.family]
+    families = known_families(table.module)
+    if table.family not in families:
+        raise options.unknown_name("model.family", table.family, families)
+    family = families[table.family]
     if not family.flavors and table.hf_path is None:
         key, given = (
             ("model.shape", "a table") if table.flavor is None else ("model.flavor", show(table.flavor))

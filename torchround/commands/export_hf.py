@@ -28,7 +28,7 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
-from torchround.commands.configured_model import checkpoint_weights, open_weights
+from torchround.commands.configured_model import checkpoint_weights, known_families, open_weights
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.config import Config, ConfigError, load_config, show
 from torchround.config.validate import RawConfig, validate
@@ -41,7 +41,6 @@ from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import StoredTensor, read_object
 from torchround.layer import HFNames
 from torchround.models import (
-    FAMILIES,
     LoraShape,
     ModelConfigError,
     ModelFamily,
@@ -188,7 +187,7 @@ class Trained:
         self.base = request.base
         self.lora = run["lora"]
         self.stored = checkpoint_weights(request.checkpoint)
-        family = FAMILIES.get(run["model"]["family"])
+        family = known_families(run["model"].get("module")).get(run["model"]["family"])
         if family is None:
             raise HFError(f"{request.checkpoint}: there is no family {show(run['model']['family'])}")
         self.content = config_content(family, run["model"], self.base, self.stored)

@@ -63,6 +63,10 @@ class ModelTable(Table):
     package of that name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder
     too."""
 
+    module: Name | None = None
+    """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md). It is looked up where
+    Python looks, and then in the working directory."""
+
     flavor: Name | None = None
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
