@@ -57,6 +57,33 @@ def test_a_reporter_that_cannot_be_made_costs_one_warning_too(tmp_path, caplog, 
     assert len(caplog.records) == 1 and "metrics.jsonl failed" in caplog.text
 
 
+OUR_WRITER = """
+class Writer:
+    def __init__(self, folder, config):
+        self.file = (folder / "ours.txt").open("w")
+        self.file.write(config["run"])
+
+    def log(self, record):
+        self.file.write(f" {record.step}")
+
+    def close(self):
+        self.file.close()
+
+
+make_writer = Writer
+"""
+
+
+def test_a_writer_of_a_users_module_gets_every_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "our_metrics.py").write_text(OUR_WRITER)
+    metrics = open_metrics(MetricsTable(module="our_metrics"), tmp_path, "run", total_steps=3, config={"run": "x"})
+    for step in (1, 2):
+        metrics.log(record(step))
+    metrics.close()
+    assert (tmp_path / "ours.txt").read_text() == "x 1 2"
+
+
 WITH_A_KEY = {"WANDB_API_KEY": "0" * 40}
 WANDB_PROGRAM = """
 import sys

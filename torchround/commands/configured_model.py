@@ -5,11 +5,9 @@ Every command builds them here.
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest
-from torchround.config import MODEL_FOLDER, Config, ConfigError, Options, show
+from torchround.config import MODEL_FOLDER, Config, ConfigError, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
@@ -92,10 +90,8 @@ def known_families(module: str | None) -> Mapping[str, ModelFamily]:
     """Return the families by name, those of a user's module among them. Raises `ConfigError`."""
     if module is None:
         return FAMILIES
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        added = {family.name: family for family in import_module(module).FAMILIES}
+        added = {family.name: family for family in users_module(module).FAMILIES}
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             [f"model.module: {module} gives no FAMILIES ({type(error).__name__}: {error})"]

@@ -4,7 +4,7 @@ from torchround.config.command_line import Options, parse_command_line
 from torchround.config.config import Config, EngineTable, PlanTable
 from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
-from torchround.config.load import load_config, to_toml
+from torchround.config.load import load_config, to_toml, users_module
 from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
     CheckpointTable,
@@ -46,4 +46,5 @@ __all__ = [
     "parse_command_line",
     "show",
     "to_toml",
+    "users_module",
 ]

@@ -6,10 +6,13 @@ is not taken from a base, so that two files never share a run's folder by accide
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import xxhash
@@ -48,6 +51,13 @@ def to_toml(config: Config) -> str:
     import tomli_w  # here: a benchmark on a bare machine reads configs and writes none
 
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def users_module(name: str) -> ModuleType:
+    """Import a module that a config names, from where Python looks or the working directory. Raises `ImportError`."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return import_module(name)
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:

@@ -307,7 +307,12 @@ class MetricsTable(Table):
     never stops training."""
 
     wandb_project: ProjectName = "torchround"
-    """Weights & Biases project of the run. Only read if `wandb` is not `off`."""
+    """Weights & Biases project of the run. Only read if `wandb` is not `off`. Entity, group and tags are the library's own
+    environment variables (`WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`)."""
+
+    module: Name | None = None
+    """Python module of your own that reports the run elsewhere: `make_writer(folder, config)` (docs/metrics.md). It is looked
+    up where Python looks, and then in the working directory."""
 
 
 class TraceTable(Table):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchround.config import users_module
 from torchround.observe.console import ConsoleReport
 from torchround.observe.metrics_file import METRICS_FILE, MetricsFile
 from torchround.observe.record import StepRecord
@@ -80,7 +81,7 @@ def open_metrics(
     resumed_step: int = 0,
     wandb_run_id: str | None = None,
 ) -> MetricsLogger:
-    """Make the writers of a run in `folder`: the console, `metrics.jsonl`, and wandb if `[metrics]` asks for it.
+    """Make the writers of a run in `folder`: the console, `metrics.jsonl`, and those that `[metrics]` asks for.
 
     `resumed_step` is the number of updates done so far, `wandb_run_id` the checkpoint's. wandb shows `config`, the
     resolved configuration.
@@ -95,4 +96,7 @@ def open_metrics(
         writers["wandb"] = lambda: WandbLogger(
             mode, table.wandb_project, run_name, folder, config, wandb_run_id
         )
+    module = table.module
+    if module is not None:
+        writers[module] = lambda: users_module(module).make_writer(folder, config)
     return MetricsLogger(writers, wandb_run_id)
