@@ -127,7 +127,7 @@ class ResidentLoop(PlainLoop):
     def _update(self) -> None:
         for name, leaf in self._leaves.items():
             self._masters[name].grad, leaf.grad = leaf.grad, None
-        torch.nn.utils.clip_grad_norm_(self._masters.values(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(list(self._masters.values()), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():

@@ -37,8 +37,7 @@ from torchround.planning.planner import UPDATES, make_plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.search import AS_FAST
 from torchround.simulate.bound import SimulationSetup
-from torchround.simulate.report import ScheduleReport
-from torchround.simulate.schedules import RULES, simulate_schedule
+from torchround.simulate.schedules import RULES, ScheduleReport, simulate_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("schedules", "simulated_results", "planning"))

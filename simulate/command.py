@@ -25,8 +25,7 @@ from torchround.planning.plan import read_partition
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work
 from torchround.simulate.bound import ScheduleError, SimulationSetup
-from torchround.simulate.report import ScheduleReport
-from torchround.simulate.schedules import SCHEDULES, simulate_schedule
+from torchround.simulate.schedules import SCHEDULES, ScheduleReport, simulate_schedule
 from torchround.untrusted.regular_file import write_whole
 
 Read = TypeVar("Read")
@@ -142,7 +141,6 @@ def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
 def write_files(
     reports: Sequence[ScheduleReport], setting: SimulationSetup, options: argparse.Namespace
 ) -> None:
-    """Write the files that `--json`, `--trace` and `--plot` name."""
     if options.json:
         shown = ("makespan_s", "bubble", "peak_activation_bytes", "drift", "partition")
         data = {"schedules": {one.name: {key: getattr(one, key) for key in shown} for one in reports}}

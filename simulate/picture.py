@@ -17,7 +17,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 from torchround.engine.timeline import Task, TaskKind
-from torchround.simulate.report import ScheduleReport
+from torchround.simulate.schedules import ScheduleReport
 from torchround.untrusted.regular_file import replaced_whole
 
 # Names in the legend.
@@ -49,17 +49,14 @@ FUSED_FORWARD = 0.35  # of the height of a fused task: drawn in the forward's sh
 ROW = 0.84  # height of a device's boxes when a row has height 1
 
 
-def plot_reports(
-    reports: Sequence[ScheduleReport], num_layers: int, path: Path, title: str = "", dpi: int = 120
-) -> None:
+def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path, title: str) -> None:
     """Write one picture with a panel per report, all on the same time scale. `title` says what was simulated."""
     windows = [shown_window(report) for report in reports]
     span_s = max(stop - start for start, stop in windows)
     rows = [report.timeline.num_devices for report in reports]
     height_inches = sum(rows) * ROW_INCHES + 0.42 * len(rows) + 0.75
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-    ratios = {"height_ratios": rows}
-    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, gridspec_kw=ratios)[:, 0]
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     for panel, report, window in zip(panels, reports, windows, strict=True):
         _draw(panel, report, num_layers, window, NUMBER_INCHES * span_s / WIDTH_INCHES)
     panels[-1].set_xlim(0, span_s * 1e3)
@@ -70,7 +67,7 @@ def plot_reports(
     bar.set_label("layer", fontsize=7, labelpad=0)
     bar.ax.tick_params(labelsize=6, length=2)
     with replaced_whole(path) as file:
-        figure.savefig(file, dpi=dpi, format=path.suffix[1:] or None)
+        figure.savefig(file, dpi=120, format=path.suffix[1:] or None)
 
 
 def shown_window(report: ScheduleReport) -> tuple[float, float]:

@@ -33,6 +33,8 @@ def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name, tmp_path)
     done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text(encoding="utf-8"))
+    # Two sides that compute the same have the same losses at any size.
+    assert report.get("steps_with_another_loss", 0) == 0 and report.get("losses_equal", True)
     assert report["machine"]["cores"] >= 1 and report["command"].startswith(f"python -m benchmarks {name} ")
     [row] = [line for line in done.stderr.splitlines() if line.startswith("| ")]
     assert row.count(" | ") == 4 and report["command"] in row
