@@ -45,23 +45,18 @@ class StepFolders:
 
     def checkpoints(self) -> dict[int, Path]:
         """Return step -> folder of every checkpoint, complete or damaged, steps rising."""
-        found = {
-            step: path
-            for path, step, suffix in self._entries()
-            if not suffix or self._stands_in(step, suffix)
-        }
-        return dict(sorted(found.items()))
+        return dict(
+            sorted((step, path) for path, step, suffix in self._entries() if self._counts(step, suffix))
+        )
 
     def leftovers(self) -> list[Path]:
         """Return the folders that killed saves and deletions left. All of them can be deleted."""
-        return [
-            path for path, step, suffix in self._entries() if suffix and not self._stands_in(step, suffix)
-        ]
+        return [path for path, step, suffix in self._entries() if not self._counts(step, suffix)]
 
     def clear_leftovers(self) -> None:
         """Remove what a killed save or deletion left, and put back a checkpoint whose replacement never came."""
         for entry, step, suffix in self._entries():
-            if self._stands_in(step, suffix):
+            if suffix and self._counts(step, suffix):
                 entry.rename(self.named(step))
         self.delete(self.leftovers())
 
@@ -110,9 +105,9 @@ class StepFolders:
             except OSError as error:
                 logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
 
-    def _stands_in(self, step: int, suffix: str | None) -> bool:
-        """Whether a folder of this suffix is all that is left of the step, so that it counts as its checkpoint."""
-        return suffix == ".replaced" and not self.named(step).exists()
+    def _counts(self, step: int, suffix: str | None) -> bool:
+        """Whether a folder is the checkpoint of its step. A replaced one is, if it is all that is left."""
+        return not suffix or (suffix == ".replaced" and not self.named(step).exists())
 
     def _entries(self) -> list[tuple[Path, int, str | None]]:
         """Return (path, step, suffix) of the folders named as this class names them."""
