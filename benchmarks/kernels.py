@@ -439,7 +439,7 @@ def count_layers(
                 DeviceSlot(torch.empty(layout.weight_numel, dtype=dtype, device="meta")),
                 DeviceSlot(torch.empty(layout.gradient_numel, dtype=torch.float32, device="meta")),
             )
-            layers = {index: bind(store, list(model.layers), layout, *slots, {})[0]}  # type: ignore[arg-type]
+            layers = bind(store, list(model.layers), layout, *slots, {})  # type: ignore[arg-type]
             with CountingMode() as mode:
                 if index == len(model.layers) - 1:
                     run = StageComputation(layers, {index: hidden}, micro_batch, index, loss_factor=0.5)

@@ -25,8 +25,8 @@ def bind(
     weights: DeviceSlot,
     gradients: DeviceSlot | None,
     own_dtypes: Mapping[str, torch.dtype],
-) -> list[nn.Module]:
-    """Return the stage's layers with their parameters as views of the slots.
+) -> dict[int, nn.Module]:
+    """Give the stage's layers their parameters as views of the slots. Returns the layers by number.
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
     accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream.
@@ -47,7 +47,7 @@ def bind(
                 leaf.grad = parameter.view(gradients.memory[gradient_start[use] :])
             module, name = owner_of(skeletons[layer], location.path)
             setattr(module, name, leaf)
-    return [skeletons[layer] for layer in layout.layers]
+    return {layer: skeletons[layer] for layer in layout.layers}
 
 
 def unbind(skeletons: Iterable[nn.Module]) -> None:

@@ -7,7 +7,7 @@ them. What the three kinds of stage compute, bring and send for each micro-batch
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -312,26 +312,19 @@ class StageRun:
         self._times_layers = setup.settings.times_layers
         self._names = {layer: setup.sizes.kept_names(layer) for layer in own if layer in setup.sizes.keeping}
 
-    def _bind(self) -> dict[int, LayerCall]:
+    def _bind(self) -> Mapping[int, LayerCall]:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""
-        setup, weights = self._worker.setup, self._weights
+        worker, setup = self._worker, self._worker.setup
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
-        binding = partial(
-            bind,
-            setup.store,
-            self._worker.skeletons,
-            self._layout,
-            weights,
-            self._gradients,
-            setup.model.own_dtypes,
-        )
-        # It copies parameters with dtypes of their own.
-        copies = bool(setup.model.own_dtypes)
-        modules = self._device.run(Stream.COMPUTE, binding, [weights.memory]) if copies else binding()
-        layers, compiler = dict(zip(self._own, modules, strict=True)), setup.settings.compiler
+        binding = partial(bind, setup.store, worker.skeletons, self._layout, self._weights, self._gradients)
+        if own_dtypes := setup.model.own_dtypes:  # then it copies parameters
+            layers = self._device.run(Stream.COMPUTE, partial(binding, own_dtypes), [self._weights.memory])
+        else:
+            layers = binding(own_dtypes)
+        compiler = setup.settings.compiler
         if compiler is None:
-            return {**layers}
-        return {index: compiler.compiled(index, one, self._worker.board) for index, one in layers.items()}
+            return layers
+        return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
