@@ -13,8 +13,8 @@ import torch
 from torchround.engine import lifecycle
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
-from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS
-from torchround.engine.watch.watchdog import Watchdog
+from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS, Access, Task
+from torchround.engine.watchdog import Watchdog
 
 # Accesses by kind, once they have ended.
 UPLOADED, WRITTEN = f"{WEIGHTS}, read", f"{WEIGHTS}, written"
@@ -192,7 +192,11 @@ def lose(patch, planted, chosen):
 
 
 def kind_of(token):
-    """Return the kind of a flag, or the words of another token."""
+    """Name the kind of a flag, or the words of another token."""
+    if isinstance(token, Access):
+        return f"{token.buffer.kind}, {'written' if token.writes else 'read'}"
+    if isinstance(token, Task):
+        return token.name
     return token[0] if isinstance(token, tuple) else getattr(token, "kind", None)
 
 

@@ -16,21 +16,21 @@ from typing import Any, TypeVar
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
-from torchround.engine.device import Device, Event
-from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.device import Device
+from torchround.engine.errors import EngineError, EngineUsageError
 from torchround.engine.exchange import StepExchange
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.passes import UPDATED, HostTensors, Pass
 from torchround.engine.program import Program
 from torchround.engine.results import DeviceJob, Passes, StepResult
 from torchround.engine.saver import PendingSave, SaveSource
-from torchround.engine.settings import EngineSettings, allocate_gradients
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Tasks, Worker
 from torchround.engine.update import Updater
-from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
@@ -62,33 +62,50 @@ class Engine:
         machines: MachineGroup | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
-        self.settings.check(model, store, partition)
-        store.set_stale_layers(self.settings.stale_layers)
+        self.settings.prepare(store, model, partition, optimizer)
         self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
         self._board = board = Board(observer)
         self._tasks = Tasks(board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
-        self._life = Lifecycle(board, store, self.pool, self.devices, self._settle)
-        fail = self._life.fail
-        self._next_slot = 0
-        self._step = store.step
-        self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
-        allocate_gradients(store, model, optimizer, self.settings)
-        self._exchange = StepExchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
+        self._exchange = StepExchange(store, self._tasks, self.pool, machines, board.fail, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
-            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange, fail
+            store,
+            self._tasks,
+            self.pool,
+            optimizer,
+            self.settings,
+            len(devices),
+            self._exchange,
+            board.fail,
         )
-        saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
+        saver = Worker("torchround saver", "saver", self._tasks, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
         self._program = Program(
             store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
         )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
+        setup = WorkerSetup(
+            store=store,
+            board=board,
+            tasks=self._tasks,
+            pool=self.pool,
+            landings=self._exchange.landings,
+            model=model,
+            sizes=sizes,
+            partition=partition,
+            queues=queues,
+            settings=self.settings,
+            on_failure=board.fail,
+        )
+        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
+        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others += [worker.reader.thread for worker in workers if worker.reader is not None]
+        self._watchdog = Watchdog(board, workers, others, self.settings.hang_timeout_s)
         self._reservation = BufferReservation(
             sizes,
             store,
@@ -98,19 +115,21 @@ class Engine:
             self.settings.accumulates,
         )
         is_compiled = compiler is not None and compiler.is_required
-        self._passes = Passes(self._reservation, queues, board.observer, self._synchronize, is_compiled)
-        workers = self._make_workers(model, sizes, queues)
-        watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
-        others += [worker.reader.thread for worker in workers if worker.reader is not None]
-        self._watchdog = Watchdog(board, workers, watches, others, self.settings.hang_timeout_s, fail)
-        self._life.start([*(worker.thread for worker in workers), *others], self._updater, self._exchange)
+        self._passes = Passes(
+            self._reservation, queues, board.observer, self._watchdog.synchronize, is_compiled
+        )
+        self._life = Lifecycle(
+            board, store, self.pool, workers, others, self._updater, self._exchange, self._settle
+        )
+        self._life.start()
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
         with self._life.call():
-            run = (shapes, self.partition, self.settings.rounds, self._step, validates)
-            self._passes.prepare(*self._reservation.reserve_run(*run))
+            sizes = self._reservation.reserve_run(
+                shapes, self.partition, self.settings.rounds, self._program.next_step, validates
+            )
+            self._passes.prepare(*sizes)
 
     def forward_backward(
         self,
@@ -128,19 +147,20 @@ class Engine:
         it names, which may be none, and `num_labels` of the whole step.
         """
         with self._life.call():
-            if self._calls and not self.settings.accumulates:
+            if self._program.is_open and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
-            self._passes.make_room(self._step)
-            share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
-            first_slot = self._next_slot
-            counts = (len(share.micro_batches), len(share.rounds), len(self.devices))
-            # None if this machine has no part in the step.
-            tasks = step_tasks(self.partition, *counts, first_slot) if share.rounds else []
-            tasks = self._program.make_way(tasks)
+            self._passes.make_room(self._program.next_step)
+            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            share = share.after(self._program.rounds)
+            num_devices, slot = len(self.devices), self._program.next_slot
+            tasks: list[StageTask] = []
+            if share.rounds:  # otherwise this machine has no part in the step
+                num_batches, num_rounds = len(share.micro_batches), len(share.rounds)
+                tasks = step_tasks(self.partition, num_batches, num_rounds, num_devices, slot)
+                tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            slots, end = self._program.training_pass(pass_, tasks, first_slot)
-            self._hand_out(len(tasks) + len(slots))
-            self._calls, self._rounds = self._calls + 1, share.total_rounds
+            end = self._program.training_pass(pass_, tasks)
+            self._program.hand_out()
             return self._track(pass_, tasks, end)
 
     def step(self, lr: float | None = None) -> None:
@@ -150,14 +170,11 @@ class Engine:
         in this step.
         """
         with self._life.call():
-            if not self._calls:
+            if not self._program.is_open:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
-            slots = self._program.step(lr, hyperparameters, self._next_slot)
-            # First: an interrupt after the hand-out must not find a step that seems to lack its update.
-            self._step += 1
-            self._calls = self._rounds = 0
-            self._hand_out(len(slots))
+            self._program.step(lr, hyperparameters)
+            self._program.hand_out()
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
@@ -174,17 +191,17 @@ class Engine:
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._life.call():
-            if self._calls and not self.settings.accumulates:
+            if self._program.is_open and not self.settings.accumulates:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
-            self._passes.make_room(self._step)
-            self._hand_out_late()
+            self._passes.make_room(self._program.next_step)
+            self._program.hand_out_late()
             stages = self.forward_stages if gives_outputs else None
-            where = (len(self.devices), self._next_slot)
-            tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
+            num_devices, slot = len(self.devices), self._program.next_slot
+            tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._program.evaluation(pass_, tasks)
-            self._hand_out(len(tasks))
+            self._program.hand_out()
             return self._track(pass_, tasks)
 
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
@@ -195,12 +212,12 @@ class Engine:
         must call that before the engine ends.
         """
         with self._life.call():
-            if self._calls:
+            if self._program.is_open:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
-            self._hand_out_late()
+            self._program.hand_out_late()
             save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
-            save.task = self._program.save(self._step, save.run)
-            self._hand_out(0)
+            save.task = self._program.save(save.run)
+            self._program.hand_out()
             # A long run must not keep every save that ended.
             self._saves = [save for save in self._saves if not save.ended] + [save]
             return save
@@ -209,10 +226,11 @@ class Engine:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
-            self._hand_out_late()
+            self._program.hand_out_late()
             self._passes.wait()
             for worker in (self._updater, *self._exchange.workers):
-                self._wait_for_worker(worker)
+                if worker.last is not None:
+                    self._watchdog.wait_for(worker.last)
 
     @contextmanager
     def true_device_weights(self) -> Iterator[None]:
@@ -222,7 +240,7 @@ class Engine:
         """
         self.drain()
         with self._life.call():
-            if self._calls:
+            if self._program.is_open:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
                 )
@@ -231,7 +249,7 @@ class Engine:
         def share() -> None:
             self._tasks.finish(under_way[-1])
             with self._life.call():
-                self._program.share_rewritten(self._step)
+                self._program.share_rewritten()
                 self._program.hand_out()
 
         try:
@@ -246,18 +264,14 @@ class Engine:
     def _begin_rewrite(self) -> Task:
         """Wait until the device weights that are not the fp32 weights may be written."""
         with self._life.call():
-            task = self._program.rewrite(self._step)
+            task = self._program.rewrite()
             for access in task.accesses:
-                for earlier in access.after:
-                    self._watchdog.wait_for(earlier, earlier)
-                    if earlier.event is not None:
-                        self._synchronize(earlier.event)
-                access.after = ()
+                self._tasks.begin(access, self._watchdog.wait_for_access)
             return task
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
-        if self._life.stopped:
+        if self._life.is_stopped:
             return
         try:
             self.drain()
@@ -266,8 +280,8 @@ class Engine:
                 save.wait()
         finally:
             self._life.stop()
-        if self._life.failure is not None:
-            raise self._life.failure
+        if self._board.failure is not None:
+            raise self._board.failure
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
@@ -282,22 +296,10 @@ class Engine:
                 self.drain()
         self._life.stop()
 
-    # Dispatch.
-
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         # From the first backward of a step on no layer is stale.
-        stale_layers = 0 if self._calls else self.store.stale_layers
-        return self._passes.make(batches, tasks, self._step, stale_layers, **facts)
-
-    def _hand_out(self, num_slots: int) -> None:
-        """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
-        self._program.hand_out()
-        self._next_slot += num_slots
-
-    def _hand_out_late(self) -> None:
-        """Hand out the rest of the last step's program, if it was to come beside the next step."""
-        slots = self._program.late_tasks(self._next_slot)
-        self._hand_out(len(slots))
+        stale_layers = 0 if self._program.is_open else self.store.stale_layers
+        return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
 
     def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
         def wait_for_end() -> None:
@@ -308,71 +310,33 @@ class Engine:
         self._passes.add(result)
         return result
 
-    def _wait_for_worker(self, worker: Worker) -> None:
-        if worker.last is not None:
-            self._watchdog.wait_for(worker.last, worker.last)
+    def _wait_in_call(self, value: Value[T]) -> T:
+        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns."""
+        with self._life.call(is_known=value.happened):
+            if not value.happened:
+                if value.kind == UPDATED and self._program.is_late(*value.numbers):
+                    self._program.hand_out_late()
+                self._program.release_sums()
+                self._program.hand_out()
+            self._watchdog.wait_for(value)
+            if isinstance(value.content, HostTensors):
+                self._watchdog.synchronize(value.content.landed)
+            return value.content
 
-    def _wait_for_in_call(self, flag: Flag, words: object) -> None:
+    def _wait_for_in_call(self, flag: Flag, words: object = None) -> None:
         """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
-        with self._life.call(is_there=flag.happened):
+        with self._life.call(is_known=flag.happened):
             self._watchdog.wait_for(flag, words)
 
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
-        return self._calls > 0 or not idle
-
-    # Faults and threads.
-
-    def _make_workers(
-        self, model: LayeredModel, sizes: ValueSizes, queues: Sequence[Queue[DeviceJob]]
-    ) -> list[DeviceWorker]:
-        setup = WorkerSetup(
-            store=self.store,
-            board=self._board,
-            tasks=self._tasks,
-            pool=self.pool,
-            landings=self._exchange.landings,
-            model=model,
-            sizes=sizes,
-            partition=self.partition,
-            queues=queues,
-            settings=self.settings,
-            on_failure=self._life.fail,
-        )
-        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
-        self._life.allocate(workers)
-        return workers
+        return self._program.is_open or not idle
 
     def _settle(self) -> None:
         """Leave behind what outlives the threads, which have ended: results, and a whole store."""
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        if self._calls and self.store.step == self._step and self._life.failure is None:
+        is_at_its_calls = self._program.is_open and self.store.step == self._program.next_step
+        if is_at_its_calls and self._board.failure is None:
             self.store.write_newest_device_weights()
-
-    def _wait_in_call(self, value: Value[T]) -> T:
-        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns.
-
-        What is posted already can be had even after a fault.
-        """
-        with self._life.call(is_there=value.happened):
-            if value.kind == UPDATED and self._program.is_late(*value.numbers):
-                self._hand_out_late()
-            if not value.happened:
-                self._program.release_sums()
-                self._hand_out(0)
-            content = self._watchdog.wait(value)
-            if isinstance(content, HostTensors):
-                self._synchronize(content.landed)
-            return content
-
-    def _synchronize(self, event: Event) -> None:
-        """Wait for a device's event. A device that failed raises here first, so this reports its fault."""
-        try:
-            self._watchdog.synchronize(event)
-        except RuntimeError as error:
-            failure = PipelineError(FaultLocation("controller"), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._life.fail(failure)
-            raise Stopped from error

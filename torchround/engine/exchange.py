@@ -78,8 +78,12 @@ class StepExchange:
             *self.weights_from.values(),
         ]
         self._counted_bytes = self._sent_bytes()
-        if group is not None:
-            group.on_fault(self.failed)
+
+    def start(self) -> None:
+        """Let the other machines learn of faults of this one, and this one of theirs, until the engine's end."""
+        self._board.on_fault = self.fail
+        if self._group is not None:
+            self._group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
         """Return this machine's share of a step that is about to be dispatched.

@@ -9,7 +9,6 @@ from torch import Tensor
 from torchround.engine.board import Value, Values
 from torchround.engine.buffer_reservation import PassShape, forward_inputs
 from torchround.engine.device import Event, PastEvent
-from torchround.engine.errors import FaultLocation
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
@@ -146,11 +145,6 @@ class StageJob:
     def slot(self) -> int:
         """The stage slot of the job."""
         return self.task.slot
-
-    def location(self, actor: str, names: Sequence[str], micro_batch: int | None) -> FaultLocation:
-        """Describe the job of a device, `actor`, while it is at a micro-batch. `names` are the layers'."""
-        stage = self.task.stage
-        return FaultLocation(actor, stage.kind.value, tuple(names[stage.start : stage.stop]), micro_batch)
 
     @property
     def slots_left(self) -> int:

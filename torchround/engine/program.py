@@ -48,7 +48,8 @@ class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
 
     Tasks are declared one by one and handed out together at the end of each call, so that a stop cannot come between
-    the tasks of an update.
+    the tasks of an update. `next_slot` and `next_step` come after all that is declared. `rounds` are those of the step
+    that waits for its `step()`, if it `is_open`.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class Program:
         self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
         self._directions = {b.index: Buffer(DIRECTION, names[b.index]) for b in self._directed}
         self._records = Buffer(RECORDS)
-        self._rounds = 0  # of the step that waits for its `step()`
-        self._pass: Pass | None = None  # its newest call
+        self.next_slot = 0
+        self.next_step = store.step
+        self.rounds = 0
+        self._pass: Pass | None = None  # the newest call of the step that is open
         # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
         self._last_sums: dict[int, Task] = {}
         # The step whose update comes among the stages of the next step.
@@ -87,34 +90,37 @@ class Program:
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has calls, and its `step()` has not come."""
+        return self._pass is not None
+
     # A step's calls.
 
-    def training_pass(
-        self, pass_: Pass, stages: Sequence[StageTask], first_slot: int
-    ) -> tuple[tuple[int, ...], Task]:
-        """Declare a call of a step: its stages, and what takes their gradients and losses.
-
-        Returns the slots of direction jobs, and the task that ends the call.
-        """
+    def training_pass(self, pass_: Pass, stages: Sequence[StageTask]) -> Task:
+        """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
         share, step = _share(pass_), pass_.step
         self.release_sums()
+        first_slot = self.next_slot
+        self.next_slot += len(stages)
         num_forward, takings = _num_forward(stages), deque(self._takings(share))
         for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
         # In the program before the first stage that writes gradients, which the late update reads. On the
         # devices its direction jobs may come a few stages later.
-        slots = self.late_tasks(first_slot + self._slots_before_late(stages))
-        if self._rounds == 0:
-            self._write_lagging(step)
+        self._declare_late(first_slot + self._slots_before_late(stages))
+        if self.rounds == 0:
+            self._write_stale(step)
         for stage in stages[num_forward:]:
             self._stage(pass_, stage, takings)
         for _, bundle, parts in takings:
             self._take(pass_, bundle, parts)
-        self._pass, self._rounds = pass_, share.total_rounds
-        return slots, self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
+        self._pass, self.rounds = pass_, share.total_rounds
+        return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
         """Declare a pass without gradients."""
+        self.next_slot += len(stages)
         for stage in stages:
             self._stage(pass_, stage, deque())
 
@@ -150,7 +156,7 @@ class Program:
         the earliest parts that are not added yet never wait for later ones.
         """
         machines = self._store.ownership.num_machines
-        for local, first in enumerate(range(self._rounds, share.total_rounds, machines)):
+        for local, first in enumerate(range(self.rounds, share.total_rounds, machines)):
             last = min(first + machines, share.total_rounds)
             for bundle in reversed(self._store.trained):
                 yield local, bundle, range(first * len(bundle.layers), last * len(bundle.layers))
@@ -168,7 +174,8 @@ class Program:
             sources = [buffers[0] for buffers in landed.values()]
             run = partial(self._exchange.send_gradient, bundle, step, list(landed), sources)
             if landed:
-                self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
+                sender = self._exchange.gradients_to[bundle.owner]
+                self._emit(sender, "the sending of gradients", step, run, bundle, reads)
             return
         if bundle.adds_up:
             given = [landed[part][0] if part in landed else makers[part] for part in parts]
@@ -195,34 +202,37 @@ class Program:
             self._host_tasks[self._updater].append(task)
         self._last_sums = {}
 
-    def _write_lagging(self, step: int) -> None:
+    def _write_stale(self, step: int) -> None:
         for bundle in filter(self._store.lags, self._store.trained):
             if bundle.is_owned:
                 run = partial(self._updater.write_lagging, bundle)
                 reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
                 self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
-            self._exchange_weights(bundle, step - 1, [], [], None)
+            self._exchange_weights(bundle, step)
 
     # A step's update.
 
-    def step(self, lr: float, hyperparameters: Hyperparameters | None, slot: int) -> tuple[int, ...]:
-        """Declare the update of a step. Returns the slots, from `slot` on, of direction jobs."""
+    def step(self, lr: float, hyperparameters: Hyperparameters | None) -> None:
+        """Declare the update of the step that is open, or note it, if it comes late: among the stages of the next step."""
         pass_ = self._pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
         if self._accumulates and not self._is_bounded:
             for bundle in reversed(self._store.owned):
                 self._measure(pass_.step, bundle)
-        self._pass, self._rounds = None, 0
         if self._directed and self._store.policy.versions > 1:
             self._late = decision
-            return ()
-        return self._update(decision, slot)
+        else:
+            self._update(decision, self.next_slot)
+        # Last, and before anything is handed out: after an interrupt no step must seem to lack an update that runs.
+        self.next_step += 1
+        self._pass, self.rounds = None, 0
 
-    def late_tasks(self, slot: int) -> tuple[int, ...]:
-        """Declare the rest of the newest step's program, if it is late. Returns the slots of its direction jobs."""
+    def _declare_late(self, slot: int) -> None:
+        """Declare the rest of the newest step's program, if it is late. Its direction jobs have slots from `slot` on."""
         late, self._late = self._late, None
-        return () if late is None else self._update(late, slot)
+        if late is not None:
+            self._update(late, slot)
 
     def is_late(self, step: int) -> bool:
         """Tell whether the update of a step is not declared yet, though its `step` was called."""
@@ -242,10 +252,10 @@ class Program:
         """Return the stages before late direction jobs: by then the gradients have landed, so few devices wait."""
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
-    def _update(self, decision: Decision, slot: int) -> tuple[int, ...]:
+    def _update(self, decision: Decision, slot: int) -> None:
         """Declare the directions, the decision and the updates of a step."""
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
-        slots = self._direct(step, slot)
+        self._direct(step, slot)
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
         self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
@@ -268,81 +278,86 @@ class Program:
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
                 writes = [self._states[bundle.index], *new]
                 run = partial(updater.update, decision, bundle)
-                self._emit(updater, "the update", step, run, bundle, reads, writes, updater.is_begun)
+                self._emit(updater, "the update", step, run, bundle, reads, writes)
             if new:
-                self._exchange_weights(bundle, step, [decided], old, decision)
-        run, records = partial(updater.finish, decision), [self._records]
-        self._emit(updater, "the end", step, run, writes=records, is_essential=updater.is_begun)
-        return slots
+                self._exchange_weights(bundle, step + 1, decision, [decided], old)
+        self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
 
-    def _direct(self, step: int, slot: int) -> tuple[int, ...]:
+    def _direct(self, step: int, slot: int) -> None:
         """Declare the direction jobs of a step, one for each device, if it has any.
 
         The bundles are dealt to the devices in turn, the first one to the device whose turn it is. Devices without a
         bundle get an empty job, because a device takes every `num_devices`-th slot.
         """
-        if not self._directed:
-            return ()
-        slots = tuple(range(slot, slot + self._num_devices))
-        for position, own in enumerate(slots):
-            bundles = tuple(self._directed[position :: self._num_devices])
+        for position in range(self._num_devices) if self._directed else ():
+            own, bundles = slot + position, tuple(self._directed[position :: self._num_devices])
             task = Task("directions", step, FaultLocation(f"stage slot {own}"))
             self._tasks.declare(task, writes=[self._directions[bundle.index] for bundle in bundles])
             self._jobs.append(DirectionJob(own, step, bundles, tuple(task.accesses)))
             task.accesses = []  # the job has them
-        return slots
+            self.next_slot += 1
 
     # Between steps.
 
-    def save(self, step: int, run: Callable[[], object]) -> Task:
+    def save(self, run: Callable[[], object]) -> Task:
         """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
         reads = [self._records]
         for bundle in self._store.owned:
             reads += [self._states[bundle.index], *self._weights[bundle.index]]
-        return self._emit(self._saver, "the save", step, run, reads=reads)
+        return self._emit(self._saver, "the save", self.next_step, run, reads=reads)
 
-    def rewrite(self, step: int) -> Task:
+    def rewrite(self) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
-        untrue = self._store.stale_or_predicted()
-        writes = [self._weights_of(b, step - self._store.lags(b)) for b in untrue]
+        step, rewritten = self.next_step, self._store.stale_or_predicted()
+        writes = [self._weights_of(b, step - self._store.lags(b)) for b in rewritten]
         # Older device weights wait there meanwhile.
-        writes += [self._gradients[b.index] for b in untrue if self._store.lags(b)]
+        writes += [self._gradients[b.index] for b in rewritten if self._store.lags(b)]
         task = Task("the rewriting of device weights", step, FaultLocation("controller"))
-        return self._tasks.declare(task, [self._states[b.index] for b in untrue if b.is_owned], writes)
+        return self._tasks.declare(task, [self._states[b.index] for b in rewritten if b.is_owned], writes)
 
-    def share_rewritten(self, version: int) -> None:
-        """Declare the exchange of device weights of a version that each owner has written anew."""
+    def share_rewritten(self) -> None:
+        """Declare the exchange of device weights that each owner has rewritten."""
         for bundle in self._store.stale_or_predicted():
-            self._exchange_weights(bundle, version - 1, [], [], None)
+            self._exchange_weights(bundle, self.next_step)
 
     def _exchange_weights(
-        self, bundle: Bundle, step: int, decided: list[Buffer], old: list[Buffer], decision: Decision | None
+        self,
+        bundle: Bundle,
+        version: int,
+        decision: Decision | None = None,
+        decided: Sequence[Buffer] = (),
+        old: Sequence[Buffer] = (),
     ) -> None:
-        """Declare what sends the device weights after `step` to all machines, or receives them from their owner.
+        """Declare what sends a version of device weights to all machines, or receives it from their owner.
 
-        Without a `decision` they were written anew between steps.
+        If the `decision` is not to apply, each machine copies the `old` version.
         """
-        exchange, new = self._exchange, self._weights_of(bundle, step + 1)
+        exchange, new, step = self._exchange, self._weights_of(bundle, version), version - 1
 
         def send(peer: int) -> None:
             if decision is None or decision.applies:
-                exchange.send_weights(peer, bundle, step + 1)
+                exchange.send_weights(peer, bundle, version)
 
         def receive() -> None:
             if decision is None or decision.applies:
-                exchange.receive_weights(bundle, step + 1)
+                exchange.receive_weights(bundle, version)
             else:
                 self._updater.copy_version(bundle, step)
 
-        for peer in exchange.peers if bundle.is_owned else ():
-            self._emit(
-                exchange.weights_to[peer], "the sending", step, partial(send, peer), bundle, [*decided, new]
-            )
         if not bundle.is_owned:
             source = exchange.weights_from[bundle.owner]
-            self._emit(source, "the receiving", step, receive, bundle, [*decided, *old], [new])
+            self._emit(source, "the receiving of weights", step, receive, bundle, [*decided, *old], [new])
+            return
+        for peer in exchange.peers:
+            sender, run = exchange.weights_to[peer], partial(send, peer)
+            self._emit(sender, "the sending of weights", step, run, bundle, [*decided, new])
 
     # Memory and workers.
+
+    def hand_out_late(self) -> None:
+        """Let the workers run what is declared, and the rest of the newest step's program, if it is late."""
+        self._declare_late(self.next_slot)
+        self.hand_out()
 
     def hand_out(self) -> None:
         """Let the workers run what is declared."""
@@ -360,7 +375,7 @@ class Program:
         return versions[version % len(versions)]
 
     def _landing(self, bundle: Bundle, use: int) -> Sequence[Buffer]:
-        """Return where a part of a bundle's gradient lands: as the whole sum, or in memory of parts."""
+        # As the whole sum, or in memory of parts.
         if bundle.adds_up:
             return self._exchange.landings.buffers(bundle, use)
         return [self._gradients[bundle.index]]
@@ -374,11 +389,10 @@ class Program:
         bundle: Bundle | None = None,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
-        is_essential: Callable[[int], bool] | None = None,
     ) -> Task:
         """Declare a task of the host, to be handed out with the others of this call."""
         location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
-        task = self._tasks.declare(Task(name, step, location, run, worker, is_essential), reads, writes)
+        task = self._tasks.declare(Task(name, step, location, run, worker), reads, writes)
         self._host_tasks[worker].append(task)
         return task
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchround.engine.board import Board, Flag, Queue
 from torchround.engine.device import Event
-from torchround.engine.errors import FaultLocation, Stopped
+from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 
 # The most reads that a write waits for, so that a run of evaluations, which write nothing, remembers no more.
 MOST_READERS = 8
@@ -64,13 +64,7 @@ class Access(Flag):
         self.event: Event | None = None
 
     def __str__(self) -> str:
-        """Describe the access for a report."""
         return f"{self.task} to {'write' if self.writes else 'read'} the {self.buffer.name}"
-
-    @property
-    def kind(self) -> str:
-        """The kind of the memory, and what is done with it, as observers of the board know the access."""
-        return f"{self.buffer.kind}, {'written' if self.writes else 'read'}"
 
     @property
     def is_ready(self) -> bool:
@@ -79,13 +73,9 @@ class Access(Flag):
 
 
 class Task(Flag):
-    """One piece of work of a worker. It happens when it has run and all its accesses have ended.
+    """One piece of work of a worker. It happens when it has run and all its accesses have ended."""
 
-    `is_essential` tells, after the engine has stopped, whether the task must run all the same, because an update
-    that has begun cannot stop half-way.
-    """
-
-    __slots__ = ("accesses", "is_essential", "location", "name", "run", "step", "worker")
+    __slots__ = ("accesses", "location", "name", "run", "step", "worker")
 
     def __init__(
         self,
@@ -94,7 +84,6 @@ class Task(Flag):
         location: FaultLocation,
         run: Callable[[], object] | None = None,
         worker: "Worker | None" = None,
-        is_essential: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -102,21 +91,9 @@ class Task(Flag):
         self.location = location
         self.run = run
         self.worker = worker
-        self.is_essential = is_essential
         self.accesses: list[Access] = []
 
-    @property
-    def kind(self) -> str:
-        """The kind of the task, as observers of the board know it."""
-        return self.name
-
-    @property
-    def must_run(self) -> bool:
-        """Whether the task must run although the engine has stopped."""
-        return self.is_essential is not None and self.is_essential(self.step)
-
     def __str__(self) -> str:
-        """Describe the task for a report."""
         return f"{self.name} of step {self.step} ({self.location})"
 
 
@@ -167,10 +144,10 @@ class Tasks:
             buffer.writer, buffer.readers = access, []
         task.accesses.append(access)
 
-    def begin(self, access: Access) -> None:
-        """Wait until the access may begin. Raises `Stopped` if the engine stops before."""
+    def begin(self, access: Access, wait_for: Callable[[Access], None] | None = None) -> None:
+        """Wait until the access may begin, by `wait_for` for each earlier one. Raises `Stopped` if the engine stops before."""
         for earlier in access.after:
-            self.wait_for(earlier)
+            (wait_for or self.wait_for)(earlier)
         access.after = ()
 
     def wait_for(self, earlier: Access) -> None:
@@ -197,9 +174,8 @@ class Tasks:
 class Worker:
     """A thread that runs its tasks one after the other.
 
-    `on_fault` takes the error of a task, or of the thread outside of any. `saves` says that its reads outlast a stop for
-    a while. `moves` grows with each task that it begins. `busy_s` is the time inside its tasks, `waited_for_saves_s` that
-    in which essential tasks waited for a worker that `saves`.
+    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins. `busy_s` is the
+    time inside its tasks, `waited_for_saves_s` that in which an update that had begun waited for a worker that `saves`.
     """
 
     def __init__(
@@ -207,7 +183,7 @@ class Worker:
         name: str,
         actor: str,
         tasks: Tasks,
-        on_fault: Callable[[Task | None, BaseException], None],
+        on_fault: Callable[[Task | None, BaseException], None] | None = None,
         saves: bool = False,
     ) -> None:
         self.actor = actor  # in the location of a fault
@@ -217,7 +193,7 @@ class Worker:
         self.task: Task | None = None  # under way
         self.last: Task | None = None
         self._tasks = tasks
-        self._on_fault = on_fault
+        self._on_fault = on_fault or self._fail
         self._queue = Queue[Task](tasks.board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.has_ended = False
@@ -228,8 +204,12 @@ class Worker:
     def leave(self) -> None:
         """End what the thread began."""
 
+    def is_begun(self, step: int) -> bool:
+        """Tell whether tasks of a step run although the engine has stopped, because a begun update cannot stop half-way."""
+        return False
+
     def overcome(self, error: BaseException) -> None:
-        """Take the error of a device whose access an essential task has waited for."""
+        """Take the error of a device whose access a task of a begun update has waited for."""
 
     def put(self, tasks: Sequence[Task]) -> None:
         """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
@@ -241,13 +221,17 @@ class Worker:
         """Whether all tasks that it got have ended."""
         return self.last is None or self.last.happened
 
+    def _fail(self, task: Task | None, error: BaseException) -> None:
+        location = FaultLocation(self.actor) if task is None else task.location
+        self._tasks.board.fail(PipelineError.of(error, location))
+
     def _main(self) -> None:
         try:
             self.enter()
             while True:
                 self.task = None
                 self.task = self._queue.take("its next task")
-                if not self.task.must_run:
+                if not self.is_begun(self.task.step):
                     self._tasks.board.raise_if_stopped()
                 self._run(self.task)
         except Stopped:
@@ -261,23 +245,21 @@ class Worker:
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            for earlier in access.after:
-                self._wait_for(task, earlier)
-            access.after = ()
+            self._tasks.begin(access, self._wait_for)
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
         task.run()
         self.busy_s += time.perf_counter() - start_s
         self._tasks.finish(task)
 
-    def _wait_for(self, task: Task, earlier: Access) -> None:
-        """Wait for an earlier access. A task that must run does so whatever happens to the others meanwhile."""
+    def _wait_for(self, earlier: Access) -> None:
+        """Wait for an earlier access. A begun update continues whatever happens to others meanwhile."""
         saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
         start_s = time.perf_counter() if saver else 0.0
         try:
             self._tasks.wait_for(earlier)
         except BaseException as error:
-            if not task.must_run:
+            if self.task is None or not self.is_begun(self.task.step):
                 raise
             if not isinstance(error, Stopped):
                 self.overcome(error)  # a device that failed reads no more

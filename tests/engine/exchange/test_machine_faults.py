@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engine_rows import STEPS, Row
-from tests.support.faults import engine_threads
+from tests.support.faults import engine_threads, kind_of
 from tests.support.machines import run_machines
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.board import Observer
@@ -133,7 +133,7 @@ def test_a_bounded_call_without_its_step_is_drained_after_its_losses():
             self.seen = threading.Event()
 
         def posted(self, token):
-            if getattr(token, "kind", None) == "the losses":
+            if kind_of(token) == "the losses":
                 self.seen.set()
 
     def run(group):

@@ -34,11 +34,11 @@ from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJ
 from torchround.engine.worker.slots import DeviceConstants, StageSlots
 from torchround.engine.worker.stage_run import StageRun
 from torchround.layer import LayeredModel
-from torchround.planning.partition import Partition, StageKind
+from torchround.planning.partition import Partition, StageKind, StageTask
 
 T = TypeVar("T")
-# The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
-WorkerState = tuple[StageJob | DirectionJob | None, int | None]
+# The job under way, without its pass, and its micro-batch or the position of its bundle: None between them.
+WorkerState = tuple[StageTask | DirectionJob | None, int | None]
 # The kind of the jobs that a device's thread gets.
 STAGE_JOB = "stage slot {0} to be handed out"
 
@@ -71,7 +71,7 @@ class DeviceWorker:
         self._queue = setup.queues[index]
         self._next_slot = index
         self._micro_batch: int | None = None
-        self._job: StageJob | DirectionJob | None = None
+        self._job: StageTask | DirectionJob | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self.activations = ActivationTransfers(device, setup.board, setup.pool, setup.sizes)
@@ -131,7 +131,7 @@ class DeviceWorker:
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
-        self._job = job
+        self._job = job.task
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         upload, self._upload = self._upload or self._start_upload(job), None
         # The optimizer may need this device's last gradients before it can complete
@@ -282,11 +282,15 @@ class DeviceWorker:
     # What the watchdog and error messages ask for, from any thread.
 
     def state(self) -> WorkerState:
-        """Return the stage job and micro-batch under way; `location` describes them."""
+        """Return what is under way; `location` describes it. The watchdog keeps it, so it must not hold memory."""
         return self._job, self._micro_batch
 
     def location(self, state: WorkerState) -> FaultLocation:
         """Describe a state that `state` returned."""
         job, position = state
         actor = f"device {self.device.name}"
-        return FaultLocation(actor) if job is None else job.location(actor, self.setup.model.names, position)
+        names = self.setup.model.names
+        if isinstance(job, StageTask):
+            layers = tuple(names[job.stage.start : job.stage.stop])
+            return FaultLocation(actor, job.stage.kind.value, layers, position)
+        return FaultLocation(actor) if job is None else job.location(actor, names, position)
