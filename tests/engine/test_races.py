@@ -188,12 +188,12 @@ ACCESSES = {
     ("the rewriting of device weights", STATE, "reads"): "true weights",
     ("the rewriting of device weights", WEIGHTS, "writes"): "true weights of stale layers",
     ("the rewriting of device weights", GRADIENT, "writes"): "true weights of stale layers",
-    ("the sending", PART, "reads"): "machines",
-    ("the sending", DECISION, "reads"): "machines",
-    ("the sending", WEIGHTS, "reads"): "machines",
-    ("the receiving", DECISION, "reads"): "machines",
-    ("the receiving", WEIGHTS, "reads"): "machines, skipped",
-    ("the receiving", WEIGHTS, "writes"): "machines",
+    ("the sending of gradients", PART, "reads"): "machines",
+    ("the sending of weights", DECISION, "reads"): "machines",
+    ("the sending of weights", WEIGHTS, "reads"): "machines",
+    ("the receiving of weights", DECISION, "reads"): "machines",
+    ("the receiving of weights", WEIGHTS, "reads"): "machines, skipped",
+    ("the receiving of weights", WEIGHTS, "writes"): "machines",
 }
 # These only declare a use: other accesses of the same tasks order them too, or a call that waits for all steps.
 IMPLIED = {

@@ -8,6 +8,9 @@
 The engine stops at the first fault; the call in progress, and each later one, raises the `PipelineError`.
 """
 
+import atexit
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -17,9 +20,9 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
 from torchround.engine.device import Device
-from torchround.engine.errors import EngineError, EngineUsageError
+from torchround.engine.errors import MIXED, EngineError, EngineUsageError, Stopped
 from torchround.engine.exchange import StepExchange
-from torchround.engine.lifecycle import Lifecycle
+from torchround.engine.lifecycle import choose_kernels, end_threads, forget_variables
 from torchround.engine.passes import UPDATED, HostTensors, Pass
 from torchround.engine.program import Program
 from torchround.engine.results import DeviceJob, Passes, StepResult
@@ -102,10 +105,6 @@ class Engine:
             settings=self.settings,
             on_failure=board.fail,
         )
-        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
-        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
-        others += [worker.reader.thread for worker in workers if worker.reader is not None]
-        self._watchdog = Watchdog(board, workers, others, self.settings.hang_timeout_s)
         self._reservation = BufferReservation(
             sizes,
             store,
@@ -114,18 +113,35 @@ class Engine:
             self._exchange.landings.needed(),
             self.settings.accumulates,
         )
+        self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
+        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
+        self._threads = [*(worker.thread for worker in self._workers), *others]
+        self._watchdog = Watchdog(board, self._workers, others, self.settings.hang_timeout_s)
         is_compiled = compiler is not None and compiler.is_required
         self._passes = Passes(
             self._reservation, queues, board.observer, self._watchdog.synchronize, is_compiled
         )
-        self._life = Lifecycle(
-            board, store, self.pool, workers, others, self._updater, self._exchange, self._settle
-        )
-        self._life.start()
+        self._is_stopped = False
+        self._stop_lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            for worker in self._workers:
+                worker.allocate()
+        except BaseException:
+            self._stop()  # gives back what was allocated on the devices that had room
+            raise
+        choose_kernels()
+        self._exchange.start()
+        atexit.register(self._stop_at_exit, os.getpid())
+        for thread in self._threads:
+            thread.start()
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
-        with self._life.call():
+        with self._call():
             sizes = self._reservation.reserve_run(
                 shapes, self.partition, self.settings.rounds, self._program.next_step, validates
             )
@@ -146,7 +162,7 @@ class Engine:
         On several machines, all call this with their own `share` of the step (`step_share`), the micro-batches that
         it names, which may be none, and `num_labels` of the whole step.
         """
-        with self._life.call():
+        with self._call():
             if self._program.is_open and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._passes.make_room(self._program.next_step)
@@ -169,7 +185,7 @@ class Engine:
         A `HostOptimizer` steps with its groups' hyperparameters as they are now; an `lr` replaces their learning rate
         in this step.
         """
-        with self._life.call():
+        with self._call():
             if not self._program.is_open:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
@@ -190,7 +206,7 @@ class Engine:
         return self._run_forward(batches, gives_outputs=True)
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
-        with self._life.call():
+        with self._call():
             if self._program.is_open and not self.settings.accumulates:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
@@ -211,7 +227,7 @@ class Engine:
         bundle. Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller
         must call that before the engine ends.
         """
-        with self._life.call():
+        with self._call():
             if self._program.is_open:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._program.hand_out_late()
@@ -224,7 +240,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
-        with self._life.call():
+        with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
             self._program.hand_out_late()
             self._passes.wait()
@@ -239,7 +255,7 @@ class Engine:
         Afterwards the device weights are as before, bit for bit: predictions, or older ones of stale layers.
         """
         self.drain()
-        with self._life.call():
+        with self._call():
             if self._program.is_open:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
@@ -248,7 +264,7 @@ class Engine:
 
         def share() -> None:
             self._tasks.finish(under_way[-1])
-            with self._life.call():
+            with self._call():
                 self._program.share_rewritten()
                 self._program.hand_out()
 
@@ -263,7 +279,7 @@ class Engine:
 
     def _begin_rewrite(self) -> Task:
         """Wait until the device weights that are not the fp32 weights may be written."""
-        with self._life.call():
+        with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
                 self._tasks.begin(access, self._watchdog.wait_for_access)
@@ -271,7 +287,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
-        if self._life.is_stopped:
+        if self._is_stopped:
             return
         try:
             self.drain()
@@ -279,7 +295,7 @@ class Engine:
                 save.may_publish()  # otherwise a save that waits for this would never end
                 save.wait()
         finally:
-            self._life.stop()
+            self._stop()
         if self._board.failure is not None:
             raise self._board.failure
 
@@ -294,7 +310,7 @@ class Engine:
         if self.store.policy is BOUNDED and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
-        self._life.stop()
+        self._stop()
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         # From the first backward of a step on no layer is stale.
@@ -312,7 +328,7 @@ class Engine:
 
     def _wait_in_call(self, value: Value[T]) -> T:
         """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns."""
-        with self._life.call(is_known=value.happened):
+        with self._call(is_known=value.happened):
             if not value.happened:
                 if value.kind == UPDATED and self._program.is_late(*value.numbers):
                     self._program.hand_out_late()
@@ -325,7 +341,7 @@ class Engine:
 
     def _wait_for_in_call(self, flag: Flag, words: object = None) -> None:
         """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
-        with self._life.call(is_known=flag.happened):
+        with self._call(is_known=flag.happened):
             self._watchdog.wait_for(flag, words)
 
     def _is_in_a_step(self) -> bool:
@@ -333,10 +349,65 @@ class Engine:
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
         return self._program.is_open or not idle
 
-    def _settle(self) -> None:
-        """Leave behind what outlives the threads, which have ended: results, and a whole store."""
+    # Faults, and the end.
+
+    @contextmanager
+    def _call(self, is_known: bool = False) -> Iterator[None]:
+        """Run a call of the user, raising the engine's failure instead of hanging or returning as if all were well.
+
+        `is_known` says that the answer is known already; the user gets it even after the end.
+        """
+        if not is_known:
+            self._raise_failure()
+            if self._is_stopped:
+                raise EngineUsageError("the engine is closed")
+        try:
+            yield
+        except Stopped:
+            self._raise_failure()
+            raise EngineUsageError("the engine was closed during this call") from None
+        # The call has its answer, but a fault came meanwhile, for example one that the
+        # update's second try overcame.
+        if not is_known:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        # Without a variable for it, which would make a reference cycle through the traceback.
+        if self._board.failure is not None:
+            self._stop()
+            raise self._board.failure from self._board.failure.__cause__
+
+    def _stop(self) -> None:
+        """End every thread and give devices and pool back. A thread that still runs at a deadline keeps its memory."""
+        with self._stop_lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+        atexit.unregister(self._stop_at_exit)
+        self._board.stop()  # every thread unwinds at its next wait
+        self._exchange.stop(self._board.failure)
+        busy = end_threads(self._board, self._workers, self._threads, self._updater)
+        failure = self._board.failure
+        # In `bounded`, or if an update is stuck.
+        if failure is not None and failure.store_is_consistent and not self.store.is_consistent:
+            failure.store_is_consistent = False
+            failure.add(f"some layers are updated: {MIXED}")
+        if busy:  # memory that a device may still copy to must not be unmapped
+            if failure is not None:
+                failure.add(f"still inside a computation, with its memory: {', '.join(sorted(busy))}")
+            return
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        is_at_its_calls = self._program.is_open and self.store.step == self._program.next_step
-        if is_at_its_calls and self._board.failure is None:
+        if failure is None and self._program.is_open and self.store.step == self._program.next_step:
             self.store.write_newest_device_weights()
+        self.pool.close()
+        # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
+        forget_variables(failure, seen=set())
+
+    def _stop_at_exit(self, process: int) -> None:
+        """End an engine that the program did not close: Python would end its threads inside C++, which aborts.
+
+        A forked process has no such threads.
+        """
+        if os.getpid() == process:
+            self._stop()
