@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -22,14 +23,12 @@ T = TypeVar("T")
 LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Flag:
     """Something that happens once. Threads wait for it by `Board.wait_for`."""
 
-    __slots__ = ("happened", "wakers")
-
-    def __init__(self) -> None:
-        self.happened = False
-        self.wakers: list[threading.Event] = []
+    happened: bool = field(default=False, init=False)
+    wakers: list[threading.Event] = field(default_factory=list, init=False)
 
 
 class Value(Flag, Generic[T]):
@@ -71,19 +70,16 @@ class WaitForValue(Protocol):
 
 
 class Observer:
-    """A witness of what threads hand over and of host accesses to shared memory, in an order consistent with causality.
+    """A witness of what threads post and see posted, and of host accesses to memory, in an order consistent with causality.
 
     This one ignores what it sees; the race checker's log is a subclass. A token is a `Flag` or a buffer of the pool.
     """
 
-    def posted(self, token: object) -> None:
-        """Note that the calling thread posts `token`."""
+    def posted(self, token: object) -> None: ...
 
-    def waited(self, token: object) -> None:
-        """Note that the calling thread has seen `token` posted."""
+    def waited(self, token: object) -> None: ...
 
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Note that the calling thread reads and writes these buffers."""
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
 
 
 class Board:
@@ -108,12 +104,11 @@ class Board:
         self.happen(value)
 
     def wait(self, value: Value[T], words: object = None) -> T:
-        """Wait until a value is posted, and return its content. As `wait_for` otherwise."""
+        """Wait until a value is posted, as `wait_for`, and return its content."""
         self.wait_for(value, words or value)
         return value.content
 
     def happen(self, flag: Flag) -> None:
-        """Wake the threads that wait for `flag`."""
         # The observer first: a waiter must not be seen to wait before the post that ends its wait.
         self.observer.posted(flag)
         with self._lock:
@@ -124,15 +119,11 @@ class Board:
             waker.set()
 
     def wait_for(
-        self,
-        flag: Flag,
-        words: object,
-        look: Callable[[], None] = lambda: None,
-        every_s: float | None = None,
+        self, flag: Flag, words: object, look: Callable[[], None] = lambda: None, every_s: float | None = None
     ) -> None:
-        """Wait until `flag` has happened. Raises `Stopped` if the engine stopped before. Reports say `words`.
+        """Wait until `flag` has happened, and call `look` every `every_s` seconds. Reports say `words`.
 
-        Calls `look` each `every_s` seconds of waiting.
+        Raises `Stopped` if the engine stopped before.
         """
         if not flag.happened:
             waker = threading.Event()

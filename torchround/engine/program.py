@@ -43,6 +43,9 @@ from torchround.optim.host_optimizer import Hyperparameters
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
+# A round of this machine, a bundle, and what declares the task that takes the parts made by then.
+_Taking = tuple[int, Bundle, Callable[[], None]]
+
 
 class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
@@ -85,8 +88,7 @@ class Program:
         self._pass: Pass | None = None  # the newest call of the step that is open
         # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
         self._last_sums: dict[int, Task] = {}
-        # The step whose update comes among the stages of the next step.
-        self._late: Decision | None = None
+        self._late: Decision | None = None  # of the step whose update comes among the stages of the next step
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
@@ -99,11 +101,12 @@ class Program:
 
     def training_pass(self, pass_: Pass, stages: Sequence[StageTask]) -> Task:
         """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
-        share, step = _share(pass_), pass_.step
+        share, step = pass_.share, pass_.step
+        assert share is not None, f"step {step} was dispatched without a share"
         self.release_sums()
         first_slot = self.next_slot
         self.next_slot += len(stages)
-        num_forward, takings = _num_forward(stages), deque(self._takings(share))
+        num_forward, takings = _num_forward(stages), deque(self._takings(step, share))
         for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
         # In the program before the first stage that writes gradients, which the late update reads. On the
@@ -113,8 +116,8 @@ class Program:
             self._write_stale(step)
         for stage in stages[num_forward:]:
             self._stage(pass_, stage, takings)
-        for _, bundle, parts in takings:
-            self._take(pass_, bundle, parts)
+        for _, _, take in takings:
+            take()
         self._pass, self.rounds = pass_, share.total_rounds
         return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
@@ -124,7 +127,7 @@ class Program:
         for stage in stages:
             self._stage(pass_, stage, deque())
 
-    def _stage(self, pass_: Pass, stage: StageTask, takings: "deque[tuple[int, Bundle, range]]") -> None:
+    def _stage(self, pass_: Pass, stage: StageTask, takings: deque[_Taking]) -> None:
         """Declare a stage job, and what takes the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
@@ -145,26 +148,26 @@ class Program:
             if layer == bundle.layers[0]:
                 made.add(bundle.index)
             while takings and takings[0][0] == stage.round and takings[0][1].index in made:
-                self._take(pass_, *takings.popleft()[1:])
+                takings.popleft()[2]()
         task.accesses = []  # the job has them
         self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
-    def _takings(self, share: StepShare) -> Iterator[tuple[int, Bundle, range]]:
-        """Yield bundles with the parts of their gradients that are taken together, after one round of this machine.
+    def _takings(self, step: int, share: StepShare) -> Iterator[_Taking]:
+        """Yield what takes the parts of gradients that one round of each machine makes, with this machine's round.
 
-        One round of each machine makes these parts. All machines have the same order, from the deepest bundle up, so
-        the earliest parts that are not added yet never wait for later ones.
+        All machines have the same order, from the deepest bundle up, so the earliest parts that are not added yet never
+        wait for later ones.
         """
         machines = self._store.ownership.num_machines
         for local, first in enumerate(range(self.rounds, share.total_rounds, machines)):
             last = min(first + machines, share.total_rounds)
             for bundle in reversed(self._store.trained):
-                yield local, bundle, range(first * len(bundle.layers), last * len(bundle.layers))
+                parts = range(first * len(bundle.layers), last * len(bundle.layers))
+                yield local, bundle, partial(self._take, step, bundle, parts, last == share.total_rounds)
 
-    def _take(self, pass_: Pass, bundle: Bundle, parts: range) -> None:
+    def _take(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
         """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
-        step, uses = pass_.step, len(bundle.layers)
-        is_whole = parts.stop == _share(pass_).total_rounds * uses
+        uses = len(bundle.layers)
         # Each machine has made one round of these parts, in the order of their numbers.
         makers = {part: (part - parts.start) // uses for part in parts}
         machine = self._store.ownership.machine
@@ -239,10 +242,7 @@ class Program:
         return self._late is not None and step >= self._late.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:
-        """Return a step's stages with slots left free for direction jobs that are late.
-
-        As many slots as devices, so that each stage keeps its device.
-        """
+        """Leave slots free among a step's stages for direction jobs that are late, one for each device."""
         if self._late is None:
             return stages
         before = self._slots_before_late(stages)
@@ -284,16 +284,15 @@ class Program:
         self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
 
     def _direct(self, step: int, slot: int) -> None:
-        """Declare the direction jobs of a step, one for each device, if it has any.
+        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn.
 
-        The bundles are dealt to the devices in turn, the first one to the device whose turn it is. Devices without a
-        bundle get an empty job, because a device takes every `num_devices`-th slot.
+        Devices without a bundle get an empty job, because a device takes every `num_devices`-th slot.
         """
-        for position in range(self._num_devices) if self._directed else ():
-            own, bundles = slot + position, tuple(self._directed[position :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {own}"))
+        for first in range(self._num_devices) if self._directed else ():
+            bundles = tuple(self._directed[first :: self._num_devices])
+            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
             self._tasks.declare(task, writes=[self._directions[bundle.index] for bundle in bundles])
-            self._jobs.append(DirectionJob(own, step, bundles, tuple(task.accesses)))
+            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
             task.accesses = []  # the job has them
             self.next_slot += 1
 
@@ -360,7 +359,7 @@ class Program:
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Let the workers run what is declared."""
+        """Let the devices and workers run what is declared."""
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
             # Together: a device that had to wait for a direction job would first send off gradients, and those of this
@@ -402,8 +401,3 @@ class Program:
 
 def _num_forward(stages: Sequence[StageTask]) -> int:
     return next((i for i, stage in enumerate(stages) if stage.stage.kind is not StageKind.FORWARD), 0)
-
-
-def _share(pass_: Pass) -> StepShare:
-    assert pass_.share is not None, f"step {pass_.step} was dispatched without a share"
-    return pass_.share

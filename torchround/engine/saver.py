@@ -1,4 +1,4 @@
-"""One thread that lets saves read the host store beside training, between two updates of each bundle.
+"""Saves beside training: one thread lets them read the host store between two updates of each bundle.
 
 A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the
 store as it is after a certain step, and lets the next update of a bundle begin as soon as the function has
@@ -42,10 +42,7 @@ class SaveSource:
         # By bundle: tensors still to be read. The last one frees the bundle for its next update.
         self._unread = Counter(self._bundle_of.values())
         each = len(accesses) // max(len(store.owned), 1)
-        self._accesses = {
-            bundle.index: accesses[position * each : (position + 1) * each]
-            for position, bundle in enumerate(store.owned)
-        }
+        self._accesses = {b.index: accesses[i * each : (i + 1) * each] for i, b in enumerate(store.owned)}
 
     def raise_if_abandoned(self) -> None:
         """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
@@ -59,11 +56,15 @@ class SaveSource:
     def finished_reading(self, name: str) -> None:
         """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
         bundle = self._bundle_of.pop(name, None)
-        if bundle is None:
-            return
-        self._unread[bundle] -= 1
-        for access in self._accesses[bundle] if not self._unread[bundle] else ():
-            self._tasks.end(access)
+        if bundle is not None:
+            self._unread[bundle] -= 1
+            for access in self._accesses[bundle] if not self._unread[bundle] else ():
+                self._tasks.end(access)
+
+    def finish_reading(self) -> None:
+        """Declare that tensors that were not read so far will not be."""
+        for name in list(self._bundle_of):
+            self.finished_reading(name)
 
     def before_publishing(self) -> None:
         """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
@@ -76,14 +77,11 @@ class SaveSource:
         self._board.wait_for(self._may_publish, "the save to be allowed to appear")
         self._board.raise_if_stopped()
 
-    def finish_reading(self) -> None:
-        """Declare that tensors that were not read so far will not be."""
-        for name in list(self._bundle_of):
-            self.finished_reading(name)
-
 
 class PendingSave(Generic[T]):
     """A save under way beside training, by `task`. `write` does it, on the saver's thread; the caller waits by `wait`."""
+
+    task: Task
 
     def __init__(
         self,
@@ -92,7 +90,6 @@ class PendingSave(Generic[T]):
         write: Callable[[SaveSource], T],
         wait: Callable[[Flag, object], None],
     ) -> None:
-        self.task: Task
         self._store = store
         self._tasks = tasks
         self._write = write
@@ -103,8 +100,10 @@ class PendingSave(Generic[T]):
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
         try:
-            source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
-            self._outcome = self._write(source), None
+            self._outcome = (
+                self._write(SaveSource(self._store, self._tasks, self.task, self._may_publish)),
+                None,
+            )
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome = None, error
 

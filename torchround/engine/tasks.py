@@ -14,6 +14,7 @@ is enqueued, so that an update need not wait for the whole stage. Its end then c
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchround.engine.board import Board, Flag, Queue
@@ -46,6 +47,7 @@ class Buffer:
         self.readers: list[Access] = []
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Access(Flag):
     """One task's use of a buffer, or of several that it takes together. It happens when the use has ended.
 
@@ -53,15 +55,11 @@ class Access(Flag):
     device's stream at which the use has ended; None if the host has done it.
     """
 
-    __slots__ = ("after", "buffer", "event", "task", "writes")
-
-    def __init__(self, task: "Task", buffer: Buffer, writes: bool, after: tuple["Access", ...]) -> None:
-        super().__init__()
-        self.task = task
-        self.buffer = buffer  # the first one
-        self.writes = writes
-        self.after = after
-        self.event: Event | None = None
+    task: "Task"
+    buffer: Buffer  # the first one
+    writes: bool
+    after: tuple["Access", ...]
+    event: Event | None = None
 
     def __str__(self) -> str:
         return f"{self.task} to {'write' if self.writes else 'read'} the {self.buffer.name}"
@@ -72,34 +70,25 @@ class Access(Flag):
         return all(earlier.happened for earlier in self.after)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Task(Flag):
     """One piece of work of a worker. It happens when it has run and all its accesses have ended."""
 
-    __slots__ = ("accesses", "location", "name", "run", "step", "worker")
-
-    def __init__(
-        self,
-        name: str,
-        step: int,
-        location: FaultLocation,
-        run: Callable[[], object] | None = None,
-        worker: "Worker | None" = None,
-    ) -> None:
-        super().__init__()
-        self.name = name
-        self.step = step
-        self.location = location
-        self.run = run
-        self.worker = worker
-        self.accesses: list[Access] = []
+    name: str
+    step: int
+    location: FaultLocation
+    run: Callable[[], object] | None = None
+    worker: "Worker | None" = None
+    accesses: list[Access] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.name} of step {self.step} ({self.location})"
 
 
 class Tasks:
-    """The tasks of an engine. The controller declares them, and a device those of its reader of files. Workers wait for and end
-    their own accesses.
+    """The tasks of an engine. The controller declares them, and a device those of its reader of files.
+
+    Workers wait for and end their own accesses.
     """
 
     def __init__(self, board: Board) -> None:
@@ -108,10 +97,7 @@ class Tasks:
     def declare(
         self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
     ) -> Task:
-        """Give a task its accesses, in the order of the arguments. Calls follow the program's order.
-
-        Buffers that one part of `writes` names together are one access.
-        """
+        """Give a task its accesses, in order. Calls follow the program's order. A sequence in `writes` is one access."""
         for buffer in reads:
             self._read(task, buffer)
         for buffers in writes:
@@ -120,11 +106,10 @@ class Tasks:
 
     def _read(self, task: Task, buffer: Buffer) -> None:
         after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
+        # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
         if len(buffer.readers) >= MOST_READERS:
-            # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
-            oldest = next(
-                (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves)), None
-            )
+            older = (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves))
+            oldest = next(older, None)
             if oldest is not None and oldest.task is not task:
                 buffer.readers.remove(oldest)
                 after += (oldest,)
@@ -202,7 +187,7 @@ class Worker:
         """Prepare the thread, before its first task."""
 
     def leave(self) -> None:
-        """End what the thread began."""
+        """End what `enter` began."""
 
     def is_begun(self, step: int) -> bool:
         """Tell whether tasks of a step run although the engine has stopped, because a begun update cannot stop half-way."""
@@ -212,7 +197,7 @@ class Worker:
         """Take the error of a device whose access a task of a begun update has waited for."""
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
+        """Let the worker run these after all that it has. Together: a stop must not part the tasks of an update."""
         self.last = tasks[-1]
         self._queue.put(*tasks)
 
