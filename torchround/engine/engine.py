@@ -73,17 +73,10 @@ class Engine:
         self._tasks = Tasks(board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
         self._saves: list[PendingSave[Any]] = []
-        self._exchange = StepExchange(store, self._tasks, self.pool, machines, board.fail, self._is_in_a_step)
+        self._exchange = StepExchange(store, self._tasks, self.pool, machines, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
-            store,
-            self._tasks,
-            self.pool,
-            optimizer,
-            self.settings,
-            len(devices),
-            self._exchange,
-            board.fail,
+            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange
         )
         saver = Worker("torchround saver", "saver", self._tasks, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
@@ -103,7 +96,6 @@ class Engine:
             partition=partition,
             queues=queues,
             settings=self.settings,
-            on_failure=board.fail,
         )
         self._reservation = BufferReservation(
             sizes,

@@ -45,7 +45,6 @@ class StepExchange:
         tasks: Tasks,
         pool: HostPool,
         group: MachineGroup | None,
-        on_failure: Callable[[PipelineError], None],
         is_in_a_step: Callable[[], bool],
     ) -> None:
         self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
@@ -60,7 +59,6 @@ class StepExchange:
         self._store = store
         self._board = tasks.board
         self._group = group
-        self._on_failure = on_failure
         self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
@@ -265,11 +263,7 @@ class StepExchange:
 
     def failed(self, error: BaseException) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
-        failure = self.located(error)
-        if failure is None:
-            failure = PipelineError(FaultLocation("exchange"), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-        self._on_failure(failure)
+        self._board.fail(self.located(error) or PipelineError.of(error, FaultLocation("exchange")))
 
     def located(self, error: BaseException) -> PipelineError | None:
         """Return the fault of another machine as the engine's, None for any other error."""

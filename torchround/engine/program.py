@@ -210,7 +210,7 @@ class Program:
             if bundle.is_owned:
                 run = partial(self._updater.write_lagging, bundle)
                 reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
-                self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
+                self._emit(self._updater, "the stale device weights", step, run, bundle, reads, writes)
             self._exchange_weights(bundle, step)
 
     # A step's update.

@@ -55,22 +55,22 @@ class EngineSettings:
 
         Raises `EngineUsageError` if these do not fit each other.
         """
-        problems = self._problems(store, model, partition, optimizer)
-        for problem in problems:
+        for problem in self._problems(store, model, partition, optimizer):
             raise EngineUsageError(problem)
         store.set_stale_layers(self.stale_layers)
-        is_foreign = isinstance(optimizer, HostOptimizer)
-        if not isinstance(optimizer, HostOptimizer):
+        adds_up = self.accumulates
+        if isinstance(optimizer, HostOptimizer):
+            # PyTorch's optimizers take gradients in the dtype of their weights, which is fp32.
+            adds_up |= store.gradient_dtype != torch.float32
+        else:
             try:
                 store.assign_rules(model, make_optimizer(optimizer))
             except ValueError as error:
                 raise EngineUsageError(
                     f"the host store is not of this optimizer: {error}; make it with optimizer=make_optimizer(table)"
                 ) from error
-        # PyTorch's optimizers take gradients in the dtype of their weights, which is fp32.
-        needs_sum = is_foreign and store.gradient_dtype != torch.float32
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
-        store.allocate_gradients(self.rounds, self.accumulates or needs_sum)
+        store.allocate_gradients(self.rounds, adds_up)
 
     def _problems(
         self,
@@ -83,11 +83,9 @@ class EngineSettings:
             yield f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
         if self.kept and len(self.kept) != partition.num_layers:
             yield f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
-        for name, layer in zip(model.names, model.layers, strict=True):
-            has_buffers = next(layer.buffers(), None) is not None and not getattr(
-                layer, "never_compiled", False
-            )
-            if has_buffers and self.compiler is not None and self.compiler.is_required:
+        is_compiled = self.compiler is not None and self.compiler.is_required
+        for name, layer in zip(model.names, model.layers, strict=True) if is_compiled else ():
+            if next(layer.buffers(), None) is not None and not getattr(layer, "never_compiled", False):
                 yield (
                     f"layer {name} ({type(layer).__name__}) holds buffers, which compiled code cannot take; give it an "
                     "attribute never_compiled = True, or the engine no compiler"
@@ -97,9 +95,8 @@ class EngineSettings:
         is_bounded, predicts = store.policy is BOUNDED, store.policy.predicts
         most = sum(partition.forward) if is_bounded else 0
         if not 0 <= self.stale_layers <= most:
-            yield f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}" + (
-                ", the layers before the fused stage" if is_bounded else ""
-            )
+            these = ", the layers before the fused stage" if is_bounded else ""
+            yield f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}{these}"
         if store.ownership.num_machines > 1 and self.stale_layers < store.stale_layers:
             yield (
                 f"the device weights of {store.stale_layers} layers are one version old, and each machine could renew only "

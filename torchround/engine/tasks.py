@@ -26,7 +26,7 @@ MOST_READERS = 8
 
 # The kinds of memory that is written again.
 WEIGHTS = "device weights"
-STATE = "optimizer state"
+STATE = "fp32 weights and optimizer state"
 GRADIENT = "gradient"
 PART = "part of a gradient"
 DIRECTION = "direction"

@@ -10,7 +10,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -260,20 +260,9 @@ class FileReader(Worker):
     map itself: if the file was cut short meanwhile, this gives an error, and the map would end the process.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        tasks: Tasks,
-        pool: HostPool,
-        on_fault: Callable[[FaultLocation, BaseException], None],
-    ) -> None:
+    def __init__(self, device: Device, tasks: Tasks, pool: HostPool) -> None:
         self._location = FaultLocation(f"reader of device {device.name}")
-        super().__init__(
-            f"torchround reads for {device.name}",
-            self._location.actor,
-            tasks,
-            lambda task, error: on_fault(self._location, error),
-        )
+        super().__init__(f"torchround reads for {device.name}", self._location.actor, tasks)
         ring = [Buffer("buffer of weights in files") for _ in range(READER_BUFFERS)]
         for buffer in ring:
             buffer.content = pool.take(READER_BUFFER_BYTES)

@@ -7,7 +7,7 @@ them.
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -57,7 +57,6 @@ class WorkerSetup:
     partition: Partition
     queues: Sequence[Queue[DeviceJob]]
     settings: EngineSettings
-    on_failure: Callable[[PipelineError], None]
 
 
 class DeviceWorker:
@@ -79,7 +78,7 @@ class DeviceWorker:
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
-            self.reader = FileReader(device, setup.tasks, setup.pool, self._fail)
+            self.reader = FileReader(device, setup.tasks, setup.pool)
         self._idle_since: Mark | None = None
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -119,15 +118,9 @@ class DeviceWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            self._fail(self.location(self.state()), error)
-
-    def _fail(self, location: FaultLocation, error: BaseException) -> None:
-        # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
-        # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
-        # which nothing else refers to.
-        failure = PipelineError(location, f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self.setup.on_failure(failure)
+            # Without a variable for the failure, which would make a reference cycle through the error's traceback. Its
+            # frames hold activations, and the failure may be a second one, which nothing else refers to.
+            self.setup.board.fail(PipelineError.of(error, self.location(self.state())))
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
