@@ -4,6 +4,7 @@ A planted hang waits for an event, not for a time, and the watchdog looks only a
 a slow machine too, the planted hang is the first one found, and all other threads have the time-out to halt.
 """
 
+import gc
 import itertools
 import re
 import threading
@@ -29,7 +30,7 @@ from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model,
 from torchround.engine.board import Board, Observer, Value
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED
+from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED, Pass
 from torchround.engine.tasks import Access
 from torchround.engine.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB
@@ -271,6 +272,20 @@ def test_events_that_a_device_passes_count_as_movement():
     assert [stream for stream, *_ in queues.unfinished()] == [Stream.COMPUTE] and queues.moves() == before
     passed.set()
     assert queues.moves() == before + 1 and list(queues.unfinished()) == []
+
+
+def test_the_watch_of_a_queue_that_is_far_behind_keeps_no_pass():
+    """Otherwise it would keep all values of passes that are done."""
+
+    class Behind(DeviceWatcher):
+        def recorded(self, device, stream, event, what):
+            return SimpleNamespace(synchronize=lambda: None, query=lambda: this_thread() == "MainThread")
+
+    batches = toy_batches(8, micro_batches=1)
+    with toy_engine(PARTITION, 1, wrap=lambda device: watched(device, Behind())) as engine:
+        train(engine, batches)
+        gc.collect()
+        assert sum(isinstance(found, Pass) for found in gc.get_objects()) <= 2
 
 
 def test_the_thread_that_launches_kernels_asks_for_few_of_its_events():

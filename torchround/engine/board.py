@@ -2,8 +2,6 @@
 
 A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`). The pass or the
 task that it belongs to holds it, so nothing has to be forgotten.
-
-The locks inside are held for a few instructions only; threads sleep on events of their own.
 """
 
 import threading

@@ -98,12 +98,7 @@ class Engine:
             settings=self.settings,
         )
         self._reservation = BufferReservation(
-            sizes,
-            store,
-            self.pool,
-            self.devices,
-            self._exchange.landings.needed(),
-            self.settings.accumulates,
+            sizes, store, self.pool, self.devices, self._exchange.landings.needed(), self.settings.accumulates
         )
         self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
         others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
@@ -140,10 +135,7 @@ class Engine:
             self._passes.prepare(*sizes)
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[Batch],
-        share: StepShare | None = None,
-        num_labels: int | None = None,
+        self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None
     ) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
@@ -155,7 +147,7 @@ class Engine:
         it names, which may be none, and `num_labels` of the whole step.
         """
         with self._call():
-            if self._program.is_open and not self.settings.accumulates:
+            if self._program.open_pass and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._passes.make_room(self._program.next_step)
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
@@ -178,7 +170,7 @@ class Engine:
         in this step.
         """
         with self._call():
-            if not self._program.is_open:
+            if not self._program.open_pass:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
             self._program.step(lr, hyperparameters)
@@ -199,7 +191,7 @@ class Engine:
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._call():
-            if self._program.is_open and not self.settings.accumulates:
+            if self._program.open_pass and not self.settings.accumulates:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._program.next_step)
@@ -220,7 +212,7 @@ class Engine:
         must call that before the engine ends.
         """
         with self._call():
-            if self._program.is_open:
+            if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._program.hand_out_late()
             save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
@@ -248,7 +240,7 @@ class Engine:
         """
         self.drain()
         with self._call():
-            if self._program.is_open:
+            if self._program.open_pass:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
                 )
@@ -306,7 +298,7 @@ class Engine:
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         # From the first backward of a step on no layer is stale.
-        stale_layers = 0 if self._program.is_open else self.store.stale_layers
+        stale_layers = 0 if self._program.open_pass else self.store.stale_layers
         return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
 
     def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
@@ -339,7 +331,7 @@ class Engine:
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
-        return self._program.is_open or not idle
+        return self._program.open_pass is not None or not idle
 
     # Faults, and the end.
 
@@ -390,7 +382,7 @@ class Engine:
             return
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        if failure is None and self._program.is_open and self.store.step == self._program.next_step:
+        if failure is None and self._program.open_pass and self.store.step == self._program.next_step:
             self.store.write_newest_device_weights()
         self.pool.close()
         # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.

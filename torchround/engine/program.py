@@ -1,14 +1,9 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
-This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange.py` and `worker/`; how they
-wait for each other follows from the order of the calls here alone (`tasks.py`).
-
-The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
-`bounded` the device weights of the stale layers are written between the first forward and the first backward of the next
-step, and each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the
-update. What one machine writes and the others read is sent and received at its place in this order. An optimizer with
-directions has a task of the devices between gradients and update; in `async` it comes between the forward and the
-backward of the next step, and the rest of the step's program with it.
+This file alone determines who writes what and when: the tasks wait for each other by the order of the calls here
+(`tasks.py`). Their work is in `update.py`, `saver.py`, `exchange.py` and `worker/`. The policies are places in this order
+(`docs/engine.md`, the program of a step). In `async` the update of an optimizer with directions is late: it comes between
+the forward and the backward of the next step.
 """
 
 from collections import defaultdict, deque
@@ -51,8 +46,8 @@ class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
 
     Tasks are declared one by one and handed out together at the end of each call, so that a stop cannot come between
-    the tasks of an update. `next_slot` and `next_step` come after all that is declared. `rounds` are those of the step
-    that waits for its `step()`, if it `is_open`.
+    the tasks of an update. `next_slot` and `next_step` come after all that is declared. `open_pass` is the newest call of
+    the step that waits for its `step()`, None if none does, and `rounds` are those of its calls.
     """
 
     def __init__(
@@ -85,17 +80,12 @@ class Program:
         self.next_slot = 0
         self.next_step = store.step
         self.rounds = 0
-        self._pass: Pass | None = None  # the newest call of the step that is open
+        self.open_pass: Pass | None = None
         # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
         self._last_sums: dict[int, Task] = {}
         self._late: Decision | None = None  # of the step whose update comes among the stages of the next step
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has calls, and its `step()` has not come."""
-        return self._pass is not None
 
     # A step's calls.
 
@@ -118,7 +108,7 @@ class Program:
             self._stage(pass_, stage, takings)
         for _, _, take in takings:
             take()
-        self._pass, self.rounds = pass_, share.total_rounds
+        self.open_pass, self.rounds = pass_, share.total_rounds
         return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
@@ -217,7 +207,7 @@ class Program:
 
     def step(self, lr: float, hyperparameters: Hyperparameters | None) -> None:
         """Declare the update of the step that is open, or note it, if it comes late: among the stages of the next step."""
-        pass_ = self._pass
+        pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
         if self._accumulates and not self._is_bounded:
@@ -229,7 +219,7 @@ class Program:
             self._update(decision, self.next_slot)
         # Last, and before anything is handed out: after an interrupt no step must seem to lack an update that runs.
         self.next_step += 1
-        self._pass, self.rounds = None, 0
+        self.open_pass, self.rounds = None, 0
 
     def _declare_late(self, slot: int) -> None:
         """Declare the rest of the newest step's program, if it is late. Its direction jobs have slots from `slot` on."""

@@ -5,7 +5,6 @@ store as it is after a certain step, and lets the next update of a bundle begin 
 read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from torchround.engine.board import Flag
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Task, Tasks
+from torchround.engine.tasks import Access, Task, Tasks
 
 T = TypeVar("T")
 
@@ -26,23 +25,22 @@ class SaveSource:
 
     def __init__(self, store: HostStore, tasks: Tasks, task: Task, may_publish: Flag) -> None:
         self.step = task.step
-        records, *accesses = task.accesses
         self.state = store.resume_state()
+        records, *accesses = task.accesses
         tasks.end(records)
         self.tensors: dict[str, Tensor] = {}
         self._tasks = tasks
         self._board = tasks.board
         self._may_publish = may_publish
-        self._bundle_of: dict[str, int] = {}
+        # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
+        self._unread: dict[str, tuple[set[str], list[Access]]] = {}
+        each = len(accesses) // max(len(store.owned), 1)
         for bundle in store.bundles:
             views = store.bundle_views(bundle, self.step)
             self.tensors |= views
-            if bundle.trainable:
-                self._bundle_of |= dict.fromkeys(views, bundle.index)
-        # By bundle: tensors still to be read. The last one frees the bundle for its next update.
-        self._unread = Counter(self._bundle_of.values())
-        each = len(accesses) // max(len(store.owned), 1)
-        self._accesses = {b.index: accesses[i * each : (i + 1) * each] for i, b in enumerate(store.owned)}
+            if bundle.trainable and bundle.is_owned:
+                own, accesses = accesses[:each], accesses[each:]
+                self._unread |= dict.fromkeys(views, (set(views), own))
 
     def raise_if_abandoned(self) -> None:
         """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
@@ -55,15 +53,14 @@ class SaveSource:
 
     def finished_reading(self, name: str) -> None:
         """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
-        bundle = self._bundle_of.pop(name, None)
-        if bundle is not None:
-            self._unread[bundle] -= 1
-            for access in self._accesses[bundle] if not self._unread[bundle] else ():
-                self._tasks.end(access)
+        unread, accesses = self._unread.pop(name, (set[str](), []))
+        unread.discard(name)
+        for access in accesses if not unread else ():
+            self._tasks.end(access)
 
     def finish_reading(self) -> None:
         """Declare that tensors that were not read so far will not be."""
-        for name in list(self._bundle_of):
+        for name in list(self._unread):
             self.finished_reading(name)
 
     def before_publishing(self) -> None:

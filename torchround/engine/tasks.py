@@ -1,14 +1,11 @@
 """Tasks in program order, and the one rule by which they wait for each other.
 
-A step is a list of tasks, which the controller emits in program order. A task names the memory that it reads and writes.
-Each access begins after every earlier access that it conflicts with: one that writes what it reads, reads what it
-writes, or writes what it writes. Nothing else orders two threads, except values that are made once (`board.py`).
+The controller declares tasks in program order. A task names the memory that it reads and writes. Each access begins after
+every earlier access that it conflicts with: one that writes what it reads, reads what it writes, or writes what it
+writes. Nothing else orders two threads, except values that are made once (`board.py`).
 
-Each worker runs its tasks in the order in which it gets them, and waits point backwards in the program. So nothing can
-deadlock, and results depend on the program and never on timing.
-
-An access ends when its task says so, or with the task. A stage job ends the read of a layer's weights once their upload
-is enqueued, so that an update need not wait for the whole stage. Its end then comes with the event of the device.
+An access ends with its task or before. A stage job ends the read of a layer's weights once their upload is enqueued, so
+that an update need not wait for the whole stage. Its end then comes with the event of the device.
 """
 
 import threading
