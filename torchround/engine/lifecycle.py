@@ -61,7 +61,7 @@ def _finish(board: Board, worker: DeviceWorker) -> None:
         try:
             device.finish()
         finally:
-            worker.let_go()  # also if the device has failed: it computes no more
+            worker.release()  # also if the device has failed: it computes no more
         # After the buffers are dropped, because a device may hand free memory back to its driver here.
         device.release()
     except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)

@@ -6,7 +6,8 @@ read it. The optimizer's thread cannot do this: it has gradients to add up while
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -92,17 +93,15 @@ class PendingSave(Generic[T]):
         self._write = write
         self._wait = wait
         self._may_publish = Flag()
-        self._outcome: tuple[Any, Exception | None] = (None, None)
+        self._outcome: Future[T] = Future()
 
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
         try:
-            self._outcome = (
-                self._write(SaveSource(self._store, self._tasks, self.task, self._may_publish)),
-                None,
-            )
+            source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
+            self._outcome.set_result(self._write(source))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-            self._outcome = None, error
+            self._outcome.set_exception(error)
 
     @property
     def ended(self) -> bool:
@@ -123,7 +122,4 @@ class PendingSave(Generic[T]):
     def result(self) -> T:
         """Wait for the save to end. Returns what its function returned, or raises what it raised."""
         self.wait()
-        value, error = self._outcome
-        if error is not None:
-            raise error
-        return cast(T, value)
+        return self._outcome.result()

@@ -92,7 +92,7 @@ class DeviceWorker:
         )
         self._orthogonaliser.allocate()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all device memory. The thread must have ended, and the device must be idle."""
         self.device.free()
         unbind(self.skeletons)
