@@ -382,7 +382,8 @@ class Engine:
             return
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        if failure is None and self._program.open_pass and self.store.step == self._program.next_step:
+        is_open = self._program.open_pass is not None and self.store.step == self._program.next_step
+        if is_open and self._board.failure is None:
             self.store.write_newest_device_weights()
         self.pool.close()
         # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
