@@ -227,7 +227,9 @@ class Worker:
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            self._tasks.begin(access, self._wait_for)
+            for earlier in access.after:
+                self._wait_for(earlier)
+            access.after = ()
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
         task.run()
