@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from torchround.engine import lifecycle
+from torchround.engine import engine as controller
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
 from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS, Access, Task
@@ -166,7 +166,7 @@ def over():
 @pytest.fixture
 def brief_joins(monkeypatch):
     """Let an engine that ends wait only briefly for a thread that is stuck."""
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
+    monkeypatch.setattr(controller, "JOIN_S", 0.1)
 
 
 def lose(patch, planted, chosen):

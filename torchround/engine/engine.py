@@ -11,18 +11,28 @@ The engine stops at the first fault; the call in progress, and each later one, r
 import atexit
 import os
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
+
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
 from torchround.engine.device import Device
-from torchround.engine.errors import MIXED, EngineError, EngineUsageError, Stopped
+from torchround.engine.errors import (
+    MIXED,
+    EngineError,
+    EngineUsageError,
+    FaultLocation,
+    PipelineError,
+    Stopped,
+)
 from torchround.engine.exchange import StepExchange
-from torchround.engine.lifecycle import choose_kernels, end_threads, forget_variables
 from torchround.engine.passes import UPDATED, HostTensors, Pass
 from torchround.engine.program import Program
 from torchround.engine.results import DeviceJob, Passes, StepResult
@@ -43,6 +53,10 @@ from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
 
 T = TypeVar("T")
+
+# Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
+# inside a computation cannot be interrupted; it is a daemon and ends with the process.
+JOIN_S = 30.0
 
 
 class Engine:
@@ -370,7 +384,7 @@ class Engine:
         atexit.unregister(self._stop_at_exit)
         self._board.stop()  # every thread unwinds at its next wait
         self._exchange.stop(self._board.failure)
-        busy = end_threads(self._board, self._workers, self._threads, self._updater)
+        busy = self._end_threads()
         failure = self._board.failure
         # In `bounded`, or if an update is stuck.
         if failure is not None and failure.store_is_consistent and not self.store.is_consistent:
@@ -396,3 +410,64 @@ class Engine:
         """
         if os.getpid() == process:
             self._stop()
+
+    def _end_threads(self) -> set[str]:
+        """End all threads after the board's stop, and give devices back.
+
+        Returns the names of threads and devices that are still busy at the deadline, and keep their memory. Waits for an
+        update under way as long as it moves, because only a complete one leaves a store that can be saved.
+        """
+        optimizer, moves = self._updater.thread, self._updater.moves
+        deadline_s = time.monotonic() + JOIN_S
+        # A thread without an identity has not been started, because a device had no room.
+        ours = [thread for thread in self._threads if thread.ident not in (None, threading.get_ident())]
+        for thread in ours:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        while optimizer.is_alive() and self._updater.moves != moves:
+            moves = self._updater.moves
+            optimizer.join(JOIN_S)
+        busy = {thread.name for thread in ours if thread.is_alive()}
+        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
+        for worker in [worker for worker in self._workers if worker.thread.name not in busy]:
+            # On a helper thread, because waiting for a device that hangs cannot be interrupted.
+            name = worker.device.name
+            helper = threading.Thread(target=self._finish, args=(worker,), name=f"finish {name}", daemon=True)
+            helper.start()
+            helper.join(max(deadline_s - time.monotonic(), 1.0))
+            if helper.is_alive():
+                busy.add(name)
+        return busy
+
+    def _finish(self, worker: DeviceWorker) -> None:
+        """Wait until a device is idle, and release it. A fault that it raises may be the first that is known of it."""
+        device = worker.device
+        try:
+            try:
+                device.finish()
+            finally:
+                worker.release()  # also if the device has failed: it computes no more
+            # After the buffers are dropped, because a device may hand free memory back to its driver here.
+            device.release()
+        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
+            self._board.fail(PipelineError.of(error, FaultLocation(f"device {device.name}")))
+
+
+def forget_variables(error: BaseException | None, seen: set[int]) -> None:
+    """Clear the local variables of all frames that an error and its causes have left. Lines and names stay."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
+    for earlier in (error.__cause__, error.__context__):
+        forget_variables(earlier, seen)
+
+
+def choose_kernels() -> None:
+    """Let MKL choose its kernels for this processor, on one thread.
+
+    It does so at a function's first call in the process. Two threads at their first call may get kernels that round in
+    different ways: 5 of 2400 fresh processes with four threads had other roots or logarithms in one of them.
+    """
+    number = torch.ones(1)
+    for function in (torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf, torch.sin, torch.cos):
+        function(number)
