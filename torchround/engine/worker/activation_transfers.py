@@ -240,7 +240,7 @@ class ActivationTransfers:
 
 
 # Functions with arguments rather than ones that take tensors from around them: after a fault the variables of the
-# traceback's frames are cleared (`engine.py`), but tensors that are taken so would stay.
+# traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
 
 
 def _record_and_run(

@@ -203,7 +203,7 @@ class StageRun:
         """Run `computation` of these layers as one span.
 
         Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
-        traceback's frames are cleared (`engine.py`), but tensors that are taken so would stay.
+        traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
         """
         part_marks: list[tuple[str, Mark]] = []
         # Recomputations may take what is kept in place of their parts, so forwards alone tell how long these are.
