@@ -1,12 +1,8 @@
 """The device interface, the cpu (virtual) devices and accelerators behind it, and what may watch them.
 
-The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
-at once in the calling thread; an accelerator only enqueues it. Everything that decides what waits for what is
-in code that both share, so the race checker sees on the CPU what an accelerator will do. What differs between
-kinds of accelerators is in `accelerators.py`.
-
-A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are
-watchers.
+A cpu device runs every operation at once in the calling thread; an accelerator only enqueues it. Everything that decides
+what waits for what is in code that both share, so the race checker sees on the CPU what an accelerator will do. What
+differs between kinds of accelerators is in `accelerators.py`.
 """
 
 import ctypes
@@ -87,10 +83,9 @@ class Mark:
 
 
 class DeviceWatcher:
-    """A witness of what a device's thread enqueues. A watcher overrides the methods that it needs.
+    """A witness of what a device's thread enqueues, in that thread. A watcher overrides the methods that it needs.
 
-    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`. All
-    methods run in the thread that enqueues, so they must be short.
+    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`.
     """
 
     def begins(
@@ -118,9 +113,8 @@ class DeviceWatcher:
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    Operations run at once in the calling thread, unless a kind of device enqueues them. `has_link` says that copies
-    cross a link to the host. `step_of` gives, for each stream, the training step that its newest operations belong to,
-    for watchers. `inside` is the stream of the operation that the thread enqueues just now.
+    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step of its
+    newest operations, for watchers. `inside` is the stream of the operation that the thread enqueues just now.
     """
 
     name: str
@@ -193,7 +187,7 @@ class Device(ABC):
         return result
 
     def record(self, stream: Stream, what: str = "") -> Event:
-        """Record an event after everything enqueued on `stream` so far. Watchers learn `what` the event announces."""
+        """Record an event after everything enqueued on `stream` so far. Watchers learn `what` it announces."""
         event = self._record(stream)
         self.num_enqueued += 1
         for watcher in self.watchers:
@@ -201,10 +195,7 @@ class Device(ABC):
         return event
 
     def wait(self, stream: Stream, event: Event, what: str = "") -> None:
-        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host.
-
-        Watchers learn for `what` it waits.
-        """
+        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host."""
         # In reverse, so that each watcher gets the event that it returned itself.
         for watcher in reversed(self.watchers):
             event = watcher.waits(self, stream, event, what)

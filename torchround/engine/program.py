@@ -228,7 +228,7 @@ class Program:
             self._update(late, slot)
 
     def is_late(self, step: int) -> bool:
-        """Tell whether the update of a step is not declared yet, though its `step` was called."""
+        """Tell whether the `step` of a step was called, and its update is not declared yet."""
         return self._late is not None and step >= self._late.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:
@@ -239,7 +239,7 @@ class Program:
         return [*stages[:before], *(replace(s, slot=s.slot + self._num_devices) for s in stages[before:])]
 
     def _slots_before_late(self, stages: Sequence[StageTask]) -> int:
-        """Return the stages before late direction jobs: by then the gradients have landed, so few devices wait."""
+        # By then the gradients have landed, so few devices wait.
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
     def _update(self, decision: Decision, slot: int) -> None:
