@@ -49,7 +49,7 @@ THOROUGH_PLACES = (
     *("tests/engine/exchange/", "tests/engine/store/test_host_memory.py", "tests/engine/test_engine.py"),
     *("tests/engine/test_lifecycle.py", "tests/engine/test_memory_after_close.py"),
     *("tests/engine/test_passes.py", "tests/engine/test_rows.py", "tests/engine/test_saver.py"),
-    *("tests/engine/watch/", "tests/engine/worker/test_file_reader.py"),
+    *("tests/engine/test_watchdog.py", "tests/engine/worker/test_file_reader.py"),
     *("tests/models/test_against_transformers.py", "tests/models/test_costs.py"),
     *("tests/models/test_kept_activations.py", "tests/models/test_through_the_engine.py"),
     *("tests/observe/test_page_in_browser.py", "tests/planning/test_kept_choice.py"),

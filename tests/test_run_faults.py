@@ -11,7 +11,7 @@ import pytest
 from tests.support.faults import PlantedError, over, planted
 from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
 from torchround.config import RunTable
-from torchround.engine import lifecycle
+from torchround.engine import engine as controller
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["over", "planted", "small_runs"]
@@ -68,7 +68,7 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     small_runs, monkeypatch, capsys, over, planted
 ):
     """The watchdog looks only once the stage hangs, so that a slow machine shows no hang before."""
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+    monkeypatch.setattr(controller, "JOIN_S", 0.2)
 
     def hang(call):
         if call == 18:  # step 3: calls 17 to 24

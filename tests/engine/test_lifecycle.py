@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.faults import brief_joins
 from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.engine import lifecycle
+from torchround.engine import engine as controller
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 
@@ -116,14 +116,14 @@ def test_a_stopped_engine_does_not_touch_a_device_that_another_one_uses():
 
 def test_mkl_chooses_its_kernels_before_any_thread_runs(monkeypatch):
     """Two threads at a function's first call may otherwise round in different ways."""
-    threads, choose, model = [], lifecycle.choose_kernels, toy_model()
+    threads, choose, model = [], controller.choose_kernels, toy_model()
 
     def choosing():
         threads.append([thread for thread in threading.enumerate() if thread not in before])
         choose()
 
     before = threading.enumerate()
-    monkeypatch.setattr(lifecycle, "choose_kernels", choosing)
+    monkeypatch.setattr(controller, "choose_kernels", choosing)
     with toy_engine(PARTITION, 2, model=model):
         assert threads == [[]], "other threads ran already"
         assert len(threading.enumerate()) > len(before)

@@ -182,6 +182,23 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
+def test_a_save_that_ends_its_thread_in_the_middle_of_an_update_leaves_a_store_that_is_said_to_be_whole():
+    def ending(source):
+        own, before = first_bundle(source)
+        for name in own:
+            source.finished_reading(name)
+        wait_until(lambda: not any(torch.equal(source.tensors[name], before[name]) for name in own))
+        raise SystemExit("planted")
+
+    engine = build()
+    step(engine, toy_batches(1, micro_batches=4)[0])
+    engine.save(ending)
+    with pytest.raises(PipelineError, match=r"^saver: SystemExit: planted$") as error:
+        step(engine, toy_batches(1, micro_batches=4)[0]).update()
+        engine.drain()
+    assert error.value.store_is_consistent and engine.store.is_consistent and engine.store.step == 2
+
+
 def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
     published = []
 

@@ -27,6 +27,7 @@ from tests.support.faults import (
     before,
     copied,
     engine_threads,
+    kind_of,
     lose,
     over,
     planted,
@@ -360,7 +361,7 @@ def check_continues(fault, store):
 
 # Hangs, and faults beside a run.
 
-# In `bounded`: what `tests/engine/watch/test_watchdog.py` loses in the other modes.
+# In `bounded`: what `tests/engine/test_watchdog.py` loses in the other modes.
 LOST = [
     (4, UPLOADED, 1, "to read the device weights"),
     pytest.param(0, LANDED, 1, "to write the gradient", marks=nightly),
@@ -375,7 +376,7 @@ def test_a_hand_over_that_never_comes_is_a_hang_that_names_it(
     fault = Fault(None, None, policy="bounded", stale_layers=stale_layers)
     store = store_of(fault)
     with monkeypatch.context() as patch:
-        lose(patch, planted, lambda key: getattr(key, "kind", None) == kind and key.task.step == number)
+        lose(patch, planted, lambda key: kind_of(key) == kind and key.task.step == number)
         engine = engine_of(fault, store, Bomb(None), hang_timeout_s=0.4)
         with pytest.raises(HangError, match=words):
             train(engine, BATCHES)

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from torchround.engine import lifecycle
+from torchround.engine import engine as controller
 from torchround.engine.board import Board, Observer
 from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
-from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS
-from torchround.engine.watch.watchdog import Watchdog
+from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS, Access, Task
+from torchround.engine.watchdog import Watchdog
 
 # Accesses by kind, once they have ended.
 UPLOADED, WRITTEN = f"{WEIGHTS}, read", f"{WEIGHTS}, written"
@@ -166,7 +166,7 @@ def over():
 @pytest.fixture
 def brief_joins(monkeypatch):
     """Let an engine that ends wait only briefly for a thread that is stuck."""
-    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
+    monkeypatch.setattr(controller, "JOIN_S", 0.1)
 
 
 def lose(patch, planted, chosen):
@@ -192,7 +192,11 @@ def lose(patch, planted, chosen):
 
 
 def kind_of(token):
-    """Return the kind of a flag, or the words of another token."""
+    """Name the kind of a flag, or the words of another token."""
+    if isinstance(token, Access):
+        return f"{token.buffer.kind}, {'written' if token.writes else 'read'}"
+    if isinstance(token, Task):
+        return token.name
     return token[0] if isinstance(token, tuple) else getattr(token, "kind", None)
 
 

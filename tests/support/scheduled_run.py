@@ -17,7 +17,7 @@ from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_m
 from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.store.bundles import OLDER_WEIGHTS, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.engine.watchdog import QueueWatch, Watchdog
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
 

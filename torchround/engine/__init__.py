@@ -4,5 +4,5 @@ Read `program.py` first: the tasks of a step in order, with the memory that each
 it who waits for whom. `engine.py` is the controller, whose calls emit tasks. Their work is in `worker/` (one thread for each
 device), `update.py` (the optimizer's thread), `saver.py` and `exchange.py` (other machines). Values that are made once
 belong to a pass (`passes.py`). The memory itself: `store/` on the host, `device.py` on devices. What a caller gets
-back: `results.py`. `watch/` notices hangs.
+back: `results.py`. `watchdog.py` notices hangs.
 """

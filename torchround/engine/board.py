@@ -1,9 +1,7 @@
-"""The board: where threads of an engine wait for each other, and the values and jobs that they hand over.
+"""The board: where threads of an engine wait for each other, the values and jobs that they pass on, and the first fault.
 
 A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`). The pass or the
 task that it belongs to holds it, so nothing has to be forgotten.
-
-The locks inside are held for a few instructions only; threads sleep on events of their own.
 """
 
 import threading
@@ -11,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from torchround.engine.device import Event
-from torchround.engine.errors import Stopped
+from torchround.engine.errors import PipelineError, Stopped
 
 T = TypeVar("T")
 
@@ -24,14 +23,12 @@ COMPILE_LIMIT_S = 1800.0  # a compilation that takes longer counts as a hang
 LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Flag:
     """Something that happens once. Threads wait for it by `Board.wait_for`."""
 
-    __slots__ = ("happened", "wakers")
-
-    def __init__(self) -> None:
-        self.happened = False
-        self.wakers: list[threading.Event] = []
+    happened: bool = field(default=False, init=False)
+    wakers: list[threading.Event] = field(default_factory=list, init=False)
 
 
 class Value(Flag, Generic[T]):
@@ -49,7 +46,6 @@ class Value(Flag, Generic[T]):
         self.numbers = numbers
 
     def __str__(self) -> str:
-        """Describe the value for a report."""
         return self.kind.format(*self.numbers)
 
 
@@ -62,7 +58,6 @@ class Values(Generic[T]):
         self._values: dict[tuple[int, ...], Value[T]] = {}
 
     def at(self, *numbers: int) -> Value[T]:
-        """Return the value with these numbers."""
         found = self._values.get(numbers)
         # `setdefault` is atomic, so all threads get the same value.
         return found or self._values.setdefault(numbers, Value(self._kind, *self._first, *numbers))
@@ -75,27 +70,29 @@ class WaitForValue(Protocol):
 
 
 class Observer:
-    """A witness of what threads hand over and of host accesses to shared memory, in an order consistent with causality.
+    """A witness of what threads post and see posted, and of host accesses to memory, in an order consistent with causality.
 
     This one ignores what it sees; the race checker's log is a subclass. A token is a `Flag` or a buffer of the pool.
     """
 
-    def posted(self, token: object) -> None:
-        """Note that the calling thread posts `token`."""
+    def posted(self, token: object) -> None: ...
 
-    def waited(self, token: object) -> None:
-        """Note that the calling thread has seen `token` posted."""
+    def waited(self, token: object) -> None: ...
 
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Note that the calling thread reads and writes these buffers."""
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
 
 
 class Board:
-    """The waits of an engine's threads, and the stop that ends them. A flag wakes only the threads that wait for it."""
+    """The waits of an engine's threads, and the stop that ends them. A flag wakes only the threads that wait for it.
+
+    `on_fault` is called with the first fault, `failure`. `moves` grows with all that happens.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
-        self.posts = 0
+        self.failure: PipelineError | None = None
+        self.on_fault: Callable[[PipelineError], None] = lambda failure: None
+        self.moves = 0
         self._lock = threading.Lock()
         self._sleeping: set[threading.Event] = set()
         self._waiting: dict[str, str] = {}
@@ -107,51 +104,46 @@ class Board:
         self.happen(value)
 
     def wait(self, value: Value[T], words: object = None) -> T:
-        """Wait until a value is posted, and return its content. As `wait_for` otherwise."""
+        """Wait until a value is posted, as `wait_for`, and return its content."""
         self.wait_for(value, words or value)
         return value.content
 
     def happen(self, flag: Flag) -> None:
-        """Note that something has happened, and wake the threads that wait for it."""
         # The observer first: a waiter must not be seen to wait before the post that ends its wait.
         self.observer.posted(flag)
         with self._lock:
             flag.happened = True
-            self.posts += 1
+            self.moves += 1
             wakers, flag.wakers = flag.wakers, []
         for waker in wakers:
             waker.set()
 
     def wait_for(
-        self, flag: Flag, words: object, look: Callable[[], None] | None = None, every_s: float = 0.0
+        self, flag: Flag, words: object, look: Callable[[], None] = lambda: None, every_s: float | None = None
     ) -> None:
-        """Wait until `flag` has happened. Raises `Stopped` if the engine stopped before. Reports say `words`.
+        """Wait until `flag` has happened, and call `look` every `every_s` seconds. Reports say `words`.
 
-        Calls `look` each `every_s` seconds of waiting.
+        Raises `Stopped` if the engine stopped before.
         """
-        waker = None if flag.happened else self._waker_of(flag)
-        if waker is not None:
+        if not flag.happened:
+            waker = threading.Event()
+            # Looking and registering under one lock: a flag that happens between the two would wake no thread.
+            with self._lock:
+                if flag.happened:
+                    waker.set()
+                else:
+                    self.raise_if_stopped()
+                    flag.wakers.append(waker)
+                    self._sleeping.add(waker)
             try:
                 with self.waits(f"waits for {words}"):
-                    while not waker.wait(every_s if look else None):
-                        assert look is not None, "a wait without limit ended without its flag"
+                    while not waker.wait(every_s):
                         look()
             finally:
                 self._sleeping.discard(waker)
             if not flag.happened:
                 raise Stopped  # `stop` woke this thread
         self.observer.waited(flag)
-
-    def _waker_of(self, flag: Flag) -> threading.Event | None:
-        # Looking and registering under one lock: a flag that happens between the two would wake no thread.
-        with self._lock:
-            if flag.happened:
-                return None
-            self.raise_if_stopped()
-            waker = threading.Event()
-            flag.wakers.append(waker)
-            self._sleeping.add(waker)
-            return waker
 
     def synchronize(self, event: Event, words: object) -> None:
         """Wait until the device has done what `words` name, which was announced as enqueued."""
@@ -160,8 +152,17 @@ class Board:
             event.synchronize()
 
     def waiting(self) -> dict[str, str]:
-        """Describe, by thread name, what each waiting thread waits for."""
-        return dict(self._waiting)  # a copy: threads begin and end their waits meanwhile
+        """Copy, by thread name, what each waiting thread waits for."""
+        return dict(self._waiting)
+
+    def fail(self, failure: PipelineError) -> None:
+        """Keep the first fault and stop. Any thread may call this."""
+        with self._lock:
+            is_first = self.failure is None
+            self.failure = self.failure or failure
+        self.stop()
+        if is_first:
+            self.on_fault(failure)
 
     def stop(self) -> None:
         """Wake every waiting thread. From now on, a wait for something that has not happened raises `Stopped`."""
@@ -174,10 +175,9 @@ class Board:
     def note_progress(self) -> None:
         """Let the watchdog see movement although nothing is posted."""
         with self._lock:
-            self.posts += 1
+            self.moves += 1
 
     def raise_if_stopped(self) -> None:
-        """Raise `Stopped` if the engine stopped."""
         if self._stopped:
             raise Stopped
 
@@ -215,7 +215,7 @@ class Queue(Generic[T]):
         return self._jobs[0] if self._jobs else None
 
     def take(self, words: object = None) -> T:
-        """Wait for the next job. Reports say `words`. Raises `Stopped` if the engine stopped before it came."""
+        """Wait for the next job, as `Board.wait`. Reports say `words`."""
         if not self._jobs:
             self._open_batch(words)
         return self._jobs.popleft()

@@ -1,12 +1,8 @@
 """The device interface, the cpu (virtual) devices and accelerators behind it, and what may watch them.
 
-The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
-at once in the calling thread; an accelerator only enqueues it. Everything that decides what waits for what is
-in code that both share, so the race checker sees on the CPU what an accelerator will do. What differs between
-kinds of accelerators is in `accelerators.py`.
-
-A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are
-watchers.
+A cpu device runs every operation at once in the calling thread; an accelerator only enqueues it. Everything that decides
+what waits for what is in code that both share, so the race checker sees on the CPU what an accelerator will do. What
+differs between kinds of accelerators is in `accelerators.py`.
 """
 
 import ctypes
@@ -33,9 +29,8 @@ NO_STEP = -1
 class Stream(Enum):
     """The five queues of a device; operations of one stream run in the order they were enqueued."""
 
-    __hash__ = (
-        object.__hash__
-    )  # an enumeration's own is a function in Python, and streams are keys everywhere
+    # An enumeration's own is a function in Python, and streams are keys everywhere.
+    __hash__ = object.__hash__
 
     COMPUTE = "compute"
     WEIGHT_UPLOAD = "weight upload"
@@ -52,21 +47,18 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling host thread until the stream has passed this point."""
-        ...
 
     def query(self) -> bool:
-        """Return whether the stream has passed this point. A failed device may raise here too."""
-        ...
+        """Tell whether the stream has passed this point. A failed device may raise here too."""
 
 
 class PastEvent:
     """An event that has happened already: the host did the work itself, or a device that runs everything at once."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        pass
 
     def query(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -82,9 +74,6 @@ class Mark:
 
     def seconds_since(self, earlier: "Mark") -> float:
         """Return the seconds between two marks of one device. Waits until the device has passed both."""
-        assert (self.event is None) is (earlier.event is None), (
-            "marks of different devices cannot be compared"
-        )
         if self.event is None or earlier.event is None:
             return self._host_s - earlier._host_s
         # The marks may be in two streams, and then either stream may reach its mark last.
@@ -94,10 +83,9 @@ class Mark:
 
 
 class DeviceWatcher:
-    """Something that sees what a device's thread enqueues. A watcher overrides the methods that it needs.
+    """A witness of what a device's thread enqueues, in that thread. A watcher overrides the methods that it needs.
 
-    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`. All
-    methods run in the thread that enqueues, so they must be short.
+    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`.
     """
 
     def begins(
@@ -125,9 +113,8 @@ class DeviceWatcher:
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    Operations run at once in the calling thread, unless a kind of device enqueues them. `has_link` says that copies
-    cross a link to the host. `step_of` gives, for each stream, the training step that its newest operations belong to,
-    for watchers.
+    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step of its
+    newest operations, for watchers. `inside` is the stream of the operation that the thread enqueues just now.
     """
 
     name: str
@@ -139,16 +126,18 @@ class Device(ABC):
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self.num_allocations = 0
+        self.num_enqueued = 0  # operations and events
+        self.inside: Stream | None = None
         self.buffers: list[Tensor] = []
         self.step_of = dict.fromkeys(Stream, 0)
         self.watchers: list[DeviceWatcher] = []
 
     def begin_step(self, step: int, *streams: Stream) -> None:
-        """Say that what is enqueued on these streams from now on belongs to training step `step`, or to `NO_STEP`."""
+        """Note that what is enqueued on these streams from now on belongs to training step `step`, or to `NO_STEP`."""
         self.step_of.update(dict.fromkeys(streams, step))
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return a uint8 buffer that exists until `free`. Raises `DeviceMemoryError`."""
+        """Allocate a uint8 buffer that exists until `free`. Raises `DeviceMemoryError`."""
         self.num_allocations += 1
         # Held here: PyTorch could give memory that is dropped to one stream while another one still uses it.
         self.buffers.append(self._allocate(nbytes))
@@ -172,7 +161,10 @@ class Device(ABC):
         # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
             watcher.begins(self, stream, [source], [destination], source.nbytes)
+        self.inside = stream
         self._copy(stream, destination, source)
+        self.inside = None
+        self.num_enqueued += 1
         for watcher in self.watchers:
             watcher.ends(self, stream, source.nbytes)
 
@@ -186,24 +178,25 @@ class Device(ABC):
         """Enqueue the operations of `work`, which reads and writes these shared buffers."""
         for watcher in self.watchers:
             watcher.begins(self, stream, reads, writes, 0)
+        self.inside = stream
         result = self._run(stream, work)
+        self.inside = None
+        self.num_enqueued += 1
         for watcher in self.watchers:
             watcher.ends(self, stream, 0)
         return result
 
     def record(self, stream: Stream, what: str = "") -> Event:
-        """Return an event after everything enqueued on `stream` so far. Watchers learn `what` the event announces."""
+        """Record an event after everything enqueued on `stream` so far. Watchers learn `what` it announces."""
         event = self._record(stream)
+        self.num_enqueued += 1
         for watcher in self.watchers:
             event = watcher.recorded(self, stream, event, what)
         return event
 
     def wait(self, stream: Stream, event: Event, what: str = "") -> None:
-        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host.
-
-        Watchers learn for `what` it waits.
-        """
-        # In reverse, so that each watcher meets the event that it returned itself.
+        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host."""
+        # In reverse, so that each watcher gets the event that it returned itself.
         for watcher in reversed(self.watchers):
             event = watcher.waits(self, stream, event, what)
         self._wait(stream, event)
@@ -226,7 +219,7 @@ class Device(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Return the most device memory held at once so far, as far as the device can tell."""
+        """Count the most device memory held at once so far, as far as the device can tell."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Tensor: ...
@@ -234,7 +227,7 @@ class Device(ABC):
     # A device that enqueues operations overrides the following ones.
 
     def mark(self, stream: Stream) -> Mark:
-        """Return a timed point after everything enqueued on `stream` so far."""
+        """Record a timed point after everything enqueued on `stream` so far."""
         return Mark()
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:

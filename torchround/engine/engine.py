@@ -8,28 +8,41 @@
 The engine stops at the first fault; the call in progress, and each later one, raises the `PipelineError`.
 """
 
+import atexit
+import os
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
+
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
-from torchround.engine.device import Device, Event
-from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.device import Device
+from torchround.engine.errors import (
+    MIXED,
+    EngineError,
+    EngineUsageError,
+    FaultLocation,
+    PipelineError,
+    Stopped,
+)
 from torchround.engine.exchange import StepExchange
-from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, Passes, StepResult
 from torchround.engine.program import Program
 from torchround.engine.saver import PendingSave, SaveSource
-from torchround.engine.settings import EngineSettings, allocate_gradients
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Tasks, Worker
 from torchround.engine.update import Updater
-from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
@@ -39,6 +52,10 @@ from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
 
 T = TypeVar("T")
+
+# Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
+# inside a computation cannot be interrupted; it is a daemon and ends with the process.
+JOIN_S = 30.0
 
 
 class Engine:
@@ -61,69 +78,81 @@ class Engine:
         machines: MachineGroup | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
-        self.settings.check(model, store, partition)
-        store.set_stale_layers(self.settings.stale_layers)
+        self.settings.prepare(store, model, partition, optimizer)
         self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
         self._board = board = Board(observer)
         self._tasks = Tasks(board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
-        self._life = Lifecycle(board, store, self.pool, self.devices, self._settle)
-        fail = self._life.fail
-        self._next_slot = 0
-        self._step = store.step
-        self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
-        allocate_gradients(store, model, optimizer, self.settings)
-        self._exchange = StepExchange(store, self._tasks, self.pool, machines, fail, self._is_in_a_step)
+        self._exchange = StepExchange(store, self._tasks, self.pool, machines, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
-            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange, fail
+            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange
         )
-        saver = Worker("torchround saver", "saver", self._tasks, self._updater.fault, saves=True)
+        saver = Worker("torchround saver", "saver", self._tasks, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
         self._program = Program(
             store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
         )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        self._reservation = BufferReservation(
-            sizes,
-            store,
-            self.pool,
-            self.devices,
-            self._exchange.landing_buffers,
-            self.settings.accumulates,
+        setup = WorkerSetup(
+            store=store,
+            tasks=self._tasks,
+            pool=self.pool,
+            model=model,
+            sizes=sizes,
+            partition=partition,
+            queues=queues,
+            settings=self.settings,
         )
+        self._reservation = BufferReservation(
+            sizes, store, self.pool, self.devices, self._exchange.landing_buffers, self.settings.accumulates
+        )
+        self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
+        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
+        self._threads = [*(worker.thread for worker in self._workers), *others]
+        self._watchdog = Watchdog(board, self._workers, others, self.settings.hang_timeout_s)
         is_compiled = compiler is not None and compiler.is_required
         self._passes = Passes(
             self._reservation,
             queues,
             board.observer,
-            self._synchronize,
+            self._watchdog.synchronize,
             self._wait_in_call,
             self._wait_for_in_call,
             is_compiled,
         )
-        workers = self._make_workers(model, sizes, queues)
-        watches = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
-        others += [worker.reader.thread for worker in workers if worker.reader is not None]
-        self._watchdog = Watchdog(board, workers, watches, others, self.settings.hang_timeout_s, fail)
-        self._life.start([*(worker.thread for worker in workers), *others], self._updater, self._exchange)
+        self._is_stopped = False
+        self._stop_lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            for worker in self._workers:
+                worker.allocate()
+        except BaseException:
+            self._stop()  # gives back what was allocated on the devices that had room
+            raise
+        choose_kernels()
+        self._exchange.start()
+        atexit.register(self._stop_at_exit, os.getpid())
+        for thread in self._threads:
+            thread.start()
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
-        with self._life.call():
-            run = (shapes, self.partition, self.settings.rounds, self._step, validates)
-            self._passes.prepare(*self._reservation.reserve_run(*run))
+        with self._call():
+            sizes = self._reservation.reserve_run(
+                shapes, self.partition, self.settings.rounds, self._program.next_step, validates
+            )
+            self._passes.prepare(*sizes)
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[Batch],
-        share: StepShare | None = None,
-        num_labels: int | None = None,
+        self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None
     ) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
@@ -134,20 +163,21 @@ class Engine:
         On several machines, all call this with their own `share` of the step (`step_share`), the micro-batches that
         it names, which may be none, and `num_labels` of the whole step.
         """
-        with self._life.call():
-            if self._calls and not self.settings.accumulates:
+        with self._call():
+            if self._program.open_pass and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
-            self._passes.make_room(self._step)
-            share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
-            first_slot = self._next_slot
-            counts = (len(share.micro_batches), len(share.rounds), len(self.devices))
-            # None if this machine has no part in the step.
-            tasks = step_tasks(self.partition, *counts, first_slot) if share.rounds else []
-            tasks = self._program.make_way(tasks)
+            self._passes.make_room(self._program.next_step)
+            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            share = share.after(self._program.rounds)
+            num_devices, slot = len(self.devices), self._program.next_slot
+            tasks: list[StageTask] = []
+            if share.rounds:  # otherwise this machine has no part in the step
+                num_batches, num_rounds = len(share.micro_batches), len(share.rounds)
+                tasks = step_tasks(self.partition, num_batches, num_rounds, num_devices, slot)
+                tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            slots, end = self._program.training_pass(pass_, tasks, first_slot)
-            self._hand_out(len(tasks) + len(slots))
-            self._calls, self._rounds = self._calls + 1, share.total_rounds
+            end = self._program.training_pass(pass_, tasks)
+            self._program.hand_out()
             return self._passes.track(pass_, tasks, end)
 
     def step(self, lr: float | None = None) -> None:
@@ -156,15 +186,12 @@ class Engine:
         A `HostOptimizer` steps with its groups' hyperparameters as they are now; an `lr` replaces their learning rate
         in this step.
         """
-        with self._life.call():
-            if not self._calls:
+        with self._call():
+            if not self._program.open_pass:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             lr, hyperparameters = self._updater.hyperparameters_of(lr)
-            slots = self._program.step(lr, hyperparameters, self._next_slot)
-            # First: an interrupt after the hand-out must not find a step that seems to lack its update.
-            self._step += 1
-            self._calls = self._rounds = 0
-            self._hand_out(len(slots))
+            self._program.step(lr, hyperparameters)
+            self._program.hand_out()
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
@@ -180,18 +207,18 @@ class Engine:
         return self._run_forward(batches, gives_outputs=True)
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
-        with self._life.call():
-            if self._calls and not self.settings.accumulates:
+        with self._call():
+            if self._program.open_pass and not self.settings.accumulates:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
-            self._passes.make_room(self._step)
-            self._hand_out_late()
+            self._passes.make_room(self._program.next_step)
+            self._program.hand_out_late()
             stages = self.forward_stages if gives_outputs else None
-            where = (len(self.devices), self._next_slot)
-            tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
+            num_devices, slot = len(self.devices), self._program.next_slot
+            tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._program.evaluation(pass_, tasks)
-            self._hand_out(len(tasks))
+            self._program.hand_out()
             return self._passes.track(pass_, tasks)
 
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
@@ -201,25 +228,26 @@ class Engine:
         bundle. Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller
         must call that before the engine ends.
         """
-        with self._life.call():
-            if self._calls:
+        with self._call():
+            if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
-            self._hand_out_late()
+            self._program.hand_out_late()
             save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
-            save.task = self._program.save(self._step, save.run)
-            self._hand_out(0)
+            save.task = self._program.save(save.run)
+            self._program.hand_out()
             # A long run must not keep every save that ended.
             self._saves = [save for save in self._saves if not save.ended] + [save]
             return save
 
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
-        with self._life.call():
+        with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
-            self._hand_out_late()
+            self._program.hand_out_late()
             self._passes.wait()
             for worker in (self._updater, *self._exchange.workers):
-                self._wait_for_worker(worker)
+                if worker.last is not None:
+                    self._watchdog.wait_for(worker.last)
 
     @contextmanager
     def true_device_weights(self) -> Iterator[None]:
@@ -228,8 +256,8 @@ class Engine:
         Afterwards the device weights are as before, bit for bit: predictions, or older ones of stale layers.
         """
         self.drain()
-        with self._life.call():
-            if self._calls:
+        with self._call():
+            if self._program.open_pass:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
                 )
@@ -237,8 +265,8 @@ class Engine:
 
         def share() -> None:
             self._tasks.finish(under_way[-1])
-            with self._life.call():
-                self._program.share_rewritten(self._step)
+            with self._call():
+                self._program.share_rewritten()
                 self._program.hand_out()
 
         try:
@@ -252,19 +280,15 @@ class Engine:
 
     def _begin_rewrite(self) -> Task:
         """Wait until the device weights that are not the fp32 weights may be written."""
-        with self._life.call():
-            task = self._program.rewrite(self._step)
+        with self._call():
+            task = self._program.rewrite()
             for access in task.accesses:
-                for earlier in access.after:
-                    self._watchdog.wait_for(earlier, earlier)
-                    if earlier.event is not None:
-                        self._synchronize(earlier.event)
-                access.after = ()
+                self._tasks.begin(access, self._watchdog.wait_for_access)
             return task
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
-        if self._life.stopped:
+        if self._is_stopped:
             return
         try:
             self.drain()
@@ -272,9 +296,9 @@ class Engine:
                 save.may_publish()  # otherwise a save that waits for this would never end
                 save.wait()
         finally:
-            self._life.stop()
-        if self._life.failure is not None:
-            raise self._life.failure
+            self._stop()
+        if self._board.failure is not None:
+            raise self._board.failure
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
@@ -287,89 +311,158 @@ class Engine:
         if self.store.policy is BOUNDED and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
-        self._life.stop()
-
-    # Dispatch.
+        self._stop()
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
         # From the first backward of a step on no layer is stale.
-        stale_layers = 0 if self._calls else self.store.stale_layers
-        return self._passes.make(batches, tasks, self._step, stale_layers, **facts)
+        stale_layers = 0 if self._program.open_pass else self.store.stale_layers
+        return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
 
-    def _hand_out(self, num_slots: int) -> None:
-        """Hand out what the program has declared: stage jobs, direction jobs and tasks of the host."""
-        self._program.hand_out()
-        self._next_slot += num_slots
+    def _wait_in_call(self, value: Value[T]) -> T:
+        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns."""
+        with self._call(is_known=value.happened):
+            if not value.happened:
+                if value.kind == UPDATED and self._program.is_late(*value.numbers):
+                    self._program.hand_out_late()
+                self._program.release_sums()
+                self._program.hand_out()
+            self._watchdog.wait_for(value)
+            if isinstance(value.content, HostTensors):
+                self._watchdog.synchronize(value.content.landed)
+            return value.content
 
-    def _hand_out_late(self) -> None:
-        """Hand out the rest of the last step's program, if it was to come beside the next step."""
-        slots = self._program.late_tasks(self._next_slot)
-        self._hand_out(len(slots))
-
-    def _wait_for_worker(self, worker: Worker) -> None:
-        if worker.last is not None:
-            self._watchdog.wait_for(worker.last, worker.last)
-
-    def _wait_for_in_call(self, flag: Flag, words: object) -> None:
+    def _wait_for_in_call(self, flag: Flag, words: object = None) -> None:
         """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
-        with self._life.call(is_there=flag.happened):
+        with self._call(is_known=flag.happened):
             self._watchdog.wait_for(flag, words)
 
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
-        return self._calls > 0 or not idle
+        return self._program.open_pass is not None or not idle
 
-    # Faults and threads.
+    # Faults, and the end.
 
-    def _make_workers(
-        self, model: LayeredModel, sizes: ValueSizes, queues: Sequence[Queue[DeviceJob]]
-    ) -> list[DeviceWorker]:
-        setup = WorkerSetup(
-            store=self.store,
-            tasks=self._tasks,
-            pool=self.pool,
-            model=model,
-            sizes=sizes,
-            partition=self.partition,
-            queues=queues,
-            settings=self.settings,
-            on_failure=self._life.fail,
-        )
-        workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
-        self._life.allocate(workers)
-        return workers
+    @contextmanager
+    def _call(self, is_known: bool = False) -> Iterator[None]:
+        """Run a call of the user, raising the engine's failure instead of hanging or returning as if all were well.
 
-    def _settle(self) -> None:
-        """Leave behind what outlives the threads, which have ended: results, and a whole store."""
+        `is_known` says that the answer is known already; the user gets it even after the end.
+        """
+        if not is_known:
+            self._raise_failure()
+            if self._is_stopped:
+                raise EngineUsageError("the engine is closed")
+        try:
+            yield
+        except Stopped:
+            self._raise_failure()
+            raise EngineUsageError("the engine was closed during this call") from None
+        # The call has its answer, but a fault came meanwhile, for example one that the
+        # update's second try overcame.
+        if not is_known:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        # Without a variable for it, which would make a reference cycle through the traceback.
+        if self._board.failure is not None:
+            self._stop()
+            raise self._board.failure from self._board.failure.__cause__
+
+    def _stop(self) -> None:
+        """End every thread and give devices and pool back. A thread that still runs at a deadline keeps its memory."""
+        with self._stop_lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+        atexit.unregister(self._stop_at_exit)
+        self._board.stop()  # every thread unwinds at its next wait
+        self._exchange.stop(self._board.failure)
+        busy = self._end_threads()
+        failure = self._board.failure
+        # In `bounded`, or if an update is stuck.
+        if failure is not None and failure.store_is_consistent and not self.store.is_consistent:
+            failure.store_is_consistent = False
+            failure.add(f"some layers are updated: {MIXED}")
+        if busy:  # memory that a device may still copy to must not be unmapped
+            if failure is not None:
+                failure.add(f"still inside a computation, with its memory: {', '.join(sorted(busy))}")
+            return
         self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        if self._calls and self.store.step == self._step and self._life.failure is None:
+        is_open = self._program.open_pass is not None and self.store.step == self._program.next_step
+        if is_open and self._board.failure is None:
             self.store.set_stale_layers(0)
             self.store.is_consistent = True
+        self.pool.close()
+        # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
+        forget_variables(failure, seen=set())
 
-    def _wait_in_call(self, value: Value[T]) -> T:
-        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns.
+    def _stop_at_exit(self, process: int) -> None:
+        """End an engine that the program did not close: Python would end its threads inside C++, which aborts.
 
-        What is posted already can be had even after a fault.
+        A forked process has no such threads.
         """
-        with self._life.call(is_there=value.happened):
-            if value.kind == UPDATED and self._program.is_late(*value.numbers):
-                self._hand_out_late()
-            if not value.happened:
-                self._program.release_sums()
-                self._hand_out(0)
-            content = self._watchdog.wait(value)
-            if isinstance(content, HostTensors):
-                self._synchronize(content.landed)
-            return content
+        if os.getpid() == process:
+            self._stop()
 
-    def _synchronize(self, event: Event) -> None:
-        """Wait for a device's event. A device that failed raises here first, so this reports its fault."""
+    def _end_threads(self) -> set[str]:
+        """End all threads after the board's stop, and give devices back.
+
+        Returns the names of threads and devices that are still busy at the deadline, and keep their memory. Waits for an
+        update under way as long as it moves, because only a complete one leaves a store that can be saved.
+        """
+        optimizer, moves = self._updater.thread, self._updater.moves
+        deadline_s = time.monotonic() + JOIN_S
+        # A thread without an identity has not been started, because a device had no room.
+        ours = [thread for thread in self._threads if thread.ident not in (None, threading.get_ident())]
+        for thread in ours:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        while optimizer.is_alive() and self._updater.moves != moves:
+            moves = self._updater.moves
+            optimizer.join(JOIN_S)
+        busy = {thread.name for thread in ours if thread.is_alive()}
+        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
+        for worker in [worker for worker in self._workers if worker.thread.name not in busy]:
+            # On a helper thread, because waiting for a device that hangs cannot be interrupted.
+            name = worker.device.name
+            helper = threading.Thread(target=self._finish, args=(worker,), name=f"finish {name}", daemon=True)
+            helper.start()
+            helper.join(max(deadline_s - time.monotonic(), 1.0))
+            if helper.is_alive():
+                busy.add(name)
+        return busy
+
+    def _finish(self, worker: DeviceWorker) -> None:
+        """Wait until a device is idle, and release it. A fault that it raises may be the first that is known of it."""
+        device = worker.device
         try:
-            self._watchdog.synchronize(event)
-        except RuntimeError as error:
-            failure = PipelineError(FaultLocation("controller"), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._life.fail(failure)
-            raise Stopped from error
+            try:
+                device.finish()
+            finally:
+                worker.release()  # also if the device has failed: it computes no more
+            # After the buffers are dropped, because a device may hand free memory back to its driver here.
+            device.release()
+        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
+            self._board.fail(PipelineError.of(error, FaultLocation(f"device {device.name}")))
+
+
+def forget_variables(error: BaseException | None, seen: set[int]) -> None:
+    """Clear the local variables of all frames that an error and its causes have left. Lines and names stay."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
+    for earlier in (error.__cause__, error.__context__):
+        forget_variables(earlier, seen)
+
+
+def choose_kernels() -> None:
+    """Let MKL choose its kernels for this processor, on one thread.
+
+    It does so at a function's first call in the process. Two threads at their first call may get kernels that round in
+    different ways: 5 of 2400 fresh processes with four threads had other roots or logarithms in one of them.
+    """
+    number = torch.ones(1)
+    for function in (torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf, torch.sin, torch.cos):
+        function(number)

@@ -48,15 +48,25 @@ MIXED = "the host store mixes two weight versions, do not save it"
 class PipelineError(EngineError):
     """A fault inside the pipeline; the engine has stopped and `__cause__` is the original exception.
 
-    `location` names device, stage, layers and micro-batch. `store_is_consistent` is False only if an
-    optimizer update could not be completed: then the host store mixes two weight versions and must not be
-    saved. In `bounded` that is the rule for a fault in the middle of a step.
+    `store_is_consistent` is False only if an optimizer update could not be completed: then the host store mixes two
+    weight versions and must not be saved. In `bounded` that is the rule for a fault in the middle of a step.
     """
 
     def __init__(self, location: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:
         super().__init__(f"{location}: {problem}")
         self.location = location
         self.store_is_consistent = store_is_consistent
+
+    @classmethod
+    def of(cls, error: BaseException, location: FaultLocation) -> "PipelineError":
+        """Make the fault that an exception at a location is."""
+        failure = cls(location, f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def add(self, note: str) -> None:
+        """Let the text grow in place, because callers may hold this very object already."""
+        self.args = (f"{self} ({note})",)
 
 
 class HangError(PipelineError):

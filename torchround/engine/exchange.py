@@ -47,7 +47,6 @@ class StepExchange:
         tasks: Tasks,
         pool: HostPool,
         group: MachineGroup | None,
-        on_failure: Callable[[PipelineError], None],
         is_in_a_step: Callable[[], bool],
     ) -> None:
         self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
@@ -62,7 +61,6 @@ class StepExchange:
         self._store = store
         self._board = tasks.board
         self._group = group
-        self._on_failure = on_failure
         self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
@@ -77,8 +75,12 @@ class StepExchange:
         each = self.gradients_to, self.weights_to, self.weights_from
         self.workers = [worker for by_peer in each for worker in by_peer.values()]
         self._counted_bytes = self._sent_bytes()
-        if group is not None:
-            group.on_fault(self.failed)
+
+    def start(self) -> None:
+        """Let the other machines learn of faults of this one, and this one of theirs, until the engine's end."""
+        self._board.on_fault = self.fail
+        if self._group is not None:
+            self._group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
         """Return this machine's share of a step that is about to be dispatched.
@@ -242,11 +244,7 @@ class StepExchange:
 
     def failed(self, error: BaseException) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
-        failure = self.located(error)
-        if failure is None:
-            failure = PipelineError(FaultLocation("exchange"), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-        self._on_failure(failure)
+        self._board.fail(self.located(error) or PipelineError.of(error, FaultLocation("exchange")))
 
     def located(self, error: BaseException) -> PipelineError | None:
         """Return the fault of another machine as the engine's, None for any other error."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchround.engine.board import Observer, Queue, Value, Values, WaitForValue
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, StagingSizes, forward_inputs
 from torchround.engine.device import Event, PastEvent
-from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
@@ -150,11 +150,6 @@ class StageJob:
     @property
     def slot(self) -> int:
         return self.task.slot
-
-    def location(self, actor: str, names: Sequence[str], micro_batch: int | None) -> FaultLocation:
-        """Describe the job of a device, `actor`, while it is at a micro-batch. `names` are the layers'."""
-        stage = self.task.stage
-        return FaultLocation(actor, stage.kind.value, tuple(names[stage.start : stage.stop]), micro_batch)
 
     @property
     def slots_left(self) -> int:

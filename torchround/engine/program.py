@@ -1,14 +1,9 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
-This file says who writes what and when. The tasks' work is in `update.py`, `saver.py`, `exchange.py` and `worker/`; how they
-wait for each other follows from the order of the calls here alone (`tasks.py`).
-
-The policies are places in this order. `sync` and `async` differ in the number of buffers that hold device weights. In
-`bounded` the device weights of the stale layers are written between the first forward and the first backward of the next
-step, and each bundle's update has its own gradient, not the norm. Several calls of a step emit their stages before the
-update. What one machine writes and the others read is sent and received at its place in this order. An optimizer with
-directions has a task of the devices between gradients and update; in `async` it comes between the forward and the
-backward of the next step, and the rest of the step's program with it.
+This file alone determines who writes what and when: the tasks wait for each other by the order of the calls here
+(`tasks.py`). Their work is in `update.py`, `saver.py`, `exchange.py` and `worker/`. The policies are places in this order
+(`docs/engine.md`, the program of a step). In `async` the update of an optimizer with directions is late: it comes between
+the forward and the backward of the next step.
 """
 
 from collections import defaultdict, deque
@@ -41,12 +36,16 @@ from torchround.optim.host_optimizer import Hyperparameters
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
+# A round of this machine, a bundle, and what declares the task that takes the parts made by then.
+_Taking = tuple[int, Bundle, Callable[[], None]]
+
 
 class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
 
     Tasks are declared one by one and handed out together at the end of each call, so that a stop cannot come between
-    the tasks of an update.
+    the tasks of an update. `next_slot` and `next_step` come after all that is declared. `open_pass` is the newest call of
+    the step that waits for its `step()`, None if none does, and `rounds` are those of its calls.
     """
 
     def __init__(
@@ -76,47 +75,47 @@ class Program:
         self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
         self._directions = {b.index: Buffer(DIRECTION, names[b.index]) for b in self._directed}
         self._records = Buffer(RECORDS)
-        self._rounds = 0  # of the step that waits for its `step()`
-        self._pass: Pass | None = None  # its newest call
+        self.next_slot = 0
+        self.next_step = store.step
+        self.rounds = 0
+        self.open_pass: Pass | None = None
         # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
         self._last_sums: dict[int, Task] = {}
-        # The step whose update comes among the stages of the next step.
-        self._late: Decision | None = None
+        self._late: Decision | None = None  # of the step whose update comes among the stages of the next step
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
     # A step's calls.
 
-    def training_pass(
-        self, pass_: Pass, stages: Sequence[StageTask], first_slot: int
-    ) -> tuple[tuple[int, ...], Task]:
-        """Declare a call of a step: its stages, and what takes their gradients and losses.
-
-        Returns the slots of direction jobs, and the task that ends the call.
-        """
-        share, step = _share(pass_), pass_.step
+    def training_pass(self, pass_: Pass, stages: Sequence[StageTask]) -> Task:
+        """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
+        share, step = pass_.share, pass_.step
+        assert share is not None, f"step {step} was dispatched without a share"
         self.release_sums()
-        num_forward, takings = _num_forward(stages), deque(self._takings(share))
+        first_slot = self.next_slot
+        self.next_slot += len(stages)
+        num_forward, takings = _num_forward(stages), deque(self._takings(step, share))
         for stage in stages[:num_forward]:
             self._stage(pass_, stage, takings)
         # In the program before the first stage that writes gradients, which the late update reads. On the
         # devices its direction jobs may come a few stages later.
-        slots = self.late_tasks(first_slot + self._slots_before_late(stages))
-        if self._rounds == 0:
-            self._write_lagging(step)
+        self._declare_late(first_slot + self._slots_before_late(stages))
+        if self.rounds == 0:
+            self._write_stale(step)
         for stage in stages[num_forward:]:
             self._stage(pass_, stage, takings)
-        for _, bundle, parts in takings:
-            self._take(pass_, bundle, parts)
-        self._pass, self._rounds = pass_, share.total_rounds
-        return slots, self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
+        for _, _, take in takings:
+            take()
+        self.open_pass, self.rounds = pass_, share.total_rounds
+        return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
         """Declare a pass without gradients."""
+        self.next_slot += len(stages)
         for stage in stages:
             self._stage(pass_, stage, deque())
 
-    def _stage(self, pass_: Pass, stage: StageTask, takings: "deque[tuple[int, Bundle, range]]") -> None:
+    def _stage(self, pass_: Pass, stage: StageTask, takings: deque[_Taking]) -> None:
         """Declare a stage job, and what takes the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
@@ -135,26 +134,26 @@ class Program:
             if layer == bundle.layers[0]:
                 made.add(bundle.index)
             while takings and takings[0][0] == stage.round and takings[0][1].index in made:
-                self._take(pass_, *takings.popleft()[1:])
+                takings.popleft()[2]()
         task.accesses = []  # the job has them
         self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
-    def _takings(self, share: StepShare) -> Iterator[tuple[int, Bundle, range]]:
-        """Yield bundles with the parts of their gradients that are taken together, after one round of this machine.
+    def _takings(self, step: int, share: StepShare) -> Iterator[_Taking]:
+        """Yield what takes the parts of gradients that one round of each machine makes, with this machine's round.
 
-        One round of each machine makes these parts. All machines have the same order, from the deepest bundle up, so
-        the earliest parts that are not added yet never wait for later ones.
+        All machines have the same order, from the deepest bundle up, so the earliest parts that are not added yet never
+        wait for later ones.
         """
         machines = self._store.ownership.num_machines
-        for local, first in enumerate(range(self._rounds, share.total_rounds, machines)):
+        for local, first in enumerate(range(self.rounds, share.total_rounds, machines)):
             last = min(first + machines, share.total_rounds)
             for bundle in reversed(self._store.trained):
-                yield local, bundle, range(first * len(bundle.layers), last * len(bundle.layers))
+                parts = range(first * len(bundle.layers), last * len(bundle.layers))
+                yield local, bundle, partial(self._take, step, bundle, parts, last == share.total_rounds)
 
-    def _take(self, pass_: Pass, bundle: Bundle, parts: range) -> None:
+    def _take(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
         """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
-        step, uses = pass_.step, len(bundle.layers)
-        is_whole = parts.stop == _share(pass_).total_rounds * uses
+        uses = len(bundle.layers)
         # Each machine has made one round of these parts, in the order of their numbers.
         makers = {part: (part - parts.start) // uses for part in parts}
         machine = self._store.ownership.machine
@@ -163,7 +162,8 @@ class Program:
         if not bundle.is_owned:
             run = partial(self._exchange.send_gradient, bundle, step, landed)
             if landed:
-                self._emit(self._exchange.gradients_to[bundle.owner], "the sending", step, run, bundle, reads)
+                sender = self._exchange.gradients_to[bundle.owner]
+                self._emit(sender, "the sending of gradients", step, run, bundle, reads)
             return
         if bundle.adds_up:
             given = [landed.get(part, makers[part]) for part in parts]
@@ -190,57 +190,57 @@ class Program:
             self._host_tasks[self._updater].append(task)
         self._last_sums = {}
 
-    def _write_lagging(self, step: int) -> None:
+    def _write_stale(self, step: int) -> None:
         for bundle in filter(self._store.lags, self._store.trained):
             if bundle.is_owned:
                 run = partial(self._updater.write_lagging, bundle)
                 reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
-                self._emit(self._updater, "the older device weights", step, run, bundle, reads, writes)
-            self._exchange_weights(bundle, step - 1, [], [], None)
+                self._emit(self._updater, "the stale device weights", step, run, bundle, reads, writes)
+            self._exchange_weights(bundle, step)
 
     # A step's update.
 
-    def step(self, lr: float, hyperparameters: Hyperparameters | None, slot: int) -> tuple[int, ...]:
-        """Declare the update of a step. Returns the slots, from `slot` on, of direction jobs."""
-        pass_ = self._pass
+    def step(self, lr: float, hyperparameters: Hyperparameters | None) -> None:
+        """Declare the update of the step that is open, or note it, if it comes late: among the stages of the next step."""
+        pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
         if self._accumulates and not self._is_bounded:
             for bundle in reversed(self._store.owned):
                 self._measure(pass_.step, bundle)
-        self._pass, self._rounds = None, 0
         if self._directed and self._store.policy.versions > 1:
             self._late = decision
-            return ()
-        return self._update(decision, slot)
+        else:
+            self._update(decision, self.next_slot)
+        # Last, and before anything is handed out: after an interrupt no step must seem to lack an update that runs.
+        self.next_step += 1
+        self.open_pass, self.rounds = None, 0
 
-    def late_tasks(self, slot: int) -> tuple[int, ...]:
-        """Declare the rest of the newest step's program, if it is late. Returns the slots of its direction jobs."""
+    def _declare_late(self, slot: int) -> None:
+        """Declare the rest of the newest step's program, if it is late. Its direction jobs have slots from `slot` on."""
         late, self._late = self._late, None
-        return () if late is None else self._update(late, slot)
+        if late is not None:
+            self._update(late, slot)
 
     def is_late(self, step: int) -> bool:
-        """Tell whether the update of a step is not declared yet, though its `step` was called."""
+        """Tell whether the `step` of a step was called, and its update is not declared yet."""
         return self._late is not None and step >= self._late.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:
-        """Return a step's stages with slots left free for direction jobs that are late.
-
-        As many slots as devices, so that each stage keeps its device.
-        """
+        """Leave slots free among a step's stages for direction jobs that are late, one for each device."""
         if self._late is None:
             return stages
         before = self._slots_before_late(stages)
         return [*stages[:before], *(replace(s, slot=s.slot + self._num_devices) for s in stages[before:])]
 
     def _slots_before_late(self, stages: Sequence[StageTask]) -> int:
-        """Return the stages before late direction jobs: by then the gradients have landed, so few devices wait."""
+        # By then the gradients have landed, so few devices wait.
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
-    def _update(self, decision: Decision, slot: int) -> tuple[int, ...]:
+    def _update(self, decision: Decision, slot: int) -> None:
         """Declare the directions, the decision and the updates of a step."""
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
-        slots = self._direct(step, slot)
+        self._direct(step, slot)
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
         self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
@@ -263,84 +263,88 @@ class Program:
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
                 writes = [self._states[bundle.index], *new]
                 run = partial(updater.update, decision, bundle)
-                self._emit(updater, "the update", step, run, bundle, reads, writes, updater.is_begun)
+                self._emit(updater, "the update", step, run, bundle, reads, writes)
             if new:
-                self._exchange_weights(bundle, step, [decided], old, decision)
-        run, records = partial(updater.finish, decision), [self._records]
-        self._emit(updater, "the end", step, run, writes=records, is_essential=updater.is_begun)
-        return slots
+                self._exchange_weights(bundle, step + 1, decision, [decided], old)
+        self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
 
-    def _direct(self, step: int, slot: int) -> tuple[int, ...]:
-        """Declare the direction jobs of a step, one for each device, if it has any.
+    def _direct(self, step: int, slot: int) -> None:
+        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn.
 
-        The bundles are dealt to the devices in turn, the first one to the device whose turn it is. Devices without a
-        bundle get an empty job, because a device takes every `num_devices`-th slot.
+        Devices without a bundle get an empty job, because a device takes every `num_devices`-th slot.
         """
-        if not self._directed:
-            return ()
-        slots = tuple(range(slot, slot + self._num_devices))
-        for position, own in enumerate(slots):
-            bundles = tuple(self._directed[position :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {own}"))
+        for first in range(self._num_devices) if self._directed else ():
+            bundles = tuple(self._directed[first :: self._num_devices])
+            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
             self._tasks.declare(task, writes=[self._directions[bundle.index] for bundle in bundles])
-            self._jobs.append(DirectionJob(own, step, bundles, tuple(task.accesses)))
+            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
             task.accesses = []  # the job has them
-        return slots
+            self.next_slot += 1
 
     # Between steps.
 
-    def save(self, step: int, run: Callable[[], object]) -> Task:
+    def save(self, run: Callable[[], object]) -> Task:
         """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
         reads = [self._records]
         for bundle in self._store.owned:
             reads += [self._states[bundle.index], *self._weights[bundle.index]]
-        return self._emit(self._saver, "the save", step, run, reads=reads)
+        return self._emit(self._saver, "the save", self.next_step, run, reads=reads)
 
-    def rewrite(self, step: int) -> Task:
+    def rewrite(self) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
-        untrue = self._store.stale_or_predicted()
-        writes = [self._weights_of(b, step - self._store.lags(b)) for b in untrue]
+        step, rewritten = self.next_step, self._store.stale_or_predicted()
+        writes = [self._weights_of(b, step - self._store.lags(b)) for b in rewritten]
         # Older device weights wait there meanwhile.
-        writes += [self._gradients[b.index] for b in untrue if self._store.lags(b)]
+        writes += [self._gradients[b.index] for b in rewritten if self._store.lags(b)]
         task = Task("the rewriting of device weights", step, FaultLocation("controller"))
-        return self._tasks.declare(task, [self._states[b.index] for b in untrue if b.is_owned], writes)
+        return self._tasks.declare(task, [self._states[b.index] for b in rewritten if b.is_owned], writes)
 
-    def share_rewritten(self, version: int) -> None:
-        """Declare the exchange of device weights of a version that each owner has written anew."""
+    def share_rewritten(self) -> None:
+        """Declare the exchange of device weights that each owner has rewritten."""
         for bundle in self._store.stale_or_predicted():
-            self._exchange_weights(bundle, version - 1, [], [], None)
+            self._exchange_weights(bundle, self.next_step)
 
     def _exchange_weights(
-        self, bundle: Bundle, step: int, decided: list[Buffer], old: list[Buffer], decision: Decision | None
+        self,
+        bundle: Bundle,
+        version: int,
+        decision: Decision | None = None,
+        decided: Sequence[Buffer] = (),
+        old: Sequence[Buffer] = (),
     ) -> None:
-        """Declare what sends the device weights after `step` to all machines, or receives them from their owner.
+        """Declare what sends a version of device weights to all machines, or receives it from their owner.
 
-        Without a `decision` they were written anew between steps.
+        If the `decision` is not to apply, each machine copies the `old` version.
         """
-        exchange, new = self._exchange, self._weights_of(bundle, step + 1)
+        exchange, new, step = self._exchange, self._weights_of(bundle, version), version - 1
 
         def send(peer: int) -> None:
             if decision is None or decision.applies:
-                exchange.send_weights(peer, bundle, step + 1)
+                exchange.send_weights(peer, bundle, version)
 
         def receive() -> None:
             if decision is None or decision.applies:
-                exchange.receive_weights(bundle, step + 1)
+                exchange.receive_weights(bundle, version)
             else:
                 self._updater.copy_version(bundle, step)
 
-        for peer in exchange.peers if bundle.is_owned else ():
-            self._emit(
-                exchange.weights_to[peer], "the sending", step, partial(send, peer), bundle, [*decided, new]
-            )
         if not bundle.is_owned:
             source = exchange.weights_from[bundle.owner]
-            self._emit(source, "the receiving", step, receive, bundle, [*decided, *old], [new])
+            self._emit(source, "the receiving of weights", step, receive, bundle, [*decided, *old], [new])
+            return
+        for peer in exchange.peers:
+            sender, run = exchange.weights_to[peer], partial(send, peer)
+            self._emit(sender, "the sending of weights", step, run, bundle, [*decided, new])
 
     # Memory and workers.
 
+    def hand_out_late(self) -> None:
+        """Let the workers run what is declared, and the rest of the newest step's program, if it is late."""
+        self._declare_late(self.next_slot)
+        self.hand_out()
+
     def hand_out(self) -> None:
-        """Let the workers run what is declared."""
+        """Let the devices and workers run what is declared."""
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
             # Together: a device that had to wait for a direction job would first send off gradients, and those of this
@@ -367,11 +371,10 @@ class Program:
         bundle: Bundle | None = None,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
-        is_essential: Callable[[int], bool] | None = None,
     ) -> Task:
         """Declare a task of the host, to be handed out with the others of this call."""
         location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
-        task = self._tasks.declare(Task(name, step, location, run, worker, is_essential), reads, writes)
+        task = self._tasks.declare(Task(name, step, location, run, worker), reads, writes)
         self._host_tasks[worker].append(task)
         return task
 
@@ -381,8 +384,3 @@ class Program:
 
 def _num_forward(stages: Sequence[StageTask]) -> int:
     return next((i for i, stage in enumerate(stages) if stage.stage.kind is not StageKind.FORWARD), 0)
-
-
-def _share(pass_: Pass) -> StepShare:
-    assert pass_.share is not None, f"step {pass_.step} was dispatched without a share"
-    return pass_.share

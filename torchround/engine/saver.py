@@ -1,19 +1,19 @@
-"""One thread that lets saves read the host store beside training, between two updates of each bundle.
+"""Saves beside training: one thread lets them read the host store between two updates of each bundle.
 
 A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the
 store as it is after a certain step, and lets the next update of a bundle begin as soon as the function has
 read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from torchround.engine.board import Flag
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Task, Tasks
+from torchround.engine.tasks import Access, Task, Tasks
 
 T = TypeVar("T")
 
@@ -26,26 +26,22 @@ class SaveSource:
 
     def __init__(self, store: HostStore, tasks: Tasks, task: Task, may_publish: Flag) -> None:
         self.step = task.step
-        records, *accesses = task.accesses
         self.state = store.resume_state()
+        records, *accesses = task.accesses
         tasks.end(records)
         self.tensors: dict[str, Tensor] = {}
         self._tasks = tasks
         self._board = tasks.board
         self._may_publish = may_publish
-        self._bundle_of: dict[str, int] = {}
+        # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
+        self._unread: dict[str, tuple[set[str], list[Access]]] = {}
+        each = len(accesses) // max(len(store.owned), 1)
         for bundle in store.bundles:
             views = store.bundle_views(bundle, self.step)
             self.tensors |= views
-            if bundle.trainable:
-                self._bundle_of |= dict.fromkeys(views, bundle.index)
-        # By bundle: tensors still to be read. The last one frees the bundle for its next update.
-        self._unread = Counter(self._bundle_of.values())
-        each = len(accesses) // max(len(store.owned), 1)
-        self._accesses = {
-            bundle.index: accesses[position * each : (position + 1) * each]
-            for position, bundle in enumerate(store.owned)
-        }
+            if bundle.trainable and bundle.is_owned:
+                own, accesses = accesses[:each], accesses[each:]
+                self._unread |= dict.fromkeys(views, (set(views), own))
 
     def raise_if_abandoned(self) -> None:
         """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
@@ -58,12 +54,15 @@ class SaveSource:
 
     def finished_reading(self, name: str) -> None:
         """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
-        bundle = self._bundle_of.pop(name, None)
-        if bundle is None:
-            return
-        self._unread[bundle] -= 1
-        for access in self._accesses[bundle] if not self._unread[bundle] else ():
+        unread, accesses = self._unread.pop(name, (set[str](), []))
+        unread.discard(name)
+        for access in accesses if not unread else ():
             self._tasks.end(access)
+
+    def finish_reading(self) -> None:
+        """Declare that tensors that were not read so far will not be."""
+        for name in list(self._unread):
+            self.finished_reading(name)
 
     def before_publishing(self) -> None:
         """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
@@ -76,14 +75,11 @@ class SaveSource:
         self._board.wait_for(self._may_publish, "the save to be allowed to appear")
         self._board.raise_if_stopped()
 
-    def finish_reading(self) -> None:
-        """Declare that tensors that were not read so far will not be."""
-        for name in list(self._bundle_of):
-            self.finished_reading(name)
-
 
 class PendingSave(Generic[T]):
     """A save under way beside training, by `task`. `write` does it, on the saver's thread; the caller waits by `wait`."""
+
+    task: Task
 
     def __init__(
         self,
@@ -92,21 +88,20 @@ class PendingSave(Generic[T]):
         write: Callable[[SaveSource], T],
         wait: Callable[[Flag, object], None],
     ) -> None:
-        self.task: Task
         self._store = store
         self._tasks = tasks
         self._write = write
         self._wait = wait
         self._may_publish = Flag()
-        self._outcome: tuple[Any, Exception | None] = (None, None)
+        self._outcome: Future[T] = Future()
 
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
         try:
             source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
-            self._outcome = self._write(source), None
+            self._outcome.set_result(self._write(source))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-            self._outcome = None, error
+            self._outcome.set_exception(error)
 
     @property
     def ended(self) -> bool:
@@ -127,7 +122,4 @@ class PendingSave(Generic[T]):
     def result(self) -> T:
         """Wait for the save to end. Returns what its function returned, or raises what it raised."""
         self.wait()
-        value, error = self._outcome
-        if error is not None:
-            raise error
-        return cast(T, value)
+        return self._outcome.result()

@@ -1,31 +1,29 @@
 """Tasks in program order, and the one rule by which they wait for each other.
 
-A step is a list of tasks, which the controller emits in program order. A task names the memory that it reads and writes.
-Each access begins after every earlier access that it conflicts with: one that writes what it reads, reads what it
-writes, or writes what it writes. Nothing else orders two threads, except values that are made once (`board.py`).
+The controller declares tasks in program order. A task names the memory that it reads and writes. Each access begins after
+every earlier access that it conflicts with: one that writes what it reads, reads what it writes, or writes what it
+writes. Nothing else orders two threads, except values that are made once (`board.py`).
 
-Each worker runs its tasks in the order in which it gets them, and waits point backwards in the program. So nothing can
-deadlock, and results depend on the program and never on timing.
-
-An access ends when its task says so, or with the task. A stage job ends the read of a layer's weights once their upload
-is enqueued, so that an update need not wait for the whole stage. Its end then comes with the event of the device.
+An access ends with its task or before. A stage job ends the read of a layer's weights once their upload is enqueued, so
+that an update need not wait for the whole stage. Its end then comes with the event of the device.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchround.engine.board import Board, Flag, Queue
 from torchround.engine.device import Event
-from torchround.engine.errors import FaultLocation, Stopped
+from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 
 # The most reads that a write waits for, so that a run of evaluations, which write nothing, remembers no more.
 MOST_READERS = 8
 
 # The kinds of memory that is written again.
 WEIGHTS = "device weights"
-STATE = "optimizer state"
+STATE = "fp32 weights and optimizer state"
 GRADIENT = "gradient"
 PART = "part of a gradient"
 DIRECTION = "direction"
@@ -46,6 +44,7 @@ class Buffer:
         self.readers: list[Access] = []
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Access(Flag):
     """One task's use of a buffer, or of several that it takes together. It happens when the use has ended.
 
@@ -53,24 +52,14 @@ class Access(Flag):
     device's stream at which the use has ended; None if the host has done it.
     """
 
-    __slots__ = ("after", "buffer", "event", "task", "writes")
-
-    def __init__(self, task: "Task", buffer: Buffer, writes: bool, after: tuple["Access", ...]) -> None:
-        super().__init__()
-        self.task = task
-        self.buffer = buffer  # the first one
-        self.writes = writes
-        self.after = after
-        self.event: Event | None = None
+    task: "Task"
+    buffer: Buffer  # the first one
+    writes: bool
+    after: tuple["Access", ...]
+    event: Event | None = None
 
     def __str__(self) -> str:
-        """Describe the access for a report."""
         return f"{self.task} to {'write' if self.writes else 'read'} the {self.buffer.name}"
-
-    @property
-    def kind(self) -> str:
-        """The kind of the memory, and what is done with it, as observers of the board know the access."""
-        return f"{self.buffer.kind}, {'written' if self.writes else 'read'}"
 
     @property
     def is_ready(self) -> bool:
@@ -78,51 +67,25 @@ class Access(Flag):
         return all(earlier.happened for earlier in self.after)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Task(Flag):
-    """One piece of work of a worker. It happens when it has run and all its accesses have ended.
+    """One piece of work of a worker. It happens when it has run and all its accesses have ended."""
 
-    `is_essential` tells, after the engine has stopped, whether the task must run all the same, because an update
-    that has begun cannot stop half-way.
-    """
-
-    __slots__ = ("accesses", "is_essential", "location", "name", "run", "step", "worker")
-
-    def __init__(
-        self,
-        name: str,
-        step: int,
-        location: FaultLocation,
-        run: Callable[[], object] | None = None,
-        worker: "Worker | None" = None,
-        is_essential: Callable[[int], bool] | None = None,
-    ) -> None:
-        super().__init__()
-        self.name = name
-        self.step = step
-        self.location = location
-        self.run = run
-        self.worker = worker
-        self.is_essential = is_essential
-        self.accesses: list[Access] = []
-
-    @property
-    def kind(self) -> str:
-        """The kind of the task, as observers of the board know it."""
-        return self.name
-
-    @property
-    def must_run(self) -> bool:
-        """Whether the task must run although the engine has stopped."""
-        return self.is_essential is not None and self.is_essential(self.step)
+    name: str
+    step: int
+    location: FaultLocation
+    run: Callable[[], object] | None = None
+    worker: "Worker | None" = None
+    accesses: list[Access] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Describe the task for a report."""
         return f"{self.name} of step {self.step} ({self.location})"
 
 
 class Tasks:
-    """The tasks of an engine. The controller declares them, and a device those of its reader of files. Workers wait for and end
-    their own accesses.
+    """The tasks of an engine. The controller declares them, and a device those of its reader of files.
+
+    Workers wait for and end their own accesses.
     """
 
     def __init__(self, board: Board) -> None:
@@ -131,10 +94,7 @@ class Tasks:
     def declare(
         self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
     ) -> Task:
-        """Give a task its accesses, in the order of the arguments. Calls follow the program's order.
-
-        Buffers that one part of `writes` names together are one access.
-        """
+        """Give a task its accesses, in order. Calls follow the program's order. A sequence in `writes` is one access."""
         for buffer in reads:
             self._read(task, buffer)
         for buffers in writes:
@@ -143,11 +103,10 @@ class Tasks:
 
     def _read(self, task: Task, buffer: Buffer) -> None:
         after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
+        # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
         if len(buffer.readers) >= MOST_READERS:
-            # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
-            oldest = next(
-                (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves)), None
-            )
+            older = (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves))
+            oldest = next(older, None)
             if oldest is not None and oldest.task is not task:
                 buffer.readers.remove(oldest)
                 after += (oldest,)
@@ -167,10 +126,10 @@ class Tasks:
             buffer.writer, buffer.readers = access, []
         task.accesses.append(access)
 
-    def begin(self, access: Access) -> None:
-        """Wait until the access may begin. Raises `Stopped` if the engine stops before."""
+    def begin(self, access: Access, wait_for: Callable[[Access], None] | None = None) -> None:
+        """Wait until the access may begin, by `wait_for` for each earlier one. Raises `Stopped` if the engine stops before."""
         for earlier in access.after:
-            self.wait_for(earlier)
+            (wait_for or self.wait_for)(earlier)
         access.after = ()
 
     def wait_for(self, earlier: Access) -> None:
@@ -197,9 +156,8 @@ class Tasks:
 class Worker:
     """A thread that runs its tasks one after the other.
 
-    `on_fault` takes the error of a task, or of the thread outside of any. `saves` says that its reads outlast a stop for
-    a while. `moves` grows with each task that it begins. `busy_s` is the time inside its tasks, `waited_for_saves_s` that
-    in which essential tasks waited for a worker that `saves`.
+    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins. `busy_s` is the
+    time inside its tasks, `waited_for_saves_s` that in which an update that had begun waited for a worker that `saves`.
     """
 
     def __init__(
@@ -207,7 +165,7 @@ class Worker:
         name: str,
         actor: str,
         tasks: Tasks,
-        on_fault: Callable[[Task | None, BaseException], None],
+        on_fault: Callable[[Task | None, BaseException], None] | None = None,
         saves: bool = False,
     ) -> None:
         self.actor = actor  # in the location of a fault
@@ -217,7 +175,7 @@ class Worker:
         self.task: Task | None = None  # under way
         self.last: Task | None = None
         self._tasks = tasks
-        self._on_fault = on_fault
+        self._on_fault = on_fault or self._fail
         self._queue = Queue[Task](tasks.board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.has_ended = False
@@ -226,13 +184,17 @@ class Worker:
         """Prepare the thread, before its first task."""
 
     def leave(self) -> None:
-        """End what the thread began."""
+        """End what `enter` began."""
+
+    def is_begun(self, step: int) -> bool:
+        """Tell whether tasks of a step run although the engine has stopped, because a begun update cannot stop half-way."""
+        return False
 
     def overcome(self, error: BaseException) -> None:
-        """Take the error of a device whose access an essential task has waited for."""
+        """Take the error of a device whose access a task of a begun update has waited for."""
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Let the worker run these tasks after all that it has. Together: a stop must not part the tasks of an update."""
+        """Let the worker run these after all that it has. Together: a stop must not part the tasks of an update."""
         self.last = tasks[-1]
         self._queue.put(*tasks)
 
@@ -241,13 +203,17 @@ class Worker:
         """Whether all tasks that it got have ended."""
         return self.last is None or self.last.happened
 
+    def _fail(self, task: Task | None, error: BaseException) -> None:
+        location = FaultLocation(self.actor) if task is None else task.location
+        self._tasks.board.fail(PipelineError.of(error, location))
+
     def _main(self) -> None:
         try:
             self.enter()
             while True:
                 self.task = None
                 self.task = self._queue.take("its next task")
-                if not self.task.must_run:
+                if not self.is_begun(self.task.step):
                     self._tasks.board.raise_if_stopped()
                 self._run(self.task)
         except Stopped:
@@ -262,7 +228,7 @@ class Worker:
         self.moves += 1
         for access in task.accesses:
             for earlier in access.after:
-                self._wait_for(task, earlier)
+                self._wait_for(earlier)
             access.after = ()
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
@@ -270,14 +236,14 @@ class Worker:
         self.busy_s += time.perf_counter() - start_s
         self._tasks.finish(task)
 
-    def _wait_for(self, task: Task, earlier: Access) -> None:
-        """Wait for an earlier access. A task that must run does so whatever happens to the others meanwhile."""
+    def _wait_for(self, earlier: Access) -> None:
+        """Wait for an earlier access. A begun update continues whatever happens to others meanwhile."""
         saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
         start_s = time.perf_counter() if saver else 0.0
         try:
             self._tasks.wait_for(earlier)
         except BaseException as error:
-            if not task.must_run:
+            if self.task is None or not self.is_begun(self.task.step):
                 raise
             if not isinstance(error, Stopped):
                 self.overcome(error)  # a device that failed reads no more

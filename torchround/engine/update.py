@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +75,6 @@ class Updater(Worker):
         settings: EngineSettings,
         num_devices: int,
         exchange: StepExchange,
-        on_failure: Callable[[PipelineError], None],
     ) -> None:
         """Raises `EngineUsageError` if a `HostOptimizer` cannot take the weights of the store."""
         super().__init__("torchround optimizer", "optimizer worker", tasks, self.fault)
@@ -90,7 +89,6 @@ class Updater(Worker):
                 raise EngineUsageError(str(error)) from error
         self.is_foreign = self._host_optimizer is not None
         self._exchange = exchange
-        self._on_failure = on_failure
         # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
         clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
         sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
@@ -130,24 +128,22 @@ class Updater(Worker):
         return self._begun == step
 
     def fault(self, task: Task | None, error: BaseException) -> None:
-        """Report an error that ends this thread or the saver's."""
+        """Report an error that ends this thread."""
         failure = self._exchange.located(error)
-        self._on_failure(failure or self._failure(task, error, self._store.is_consistent))
+        self._board.fail(failure or self._failure(task, error, self._store.is_consistent))
 
     def overcome(self, error: BaseException) -> None:
         """Keep an error of which the update is independent, to report it once the store is whole."""
         self._overcome = self._overcome or self._failure(self.task, error)
 
     def _failure(self, task: Task | None, error: BaseException, leaves_whole: bool = True) -> PipelineError:
-        problem = f"{type(error).__name__}: {error}"
+        failure = PipelineError.of(error, FaultLocation(self.actor) if task is None else task.location)
         if not leaves_whole:
             why = "a second try failed too" if self._overcome else "some layers are updated"
             if self._host_optimizer is not None:
                 why = "a part of the weights may be updated"
-            problem += f" ({why}: {MIXED})"
-        location = FaultLocation("optimizer worker") if task is None else task.location
-        failure = PipelineError(location, problem, leaves_whole)
-        failure.__cause__ = error
+            failure.store_is_consistent = False
+            failure.add(f"{why}: {MIXED}")
         return failure
 
     def _while_compiling(self) -> None:
@@ -372,7 +368,7 @@ class Updater(Worker):
         store.loss_scaling.record(step, store.policy is not BOUNDED and not math.isfinite(report.grad_norm))
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
-            self._on_failure(self._overcome)
+            self._board.fail(self._overcome)
         # The step first: a thread that finds the store consistent after a stop saves it under this step.
         store.step = step + 1
         store.is_consistent = True

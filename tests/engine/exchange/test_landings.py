@@ -18,7 +18,7 @@ def landings_of(store, pool):
     """Return the places by bundle and use, and the count of buffers, of a store that is one of several machines'."""
     rank, size = store.ownership.machine, store.ownership.num_machines
     group = type("Group", (), {"rank": rank, "size": size, "peers": (), "on_fault": lambda *_: None})()
-    exchange = StepExchange(store, Tasks(Board()), pool, group, print, lambda: False)
+    exchange = StepExchange(store, Tasks(Board()), pool, group, lambda: False)
     return exchange.landings, exchange.landing_buffers
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engine_rows import STEPS, Row
-from tests.support.faults import engine_threads
+from tests.support.faults import engine_threads, kind_of
 from tests.support.machines import run_machines
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.board import Observer
-from torchround.engine.errors import EngineUsageError, HangError, PipelineError
+from torchround.engine.device import CpuDevice
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, HangError, PipelineError
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import BOUNDED, Ownership
 from torchround.layer import LayeredModel, MicroBatch
@@ -124,6 +125,22 @@ def test_what_several_machines_cannot_do_is_refused():
     run_machines(2, run)
 
 
+def test_an_engine_that_does_not_fit_is_not_told_of_faults_of_other_machines():
+    """The group would keep it, with the memory of its pool."""
+
+    def run(group):
+        model = toy_model()
+        store = toy_store(model, ownership=Ownership(group.rank, group.size))
+        told = []
+        group.on_fault = told.append
+        small = {"wrap": lambda device: CpuDevice(0, 1)}
+        with pytest.raises(DeviceMemoryError):
+            toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, machines=group, **small)
+        return told
+
+    assert run_machines(2, run) == [[], []]
+
+
 def test_a_bounded_call_without_its_step_is_drained_after_its_losses():
     """The last sums of a call wait for `step`, and other machines for these sums."""
     row = Row(1, 2, "one", "bounded", clip="layer")
@@ -133,7 +150,7 @@ def test_a_bounded_call_without_its_step_is_drained_after_its_losses():
             self.seen = threading.Event()
 
         def posted(self, token):
-            if getattr(token, "kind", None) == "the losses":
+            if kind_of(token) == "the losses":
                 self.seen.set()
 
     def run(group):

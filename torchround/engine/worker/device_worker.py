@@ -40,11 +40,11 @@ from torchround.engine.worker.transfers import ActivationTransfers, FileReader, 
 from torchround.keeping import marking, recording, replaying
 from torchround.layer import Batch, Hidden, LayeredModel
 from torchround.planning.host_buffers import restarted_layers
-from torchround.planning.partition import Partition, StageKind
+from torchround.planning.partition import Partition, StageKind, StageTask
 
 T = TypeVar("T")
-# The job under way, with its micro-batch, or the position of its bundle: None between jobs, and between micro-batches.
-WorkerState = tuple[StageJob | DirectionJob | None, int | None]
+# The job under way, without its pass, and its micro-batch or the position of its bundle: None between them.
+WorkerState = tuple[StageTask | DirectionJob | None, int | None]
 # The kind of the jobs that a device's thread gets.
 STAGE_JOB = "stage slot {0} to be handed out"
 
@@ -61,7 +61,6 @@ class WorkerSetup:
     partition: Partition
     queues: Sequence[Queue[DeviceJob]]
     settings: EngineSettings
-    on_failure: Callable[[PipelineError], None]
 
 
 class DeviceWorker:
@@ -76,7 +75,7 @@ class DeviceWorker:
         self._queue = setup.queues[index]
         self._next_stage_slot = index
         self._micro_batch: int | None = None
-        self._job: StageJob | DirectionJob | None = None
+        self._job: StageTask | DirectionJob | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self.activations = ActivationTransfers(self)
@@ -123,20 +122,13 @@ class DeviceWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            self.fail(self.location(self.state()), error)
-
-    def fail(self, location: FaultLocation, error: BaseException) -> None:
-        """Stop the engine with a fault of this worker or its reader."""
-        # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
-        # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
-        # which nothing else refers to.
-        failure = PipelineError(location, f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self.setup.on_failure(failure)
+            # Without a variable for the failure, which would make a reference cycle through the error's traceback. Its
+            # frames hold activations, and the failure may be a second one, which nothing else refers to.
+            self.board.fail(PipelineError.of(error, self.location(self.state())))
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
-        self._job = job
+        self._job = job.task
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         upload, self._upload = self._upload or self._start_upload(job), None
         # The optimizer may need this device's last gradients before it can complete
@@ -269,12 +261,17 @@ class DeviceWorker:
     # What the watchdog and error messages ask for, from any thread.
 
     def state(self) -> WorkerState:
+        """Return what is under way; `location` describes it. The watchdog keeps it, so it must not hold memory."""
         return self._job, self._micro_batch
 
     def location(self, state: WorkerState) -> FaultLocation:
         job, position = state
         actor = f"device {self.device.name}"
-        return FaultLocation(actor) if job is None else job.location(actor, self.setup.model.names, position)
+        names = self.setup.model.names
+        if isinstance(job, StageTask):
+            layers = tuple(names[job.stage.start : job.stage.stop])
+            return FaultLocation(actor, job.stage.kind.value, layers, position)
+        return FaultLocation(actor) if job is None else job.location(actor, names, position)
 
 
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
@@ -438,7 +435,7 @@ class StageRun:
         """Run `computation` of these layers as one span.
 
         Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
-        traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+        traceback's frames are cleared (`engine.py`), but tensors that are taken so would stay.
         """
         part_marks: list[tuple[str, Mark]] = []
         # Recomputations may take what is kept in place of their parts, so forwards alone show how long these are.

@@ -250,10 +250,9 @@ class FileReader(Worker):
     """
 
     def __init__(self, worker: "DeviceWorker") -> None:
-        self._location = location = FaultLocation(f"reader of device {worker.device.name}")
-        name = f"torchround reads for {worker.device.name}"
-        tasks, pool = worker.setup.tasks, worker.setup.pool
-        super().__init__(name, location.actor, tasks, lambda _, error: worker.fail(location, error))
+        self._location = FaultLocation(f"reader of device {worker.device.name}")
+        name, pool = f"torchround reads for {worker.device.name}", worker.setup.pool
+        super().__init__(name, self._location.actor, worker.setup.tasks)
         ring = [Buffer("buffer of weights in files") for _ in range(READER_BUFFERS)]
         for buffer in ring:
             buffer.content = pool.take(READER_BUFFER_BYTES)

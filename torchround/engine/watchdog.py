@@ -1,9 +1,8 @@
 """Notices that nothing moves any more, and reports what every thread and every device queue waits for.
 
-The caller's thread looks around now and then while it waits (`Watchdog`); no thread is spent on it. Three
-things count as movement: flags that happen, operations that are enqueued, and points of device
-queues that are passed (`QueueWatch`). The last one matters on a GPU, which works on long after its thread has
-enqueued everything.
+The caller's thread looks around now and then while it waits; no thread is spent on it. Three things count as movement:
+flags that happen, operations that are enqueued, and points of device queues that are passed (`QueueWatch`). The last one
+matters on a GPU, which works on long after its thread has enqueued everything.
 """
 
 import sys
@@ -11,18 +10,14 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
-from torch import Tensor
-
-from torchround.engine.board import LAYER_GATE, Board, Flag, Value
+from torchround.engine.board import LAYER_GATE, Board, Flag
 from torchround.engine.device import Device, DeviceWatcher, Event, PastEvent, Stream
-from torchround.engine.errors import HangError
+from torchround.engine.errors import FaultLocation, HangError, PipelineError, Stopped
+from torchround.engine.tasks import Access
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
-
-T = TypeVar("T")
 
 # Looks in a row that find no movement before it is a hang. Looks are counted and time is not, because a
 # process that was stopped for an hour and then continued has missed one look only.
@@ -33,17 +28,16 @@ LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an ev
 
 
 class QueueWatch(DeviceWatcher):
-    """The unfinished work of each queue of one device.
+    """The events that the queues of one device have not passed.
 
-    `state` returns where in the pipeline the device's thread is; the watch keeps that with each operation and
-    event.
+    `state` returns where in the pipeline the device's thread is; the watch keeps that with each event.
     """
 
     def __init__(self, device: Device, state: Callable[[], WorkerState]) -> None:
         device.watchers.append(self)
+        self._device = device
         self._state = state
-        self._moves = 0
-        self._inside: dict[Stream, WorkerState] = {}
+        self._passed = 0
         self._events: dict[Stream, deque[tuple[Event, str, WorkerState]]] = {
             stream: deque() for stream in Stream
         }
@@ -53,44 +47,26 @@ class QueueWatch(DeviceWatcher):
         """Return a count that grows as long as the device or its thread progresses."""
         for events in self._events.values():
             self._forget_passed(events)
-        return self._moves
+        return self._device.num_enqueued + self._passed
 
-    def unfinished(self) -> dict[Stream, tuple[str, WorkerState]]:
-        """Describe, for each queue that is not empty, its first unfinished operation or event and its state."""
-        found: dict[Stream, tuple[str, WorkerState]] = {}
+    def unfinished(self) -> Iterator[tuple[Stream, str, WorkerState]]:
+        """Yield each queue that is not empty, with its first unfinished operation or event and its state."""
+        inside = self._device.inside
         for stream, events in self._events.items():
             self._forget_passed(events)
-            if events:
+            if stream is inside:
+                yield stream, "is inside an operation of", self._state()
+            elif events:
                 _, what, state = events[0]
-                found[stream] = f"has not passed {len(events)} event(s), the first one ({what}) of", state
-        for stream, state in list(self._inside.items()):
-            found[stream] = "is inside an operation of", state
-        return found
-
-    def begins(
-        self,
-        device: Device,
-        stream: Stream,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        copied_bytes: int,
-    ) -> None:
-        self._inside[stream] = self._state()
-
-    def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
-        self._inside.pop(stream)
-        self._moves += 1
+                yield stream, f"has not passed {len(events)} event(s), the first one ({what}) of", state
 
     def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
-        if isinstance(event, PastEvent):
-            self._moves += 1
-            return event
-        events = self._events[stream]
-        events.append((event, what, self._state()))
-        if (
-            len(events) % EVENTS_AT_ONCE == 0
-        ):  # each question is a call of the driver, in the thread that launches kernels
-            self._forget_passed(events)
+        if not isinstance(event, PastEvent):
+            events = self._events[stream]
+            events.append((event, what, self._state()))
+            # Each question is a call of the driver, in the thread that launches kernels.
+            if len(events) % EVENTS_AT_ONCE == 0:
+                self._forget_passed(events)
         return event
 
     def _forget_passed(self, events: deque[tuple[Event, str, WorkerState]]) -> None:
@@ -100,75 +76,76 @@ class QueueWatch(DeviceWatcher):
             passed = bisect_left(events, True, key=lambda entry: not entry[0].query())
             for _ in range(passed):
                 events.popleft()
-            self._moves += passed
+            self._passed += passed
 
 
 class Watchdog:
-    """Looks for the caller, while it waits, whether anything moves. `on_hang` must stop the board.
+    """The waits of the caller's thread, which looks meanwhile whether anything moves. A hang is the engine's fault.
 
-    `queues` are those of the workers' devices; `others` are the engine's further threads.
+    `others` are the engine's threads besides those of `workers`.
     """
 
     def __init__(
         self,
         board: Board,
         workers: Sequence[DeviceWorker],
-        queues: Sequence[QueueWatch],
         others: Sequence[threading.Thread],
         timeout_s: float,
-        on_hang: Callable[[HangError], None],
     ) -> None:
         self._board = board
-        self._workers = workers
-        self._queues = queues
+        self._watches = [(worker, QueueWatch(worker.device, worker.state)) for worker in workers]
         self._others = others
         self._timeout_s = timeout_s
-        self._on_hang = on_hang
         self._last_moves = -1
         self._looks = 0
 
-    def wait(self, value: Value[T]) -> T:
-        """Wait for a value in the caller's thread, as `Board.wait` does."""
-        self.wait_for(value, value)
-        return value.content
-
-    def wait_for(self, flag: Flag, words: object) -> None:
-        """Wait for a flag in the caller's thread, as `Board.wait_for` does."""
+    def wait_for(self, flag: Flag, words: object = None) -> None:
+        """Wait for a flag, as `Board.wait_for` does. Reports say `words` in place of the flag's own."""
         # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
-        self._board.wait_for(flag, words, self._look, self._timeout_s / LOOKS)
+        self._board.wait_for(flag, words or flag, self._look, self._timeout_s / LOOKS)
+
+    def wait_for_access(self, access: Access) -> None:
+        """Wait for an access, as `Tasks.wait_for` does."""
+        self.wait_for(access)
+        if access.event is not None:
+            self.synchronize(access.event)
 
     def synchronize(self, event: Event) -> None:
-        """Wait for an event in the caller's thread. Raises what a failed device raises, `Stopped` after a hang."""
+        """Wait for an event. Raises `Stopped` after a hang, or if the device has failed, which is the engine's fault."""
         self._last_moves = -1
         # Asked again and again instead of `event.synchronize()`, which would not return after a hang.
         nap_s, next_look_s = 1e-5, time.monotonic() + self._timeout_s / LOOKS
-        while not event.query():
-            self._board.raise_if_stopped()
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, LONGEST_NAP_S)
-            if time.monotonic() >= next_look_s:
-                self._look()
-                next_look_s = time.monotonic() + self._timeout_s / LOOKS
-        event.synchronize()
+        try:
+            while not event.query():
+                self._board.raise_if_stopped()
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, LONGEST_NAP_S)
+                if time.monotonic() >= next_look_s:
+                    self._look()
+                    next_look_s = time.monotonic() + self._timeout_s / LOOKS
+            event.synchronize()
+        except RuntimeError as error:
+            self._board.fail(PipelineError.of(error, FaultLocation("controller")))
+            raise Stopped from error
 
     def _look(self) -> None:
-        moves = self._board.posts + sum(watch.moves() for watch in self._queues)
+        moves = self._board.moves + sum(watch.moves() for _, watch in self._watches)
         is_still = moves == self._last_moves and time.monotonic() >= LAYER_GATE.compiles_until_s
         self._looks = self._looks + 1 if is_still else 0
         self._last_moves = moves
         if self._looks == LOOKS:
-            self._on_hang(HangError(self._timeout_s, self._report()))
+            self._board.fail(HangError(self._timeout_s, self._report()))
 
     def _report(self) -> list[str]:
         """Return a line for each thread; below a device's thread, a line for each of its queues that is not empty."""
         waiting = self._board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'waits for a device')}"]
-        for worker, watch in zip(self._workers, self._queues, strict=True):
+        for worker, watch in self._watches:
             doing = _doing(worker.thread, waiting)
             lines.append(f"{worker.thread.name}: in {worker.location(worker.state())}: {doing}")
-            for stream, (what, state) in watch.unfinished().items():
+            for stream, what, state in watch.unfinished():
                 lines.append(f"  its {stream.value} queue {what} {worker.location(state)}")
         return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
 

@@ -1,1 +1,0 @@
-"""Everything that watches an engine."""
