@@ -20,15 +20,13 @@ from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
-from torchround.run.epoch_steps import end_of_data_text, more_by, unread_text
 from torchround.run.run_folder import RunError
 from torchround.run.run_parts import RunParts
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.start_checks import disk_need
 from torchround.run.step_reports import Dispatched, ReportTargets, StepReports, closing_text
 from torchround.run.validation import RunValidation, Validated
-from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import say
+from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +77,7 @@ class Trainer:
         if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
-                f"(raise {more_by(self.config, parts.epoch_steps)} to continue)"
+                "(raise training.steps or data.epochs to continue)"
             )
             return 0
         room = disk_need(self.config, self._folder, parts.question)
@@ -103,8 +101,6 @@ class Trainer:
             if self._machines.is_first:
                 draw_pictures(self._folder.path)
             self._say_what_was_left_out()
-            if (ended_by, exit_code) == COMPLETE:
-                ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
             if exit_code == 0 and self._machines.is_first and self._meter.mean_tokens_per_s():
                 say(closing_text(self._folder, self._meter, reads_conversations(self.config.data)))
             saved = self._checkpoints.saved_step
@@ -138,8 +134,6 @@ class Trainer:
             planning.measure()
         say(planning.text())
         self._folder.describe(self.config, planning.settled)
-        if parts.epoch_steps is not None:
-            parts.epoch_steps.keep(self._folder.path)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
         self._batches = self._machines.step_batches(
             self._loader,
@@ -197,7 +191,7 @@ class Trainer:
             if (end := self._reason_to_stop(stop)) is not None:
                 break
             if batch is None:
-                end = end_of_data_text(self._schedule, self._position.step), 0
+                end = "the data has come to its end; without training.steps the learning rate ends with it", 0
                 break
             result = self._dispatch(engine, batch)
             if measured_by is not None:

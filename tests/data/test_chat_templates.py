@@ -25,8 +25,7 @@ from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.messages import REASONING
+from torchround.data.text.chat import REASONING, ChatTemplate
 from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 

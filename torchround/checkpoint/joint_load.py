@@ -41,8 +41,8 @@ from torchround.checkpoint.step_folder import (
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of, read_tensors
 from torchround.checkpoint.uncached_io import PIECE_BYTES, UncachedPass
 from torchround.planning.memory import size_text
-from torchround.untrusted.progress import Progress
 from torchround.untrusted.regular_file import open_regular
+from torchround.untrusted.terminal import Progress
 
 
 @dataclass(frozen=True)

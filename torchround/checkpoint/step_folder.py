@@ -32,7 +32,7 @@ from torchround.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from torchround.planning.memory import size_text
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 
 def write_tensors(

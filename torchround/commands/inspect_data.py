@@ -152,7 +152,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
 
 def text_of(ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the text of `ids`. An id of the model that the tokenizer does not know is shown as a number."""
-    return tokenizer.decode_known(ids)
+    return tokenizer.decode(ids)
 
 
 def shortened(text: str, most_characters: int | None) -> str:

@@ -65,7 +65,7 @@ from torchround.planning.plan_report import gain_text, gains, host_memory, repor
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
-from torchround.run.epoch_steps import dry_text, settle_steps
+from torchround.run.epoch_steps import settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import require_same_optimizer, resumed_stale_layers
@@ -186,7 +186,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
-    config, epoch_steps = settle_steps(options, loader, folder)
+    config = settle_steps(options, loader, folder)
     return RunParts(
         config=config,
         folder=folder,
@@ -199,7 +199,6 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
-        epoch_steps=epoch_steps,
         samples=run_samples(config, tokenizer),
         machines=machines,
     )
@@ -246,9 +245,9 @@ def dry_run(options: Options) -> int:
     question = configured_question(options, vocab_size, machine)
     if tokenizer is not None:
         # Finds the mistakes that only show when the data is looked at.
-        loader, _ = build_loaders(options, tokenizer)
-        if text := dry_text(config, loader, folder):
-            say(text)
+        build_loaders(options, tokenizer)
+        if config.training.steps is None:
+            say(f"steps    of data.epochs = {config.data.epochs}, counted when the run starts")
     answer = report_plan(with_kept_choices(question, config, folder))
     show_plan(answer, machine)
     show_advice(options, machine, answer)

@@ -30,7 +30,7 @@ from torchround.models import FAMILIES, KnownShape, adapter_names
 from torchround.planning.memory import size_text
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import CONFIG_FILE
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 # A config has sources, and a folder that is tried has none.
 NO_SOURCES = [{"path": "none"}]

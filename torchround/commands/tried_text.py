@@ -15,7 +15,7 @@ from torchround.data.text.special_tokens import encode_spans
 from torchround.generation.continuations import GROUPS
 from torchround.layer import MicroBatch
 from torchround.run.samples import Prompt
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 # Batches in one pass. Each pass uploads all weights once.
 PASS_BATCHES = 4

@@ -277,7 +277,7 @@ def print_continuation(
 ) -> None:
     """Print a prompt and its continuation, without the token that ended it."""
     kept = without_end(ids, stops)
-    text = tokenizer.decode_known(kept)
+    text = tokenizer.decode(kept)
     if options.json:
         print_json({"prompt": prompt.text, "text": text, "tokens": len(kept), "ended": len(kept) < len(ids)})
     else:

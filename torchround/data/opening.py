@@ -11,8 +11,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from torchround.config import DataTable, SourceTable
-from torchround.data.document_types import Content, Conversation, Document, TextSpan
-from torchround.data.errors import DataError, DataFileError, TokenizerError
+from torchround.data.document_types import (
+    Content,
+    Conversation,
+    DataError,
+    DataFileError,
+    Document,
+    TextSpan,
+    TokenizerError,
+)
 from torchround.data.formats.content import RecordReader, Render
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from torchround.data.errors import DataError
+from torchround.data.document_types import DataError
 from torchround.data.loader import Loader
-from torchround.data.packing.batches import micro_batch_rows
-from torchround.data.saved_positions import joined_positions
+from torchround.data.packing import micro_batch_rows
+from torchround.data.sequence_stream import joined_positions
 from torchround.layer import MicroBatch, longest_document, most_documents, with_dropout_seeds
 from torchround.planning.machine_shares import StepShare, step_share
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.errors import DataError
-from torchround.data.packing.contiguous import TokenPiece
+from torchround.data.document_types import DataError
+from torchround.data.packing import TokenPiece
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.special_tokens import encode_spans, encode_text, ends_with_special, opens_with
 from torchround.data.text.tokenizer import Tokenizer
@@ -78,7 +78,8 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
             self._ended = True
         except DataError as error:
             self._ended = self._failed = True
-            self._ahead.append((partial(_itself, error), self._state))
+            found = error
+            self._ahead.append((lambda: found, self._state))
         else:
             self._ahead.append((self._start(piece), self._source.state_dict()))
 
@@ -108,8 +109,4 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
         spans = encode_spans(tokenizer, piece.content)
         tokens = np.concatenate(spans)
         learn = np.repeat([span.learn for span in piece.content], [len(ids) for ids in spans])
-    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
-
-
-def _itself(error: DataError) -> DataError:
-    return error
+    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchround.config import Config
-from torchround.data.loader import Loader
-from torchround.data.validation_batches import ValidationLoader
+from torchround.data.loader import Loader, ValidationLoader
 from torchround.engine.device import Device
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch
@@ -13,7 +12,6 @@ from torchround.observe import MetricsLogger, open_metrics
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
-from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
@@ -27,8 +25,8 @@ class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
     `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
-    in the folder, so that a resumed run need not count again. `samples` continues the prompts of validations. `machines` are those of the run, this one among them.
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `samples`
+    continues the prompts of validations. `machines` are those of the run, this one among them.
     """
 
     config: Config
@@ -42,7 +40,6 @@ class RunParts:
     plan: Plan
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
-    epoch_steps: EpochSteps | None = None
     samples: RunSamples = field(default_factory=RunSamples)
     machines: RunMachines = field(default_factory=RunMachines)
 

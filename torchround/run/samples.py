@@ -60,7 +60,7 @@ class RunSamples:
         except ValueError as error:
             logger.warning("validation.prompts are not continued: %s", error)
             return []
-        return [tokenizer.decode_known(without_end(ids, self.stop_tokens)) for ids in continuations]
+        return [tokenizer.decode(without_end(ids, self.stop_tokens)) for ids in continuations]
 
 
 def without_end(ids: Sequence[int], stop_tokens: Sequence[int]) -> Sequence[int]:

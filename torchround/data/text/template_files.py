@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchround.config import show
-from torchround.data.errors import MissingTokenizerError, TokenizerError
+from torchround.data.document_types import MissingTokenizerError, TokenizerError
 
 TEMPLATE_FILE, MORE_TEMPLATES, SETTINGS_FILE = (
     "chat_template.jinja",

@@ -1,4 +1,6 @@
-"""Contiguous packing, for pre-training: documents end to end, cut every T tokens.
+"""Contiguous packing, for pre-training, and the batches that sequences of any packing become.
+
+Contiguous packing puts documents end to end and cuts them every T tokens.
 
 The tokens of all documents, in reading order, form one stream. Sequence k holds its tokens `kT .. kT + T - 1`, so
 each token is the input of exactly one position. The label of a position is the next token of the stream, if that is
@@ -8,23 +10,22 @@ it is cut, and nothing is lost or repeated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from torchdata.nodes import BaseNode
 
-from torchround.data.document_types import BoolArray, TokenIds
-from torchround.data.errors import DataError
-from torchround.layer import IGNORED_LABEL
-
-Scalar = TypeVar("Scalar", bound=np.generic)
+from torchround.data.document_types import BoolArray, DataError, TokenIds
+from torchround.layer import IGNORED_LABEL, MicroBatch, longest_document, most_documents
+from torchround.planning.partition import split_evenly
 
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """The tokens `[n]` of a piece of document `number` of source number `source`, in that source's pass `epoch`.
+    """The tokens `[n]` of a piece of a document of source number `source`, in that source's pass `epoch`.
 
     `starts_document` is False if it continues the piece before it. `learn` `[n]` marks the tokens that are a label of
     the position before them; None marks all.
@@ -36,22 +37,19 @@ class TokenPiece:
     ends_document: bool = True
     epoch: int = 0
     source: int = 0
-    number: int = 0
 
 
 @dataclass(frozen=True)
 class PackedSequence:
     """One row of a batch, all `[T]`; the meanings are those of `MicroBatch`.
 
-    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document. If
-    documents stay whole, `origins` has the source and the epoch of each, without padding.
+    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document.
     """
 
     tokens: TokenIds
     labels: TokenIds
     positions: TokenIds
     document_ids: TokenIds
-    origins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,103 @@ def learnt_mask(piece: TokenPiece) -> BoolArray:
     return np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
 
 
-def joined(arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
-    """Concatenate arrays. A single one is not copied."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+# Batches.
+
+
+class Batches(BaseNode[MicroBatch | DataError]):
+    """Batches `[G, T]` of G sequences each; fewer in the last batch of limited data.
+
+    An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state of `source`
+    is the whole state.
+    """
+
+    def __init__(self, source: BaseNode[PackedSequence | DataError], global_batch_size: int) -> None:
+        super().__init__()
+        self._source = source
+        self._global_batch_size = global_batch_size
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin at the start, or at the saved state."""
+        super().reset(initial_state)
+        self._source.reset(initial_state)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of the source."""
+        state: dict[str, Any] = self._source.state_dict()
+        return state
+
+    def next(self) -> MicroBatch | DataError:
+        """Return the next batch. Raises `StopIteration` when no sequence is left."""
+        # A bad record costs its whole batch: the position before it lets a run repeat the batch once it is repaired.
+        rows: list[PackedSequence] = []
+        for row in islice(self._source, self._global_batch_size):
+            if isinstance(row, DataError):
+                return row
+            rows.append(row)
+        if not rows:
+            raise StopIteration
+        return stack(rows)
+
+
+def progress_so_far(position: dict[str, Any]) -> dict[str, Any]:
+    """Return the `reader` state of a position, and its number of `long` documents.
+
+    A packer that has to pack a group or a window again keeps them apart from the state that it starts from.
+    """
+    so_far: dict[str, Any] = position.get("so_far") or {"reader": position["reader"], "long": 0}
+    return so_far
+
+
+def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
+    """Stack G sequences into tensors `[G, T]` int64 on the CPU."""
+    return MicroBatch(
+        tokens=torch.from_numpy(np.stack([row.tokens for row in rows])),
+        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
+        positions=torch.from_numpy(np.stack([row.positions for row in rows])),
+        document_ids=torch.from_numpy(np.stack([row.document_ids for row in rows])),
+    )
+
+
+def padding_sequences(count: int, seq_len: int, pad_id: int) -> MicroBatch:
+    """Return sequences `[count, seq_len]` of padding alone, each of one document without a label."""
+    tokens = torch.full((count, seq_len), pad_id, dtype=torch.int64)
+    return MicroBatch(
+        tokens=tokens,
+        labels=torch.full_like(tokens, IGNORED_LABEL),
+        positions=torch.arange(seq_len).repeat(count, 1),
+        document_ids=torch.zeros_like(tokens),
+    )
+
+
+def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
+    """Cut the G sequences of `batch` into M = ceil(G / micro_batch_size) micro-batches, in order.
+
+    If G does not divide evenly, the first micro-batches hold one sequence more (PACI appendix B). They are views, and
+    each knows the most documents in any sequence of the whole batch, and the longest of them.
+    """
+    parts = micro_batch_rows(batch.tokens.shape[0], micro_batch_size)
+    # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
+    ids = batch.document_ids
+    whole = replace(batch, max_documents=most_documents(ids), longest_document=longest_document(ids))
+    return [
+        whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
+    ]
+
+
+def micro_batch_rows(sequences: int, micro_batch_size: int) -> list[range]:
+    """Return which of a batch's sequences each micro-batch holds. Raises `ValueError` for a size below 1."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+    return split_evenly(sequences, -(-sequences // micro_batch_size))
+
+
+def num_tokens(batch: MicroBatch, pad_id: int) -> int:
+    """Count the tokens of the data in a batch, without padding.
+
+    Padding is the last document of a sequence if all its tokens are `pad_id` and none is learnt. The id alone does
+    not tell: some vocabularies pad with a token that data also contains.
+    """
+    is_last = batch.document_ids == batch.document_ids[:, -1:]
+    other = is_last & ((batch.tokens != pad_id) | (batch.labels != IGNORED_LABEL))
+    is_padding = is_last & ~other.any(dim=1, keepdim=True)
+    return int((~is_padding).sum())
