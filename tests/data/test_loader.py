@@ -255,15 +255,6 @@ def test_a_window_ends_with_an_epoch_of_small_data(tmp_path, tokenizer):
     assert loader.state_dict()["position"]["window"] == 5
 
 
-def test_the_epochs_that_are_read_rise_evenly_if_an_epoch_is_smaller_than_a_window(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "x.jsonl", [{"text": f"document {number:03} " * 8} for number in range(80)])
-    loader = loader_of(path, tokenizer, SEQ_LEN, 4, epochs=1)
-    read = [loader.epochs_read() for _ in loader]
-    even = [min(1.0, (number + 1) / len(read)) for number in range(len(read))]
-    # The last batch may have fewer sequences, so each other one is a little more than its share.
-    assert len(read) > 30 and read == pytest.approx(even, abs=1 / len(read))
-
-
 @pytest.mark.parametrize(
     ("packing", "window"), [("contiguous", 1), ("best_fit", 7), ("contiguous", 64), ("best_fit", 65536)]
 )

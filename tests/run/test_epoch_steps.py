@@ -70,8 +70,7 @@ def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrid
     drawn = len(list(build_loader(config.data, tokenizer, *sizes, config.run.seed)))
     loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
     assert count_steps(config, loader, RunFolder(config.run)) == drawn > 1
-    assert loader.epochs_read() == 0  # at the start of the data again
-    assert len(list(loader)) == drawn and loader.epochs_read() == 3
+    assert len(list(loader)) == drawn, "it is at the start of the data again"
     loader.close()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from torchround.data.document_types import DataError, TokenIds
-from torchround.data.packing import PackedSequence, TokenPiece, learnt_mask, positions_from
+from torchround.data.packing import PackedSequence, TokenPiece, learnt_mask
 from torchround.data.shuffling import shuffled
 from torchround.layer import IGNORED_LABEL
 
@@ -231,10 +231,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         begins = np.zeros(self._seq_len, dtype=np.bool_)
         begins[np.cumsum([0, *map(len, tokens[:-1])])] = True
         return PackedSequence(
-            tokens=np.concatenate(tokens),
-            labels=np.concatenate(labels),
-            positions=positions_from(begins),
-            document_ids=np.cumsum(begins, dtype=np.int64) - 1,
+            np.concatenate(tokens).astype(np.int32), np.concatenate(labels).astype(np.int32), begins
         )
 
 

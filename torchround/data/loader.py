@@ -176,7 +176,7 @@ class Loader(Iterator[MicroBatch]):
     @property
     def counts(self) -> list[list[int]]:
         """Stream, bad records and long documents of each stream that is read, to tell the other machines."""
-        return [[number, *self._counts_of(self._streams[number].position)] for number in self._read]
+        return [[number, *self._counts_of(number)] for number in self._read]
 
     def hear_counts(self, counts: Iterable[Sequence[int]]) -> None:
         """Take the `counts` of all machines."""
@@ -242,45 +242,19 @@ class Loader(Iterator[MicroBatch]):
         """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
 
-    def epochs_read(self) -> float:
-        """Return about how many passes the batches so far took, over the source that is furthest behind."""
-        return min((self._epochs_in(self._streams[number].position) for number in self._read), default=0.0)
-
-    def _epochs_in(self, position: dict[str, Any] | None) -> float:
-        if position is None:
-            return 0.0
-        read = self._passes(progress_so_far(position))
-        if not (taken := position.get("taken")):
-            return read
-        # The reader is at the end of a window of shuffled sequences, of which some have been handed out.
-        begun = self._passes(progress_so_far(position["packing"]))
-        # A window may have ended early. Positions of earlier versions do not have its number of sequences.
-        window = self._rules.window_of_each(self.num_streams)
-        return begun + (read - begun) * taken / max(position.get("sequences", window), 1)
-
-    def _passes(self, progress: dict[str, Any]) -> float:
-        pairs = zip(self._sources, progress["reader"]["sources"], strict=True)
-        return min(float(state["epoch"] + source.share_read(state["place"])) for source, state in pairs)
-
     def num_bad_records(self) -> int:
         """Count the records skipped as bad up to the last batch handed out, in all streams."""
-        return sum(bad for bad, _ in self._counts_of_all())
+        return sum(self._counts_of(number)[0] for number in range(self.num_streams))
 
     def num_long_documents(self) -> int:
         """Count the documents longer than a sequence up to the last batch; only best-fit packing counts them."""
-        return sum(long for _, long in self._counts_of_all())
+        return sum(self._counts_of(number)[1] for number in range(self.num_streams))
 
-    def _counts_of_all(self) -> Iterator[tuple[int, int]]:
-        for number, stream in enumerate(self._streams):
-            if stream.position == ELSEWHERE:
-                yield self._told_counts.get(number, (0, 0))
-            else:
-                yield self._counts_of(stream.position)
-
-    def _counts_of(self, position: dict[str, Any] | None) -> tuple[int, int]:
-        """Return the bad records and the long documents up to a position."""
-        if position is None:
-            return 0, 0
+    def _counts_of(self, number: int) -> tuple[int, int]:
+        """Return the bad records and the long documents of a stream up to its position."""
+        position = self._streams[number].position
+        if position is None or position == ELSEWHERE:
+            return self._told_counts.get(number, (0, 0))
         progress = progress_so_far(position)
         return sum(source["bad"] for source in progress["reader"]["sources"]), progress["long"]
 

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchdata.nodes import BaseNode
 
@@ -41,64 +42,45 @@ class TokenPiece:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One row of a batch, all `[T]`; the meanings are those of `MicroBatch`.
+    """One row of a batch, all `[T]`: tokens and labels as int32, and which tokens begin a document or the sequence.
 
-    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document.
+    Token ids and `IGNORED_LABEL` fit into 32 bits: with 9 bytes per token, many rows can wait to be shuffled.
     """
 
-    tokens: TokenIds
-    labels: TokenIds
-    positions: TokenIds
-    document_ids: TokenIds
+    tokens: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    begins: BoolArray
+
+    @property
+    def positions(self) -> TokenIds:
+        """Distance of each token from the beginning of its document or of the sequence."""
+        index = np.arange(len(self.begins), dtype=np.int64)
+        return index - np.maximum.accumulate(np.where(self.begins, index, 0))
+
+    @property
+    def document_ids(self) -> TokenIds:
+        """Number of each token's document in the sequence, from 0."""
+        return np.cumsum(self.begins, dtype=np.int64) - 1
 
 
-@dataclass(frozen=True)
-class TokenRun:
-    """Tokens `[n]` of the stream, where documents start in it, and which tokens are learnt."""
+def pack_sequence(run: TokenIds, seq_len: int, pad_id: int) -> PackedSequence:
+    """Return the first `seq_len` tokens of a stream as one row.
 
-    tokens: TokenIds
-    starts: BoolArray
-    learn: BoolArray
-
-    def join(self, others: "list[TokenRun]") -> "TokenRun":
-        """Return this run with the others after it."""
-        runs = [self, *others]
-        return TokenRun(
-            np.concatenate([run.tokens for run in runs]),
-            np.concatenate([run.starts for run in runs]),
-            np.concatenate([run.learn for run in runs]),
-        )
-
-    def after(self, count: int) -> "TokenRun":
-        """Return the run without its first `count` tokens."""
-        return TokenRun(self.tokens[count:], self.starts[count:], self.learn[count:])
-
-
-def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
-    """Return the first `seq_len` tokens of the stream `[n]` as one row.
-
-    A shorter stream, at the end of the data, is filled up with `pad_id` as one more document whose labels are ignored.
+    `run` `[3, n]` has the tokens, which of them start a document, and which are learnt. A shorter stream, at the end of
+    the data, is filled up with `pad_id` as one more document whose labels are ignored.
     """
-    missing = seq_len + 1 - len(run.tokens)  # the label of the last position is one token further
+    missing = seq_len + 1 - run.shape[1]  # the label of the last position is one token further
     if missing > 0:
-        padding = np.full(missing, pad_id, dtype=np.int64)
-        run = run.join([TokenRun(padding, np.arange(missing) == 0, np.zeros(missing, dtype=np.bool_))])
-    begins = run.starts[:seq_len].copy()
+        padding = np.zeros((3, missing), dtype=np.int64)
+        padding[0], padding[1, 0] = pad_id, 1
+        run = np.concatenate([run, padding], axis=1)
+    tokens, starts, learn = run[0], run[1] != 0, run[2] != 0
+    begins = starts[:seq_len].copy()
     begins[0] = True  # a document that continues from the sequence before is a document of its own here
     following = slice(1, seq_len + 1)
-    is_label = run.learn[following] & ~run.starts[following]
-    return PackedSequence(
-        tokens=run.tokens[:seq_len],
-        labels=np.where(is_label, run.tokens[following], IGNORED_LABEL),
-        positions=positions_from(begins),
-        document_ids=np.cumsum(begins, dtype=np.int64) - 1,
-    )
-
-
-def positions_from(begins: BoolArray) -> TokenIds:
-    """Return the distance `[T]` of each token from the beginning of its document."""
-    index = np.arange(len(begins), dtype=np.int64)
-    return index - np.maximum.accumulate(np.where(begins, index, 0))
+    is_label = learn[following] & ~starts[following]
+    labels = np.where(is_label, tokens[following], IGNORED_LABEL)
+    return PackedSequence(tokens[:seq_len].astype(np.int32), labels.astype(np.int32), begins)
 
 
 class ContiguousPacker(BaseNode[PackedSequence | DataError]):
@@ -118,8 +100,8 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         super().reset(initial_state)
         state = initial_state or {"tokens": [], "reader": None}
         tokens = np.asarray(state["tokens"], dtype=np.int64)
-        learn = np.asarray(state.get("learn", np.ones(len(tokens))), dtype=np.bool_)
-        self._run = TokenRun(tokens, np.zeros(len(tokens), dtype=np.bool_), learn)
+        learn = np.asarray(state.get("learn", np.ones(len(tokens))), dtype=np.int64)
+        self._run = np.stack([tokens, np.zeros_like(tokens), learn])
         self._failed = False
         self._source.reset(state["reader"])
 
@@ -127,24 +109,24 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         """Return the tokens left `[n]`, which of them are learnt if not all are, and the reader's state."""
         # Document starts need no place in it: a piece is taken only when the others do not fill a sequence, so all
         # tokens left are of the last piece. A document can begin only at the first, where a sequence begins anyway.
-        state = {"tokens": self._run.tokens, "reader": self._source.state_dict()}
-        return state if self._run.learn.all() else {**state, "learn": self._run.learn.astype(np.int64)}
+        state = {"tokens": self._run[0], "reader": self._source.state_dict()}
+        return state if self._run[2].all() else {**state, "learn": self._run[2]}
 
     def next(self) -> PackedSequence | DataError:
         """Return the next sequence. Raises `StopIteration` when the data has ended and no token is left."""
         error = self._fill()
         if error is not None:
             return error
-        if self._failed or not len(self._run.tokens):
+        if self._failed or not self._run.shape[1]:
             raise StopIteration
         row = pack_sequence(self._run, self._seq_len, self._pad_id)
-        self._run = self._run.after(self._seq_len)
+        self._run = self._run[:, self._seq_len :]
         return row
 
     def _fill(self) -> DataError | None:
         """Take pieces until the sequence and the label of its last token are complete, or the data ends."""
-        runs: list[TokenRun] = []
-        wanted = self._seq_len + 1 - len(self._run.tokens)
+        runs = [self._run]
+        wanted = self._seq_len + 1 - self._run.shape[1]
         while wanted > 0 and not self._failed:
             try:
                 piece = next(self._source)
@@ -153,18 +135,13 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
             if isinstance(piece, DataError):
                 self._failed = True
                 return piece
-            runs.append(_run(piece))
+            starts = np.zeros_like(piece.tokens)
+            starts[:1] = piece.starts_document
+            runs.append(np.stack([piece.tokens, starts, learnt_mask(piece)]))
             wanted -= len(piece.tokens)
         # Joined once: joining piece by piece would copy the growing run each time.
-        if runs:
-            self._run = self._run.join(runs)
+        self._run = np.concatenate(runs, axis=1)
         return None
-
-
-def _run(piece: TokenPiece) -> TokenRun:
-    starts = np.zeros(len(piece.tokens), dtype=np.bool_)
-    starts[:1] = piece.starts_document
-    return TokenRun(piece.tokens, starts, learnt_mask(piece))
 
 
 def learnt_mask(piece: TokenPiece) -> BoolArray:
@@ -221,12 +198,9 @@ def progress_so_far(position: dict[str, Any]) -> dict[str, Any]:
 
 def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
     """Stack G sequences into tensors `[G, T]` int64 on the CPU."""
-    return MicroBatch(
-        tokens=torch.from_numpy(np.stack([row.tokens for row in rows])),
-        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
-        positions=torch.from_numpy(np.stack([row.positions for row in rows])),
-        document_ids=torch.from_numpy(np.stack([row.document_ids for row in rows])),
-    )
+    names = ("tokens", "labels", "positions", "document_ids")
+    columns = (np.stack([getattr(row, name) for row in rows]).astype(np.int64, copy=False) for name in names)
+    return MicroBatch(*map(torch.from_numpy, columns))
 
 
 def padding_sequences(count: int, seq_len: int, pad_id: int) -> MicroBatch:

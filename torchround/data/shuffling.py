@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
-from torchround.data.document_types import BoolArray, DataError, DataFileError
-from torchround.data.packing import PackedSequence, positions_from, progress_so_far
+from torchround.data.document_types import DataError, DataFileError
+from torchround.data.packing import PackedSequence, progress_so_far
 from torchround.untrusted.terminal import Progress
 
 Order = npt.NDArray[np.integer]
 AUTO_SEQUENCES = 4096
 AUTO_TOKENS = 1 << 24
 LEAST_AUTO_SEQUENCES = 128
-WAITING_TOKEN_BYTES = 9  # of a token in `WaitingSequence`
+WAITING_TOKEN_BYTES = 9  # of a token in `PackedSequence`
 
 
 @dataclass(frozen=True)
@@ -90,29 +90,6 @@ def auto_window(seq_len: int) -> int:
     return min(AUTO_SEQUENCES, max(LEAST_AUTO_SEQUENCES, AUTO_TOKENS // seq_len))
 
 
-@dataclass(frozen=True)
-class WaitingSequence:
-    """A packed sequence `[T]` in 9 bytes per token, a quarter of its usual size."""
-
-    tokens: npt.NDArray[np.int32]
-    labels: npt.NDArray[np.int32]
-    begins: BoolArray
-
-    @classmethod
-    def of(cls, row: PackedSequence) -> "WaitingSequence":
-        """Store a sequence. Token ids and `IGNORED_LABEL` fit into 32 bits."""
-        return cls(row.tokens.astype(np.int32), row.labels.astype(np.int32), row.positions == 0)
-
-    def unpacked(self) -> PackedSequence:
-        """Return the sequence that was stored."""
-        return PackedSequence(
-            tokens=self.tokens.astype(np.int64),
-            labels=self.labels.astype(np.int64),
-            positions=positions_from(self.begins),
-            document_ids=np.cumsum(self.begins, dtype=np.int64) - 1,
-        )
-
-
 class Window:
     """One window: filled in the packer's order until it is full, and then emptied in its own order.
 
@@ -126,7 +103,7 @@ class Window:
         self.is_full = False
         self.is_last = False
         self.error: DataError | None = None
-        self.waiting: list[WaitingSequence] = []
+        self.waiting: list[PackedSequence] = []
         self._size = size
         self._across_epochs = across_epochs
 
@@ -141,7 +118,7 @@ class Window:
         self.state_after = packer.state_dict()
         self.is_last = row is None
         if row is not None:
-            self.waiting.append(WaitingSequence.of(row))
+            self.waiting.append(row)
         self.is_full = self.is_last or len(self.waiting) == self._size or self._has_an_epoch()
 
     def shuffle(self, seed: int, taken: int) -> None:
@@ -222,7 +199,7 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
             return error
         if not window.waiting:
             raise StopIteration
-        sequence = window.waiting.pop().unpacked()
+        sequence = window.waiting.pop()
         self._taken += 1
         if not window.is_last:
             self._look_ahead(window)

@@ -58,14 +58,6 @@ class Source(ABC):
         """Count the documents of one pass like `count()`, or return None if that would take long."""
 
     @abstractmethod
-    def share_read(self, cursor: Cursor) -> float:
-        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
-
-    def total_bytes(self) -> int | None:
-        """Return the bytes that a pass reads, None if the files do not say it."""
-        return None
-
-    @abstractmethod
     def layout(self) -> str:
         """Describe the number and sizes of the files. Folders and file names do not matter."""
 
@@ -145,12 +137,6 @@ class IndexedFiles(Source):
     def quick_count(self) -> int:
         return self.count()
 
-    def share_read(self, cursor: Cursor) -> float:
-        return cursor[0] / max(self.count(), 1)
-
-    def total_bytes(self) -> int:
-        return sum(self._sizes)
-
     def layout(self) -> str:
         digest = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
         return f"{self.count()} documents in {sum(self._sizes)} bytes (layout {digest[:12]})"
@@ -200,7 +186,6 @@ class RecordStream(Source):
                 ends = index + 1 == len(block)
                 after = [rank, start + len(block), 0] if ends else [rank, start, index + 1]
                 return block[index], after
-            # In changed files, a block may have fewer records than when the cursor was saved.
             rank, start, index = (rank, start + len(block), 0) if block else (rank + 1, 0, 0)
         return None
 
@@ -221,9 +206,6 @@ class RecordStream(Source):
         if not all(isinstance(size, int) for size in sizes) or sum(map(int, sizes)) > QUICK_COUNT_SIZE:
             return None
         return self.count()
-
-    def share_read(self, cursor: Cursor) -> float:
-        return cursor[0] / max(len(self._parts), 1)
 
     def layout(self) -> str:
         digest = hashlib.sha256(repr([part.size for part in self._parts]).encode()).hexdigest()

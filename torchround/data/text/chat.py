@@ -193,18 +193,17 @@ def learnt_messages(messages: Sequence[Message], learns_all: bool) -> list[bool]
 def _is_learnt(message: Message, where: str) -> bool:
     weight, train = message.get("weight"), message.get("train")
     # JSON's true and false are 1 and 0 here, which some data sets write.
-    if weight not in (None, 0, 1):
-        raise DataError(f"{where}: weight = {weight!r}; legal: 0 (not learnt) or 1")
-    if train not in (None, 0, 1):
-        raise DataError(f"{where}: train = {train!r}; legal: true, or false (not learnt)")
+    for name, value in (("weight", weight), ("train", train)):
+        if value not in (None, 0, 1):
+            raise DataError(f"{where}: {name} = {value!r}; legal: 0 or false (not learnt), 1 or true")
     for name in ("train_detail", "training_detail"):
         if message.get(name):
             raise DataError(
                 f"{where}: {name} is not supported; legal: train = true or false for a whole message"
             )
-    if weight is not None and train is not None and bool(weight) != bool(train):
+    if None not in (weight, train) and bool(weight) != bool(train):
         raise DataError(f"{where}: weight = {weight!r} and train = {train!r} contradict each other")
-    return bool(weight if weight is not None else train if train is not None else True)
+    return weight not in (0, False) and train not in (0, False)
 
 
 def with_marks(message: Message, mark: str) -> dict[str, Any]:
@@ -213,42 +212,26 @@ def with_marks(message: Message, mark: str) -> dict[str, Any]:
     A mark comes before the last visible character, so that neither trimming nor a look at how a text begins changes what
     a template writes.
     """
-    marked = dict(message)
-    for name in ("content", *REASONING):
-        if name in marked:
-            marked[name] = _texts_marked(marked[name], mark)
-    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
-        marked["tool_calls"] = [_call_marked(call, mark) for call in calls]
-    return marked
 
+    def put_in(text: str) -> str:
+        begins = text.rstrip()
+        return f"{begins[:-1]}{mark}{text[len(begins) - 1 :]}" if begins else text
 
-def _texts_marked(value: Any, mark: str, inside: bool = False) -> Any:
-    if isinstance(value, str):
-        text = value.rstrip()
-        return f"{text[:-1]}{mark}{value[len(text) - 1 :]}" if text else value
-    if isinstance(value, (list, tuple)):
-        return [_texts_marked(item, mark, inside) for item in value]
-    if isinstance(
-        value, Mapping
-    ):  # a part of the content, of which only the text is text, or the arguments of a call
-        return {
-            key: _texts_marked(item, mark, inside) if inside or key == "text" else item
-            for key, item in value.items()
-        }
-    return value
+    def put_in_call(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": put_in_call(call["function"])}
+        arguments = _mapped(call.get("arguments"), put_in, keys=False)
+        if "arguments" in call and arguments != call["arguments"]:
+            return {**call, "arguments": arguments}
+        return {**call, "name": _mapped(call.get("name"), put_in)}  # arguments without any text
 
-
-def _call_marked(call: Any, mark: str) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call_marked(call["function"], mark)}
-    marked = dict(call)
-    if "arguments" in call:
-        marked["arguments"] = _texts_marked(call["arguments"], mark, inside=True)
-    if marked.get("arguments") == call.get("arguments") and isinstance(call.get("name"), str):
-        marked["name"] = _texts_marked(call["name"], mark)  # arguments without any text
-    return marked
+    texts = {name: _mapped(message[name], put_in) for name in ("content", *REASONING) if name in message}
+    calls = message.get("tool_calls")
+    if isinstance(calls, (list, tuple)):
+        texts["tool_calls"] = [put_in_call(call) for call in calls]
+    return {**message, **texts}
 
 
 def _wanted_sections(
@@ -412,14 +395,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested messages with each string changed."""
+def _mapped(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
+    """Copy nested messages with each string changed, and with `keys` those of tables too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            change(key) if isinstance(key, str) else key: _mapped(item, change) for key, item in value.items()
+            change(key) if keys and isinstance(key, str) else key: _mapped(item, change, keys)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(item, change) for item in value]
+        return [_mapped(item, change, keys) for item in value]
     return value
