@@ -26,7 +26,7 @@ Result = Callable[[], TokenPiece | DataError]
 class Tokenising(BaseNode[TokenPiece | DataError]):
     """Token pieces, one for each piece of `source`. `num_workers = 0` does the work in the calling thread.
 
-    tiktoken releases Python's global lock, so threads run in parallel. A `DataError` of the reader is the last item:
+    The package tokenizers releases Python's global lock, so threads run in parallel. A `DataError` of the reader is the last item:
     the pieces before it are still used, and it reaches the caller as it was raised.
     """
 
