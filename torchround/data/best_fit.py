@@ -70,7 +70,6 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         self._epoch_documents = epoch_documents
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin empty, or in the middle of the group of the saved state."""
         super().reset(initial_state)
         state: dict[str, Any] = initial_state or {
             "reader": None,
@@ -103,7 +102,6 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         return {**self._group_start, "left": self._left, "so_far": so_far}
 
     def next(self) -> PackedSequence | DataError:
-        """Return the next sequence. Raises `StopIteration` when the data has ended."""
         while True:
             if self._rows is None:
                 self._rows = self._pack_group()
@@ -120,7 +118,6 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             self._begin_group()
 
     def _begin_group(self) -> None:
-        """Note the state at the start of a group, for `get_state`."""
         self._left, self._rows = 0, None
         self._group_start = {
             "reader": self._source.state_dict(),
@@ -190,7 +187,6 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         return any(map(_has_its_share, self._epoch_documents, begun, now))
 
     def _parts(self, pieces: Sequence[TokenPiece]) -> list[WholeDocument]:
-        """Return the parts that are used of the document in `pieces`: none, the whole, its beginning, or all parts."""
         if not pieces:
             return []
         tokens = np.concatenate([piece.tokens for piece in pieces])
@@ -264,5 +260,4 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def total(documents: Iterable[WholeDocument]) -> int:
-    """Count the tokens of several documents."""
     return sum(len(document.tokens) for document in documents)

@@ -29,7 +29,6 @@ class DataFileError(DataError):
 
 
 def cannot_be_read(path: object, error: OSError) -> DataFileError:
-    """Return the error of a file that the system could not read."""
     return DataFileError(f"{path}: cannot be read: {error.strerror or error}")
 
 

@@ -137,7 +137,6 @@ class Loader(Iterator[MicroBatch]):
         return self._filled(parts)
 
     def padding(self) -> MicroBatch:
-        """Return a batch of padding, for when other machines still have data."""
         return self._filled([None] * len(self._read))
 
     def _filled(self, parts: Sequence[MicroBatch | None]) -> MicroBatch:
@@ -179,7 +178,6 @@ class Loader(Iterator[MicroBatch]):
         return [[number, *self._counts_of(number)] for number in self._read]
 
     def hear_counts(self, counts: Iterable[Sequence[int]]) -> None:
-        """Take the `counts` of all machines."""
         self._told_counts = {number: (bad, long) for number, bad, long in counts}
 
     # The position.
@@ -209,8 +207,8 @@ class Loader(Iterator[MicroBatch]):
         current = self._identity(rules)
         changed = {key: now for key, now in current.items() if saved.get(key) != now}
         changed |= {key: LEFT_OUT[key] for key in LEFT_OUT if key in saved.keys() - current.keys()}
-        if changed.keys() == {"sources"} and len(saved["sources"]) == len(current["sources"]):
-            names = zip(self._sources, saved["sources"], current["sources"], strict=True)
+        if changed.keys() == {"sources"} and isinstance(saved.get("sources"), list):
+            names = zip(self._sources, saved["sources"], current["sources"], strict=False)
             text = "; ".join(f"{source.name}: {was}, now {now}" for source, was, now in names if was != now)
             raise DataError(f"the saved data position is of other files: {text}")
         if changed:
@@ -239,7 +237,6 @@ class Loader(Iterator[MicroBatch]):
     # Figures.
 
     def num_tokens(self, batch: MicroBatch) -> int:
-        """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
 
     def num_bad_records(self) -> int:
@@ -251,7 +248,6 @@ class Loader(Iterator[MicroBatch]):
         return sum(self._counts_of(number)[1] for number in range(self.num_streams))
 
     def _counts_of(self, number: int) -> tuple[int, int]:
-        """Return the bad records and the long documents of a stream up to its position."""
         position = self._streams[number].position
         if position is None or position == ELSEWHERE:
             return self._told_counts.get(number, (0, 0))
@@ -394,5 +390,4 @@ class ValidationLoader:
             )
 
     def fingerprints(self) -> dict[str, str]:
-        """Return what must be alike on all machines, as `Loader.fingerprints` does."""
         return {f"validation: {key}": value for key, value in self._loader.fingerprints().items()}

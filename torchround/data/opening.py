@@ -37,12 +37,10 @@ WITH_PROMPTS = (*CONVERSATIONS, "prompt_completion")
 
 
 def reads_conversations(data: DataTable) -> bool:
-    """Say whether the tokenizer's chat template writes documents of these sources."""
     return any(table.content in CONVERSATIONS for table in data.sources)
 
 
 def packs_whole_documents(data: DataTable) -> bool:
-    """Say whether `data.packing` means best-fit packing for these sources."""
     chats = any(table.content in WITH_PROMPTS for table in data.sources)
     return data.packing == "best_fit" or (data.packing == "auto" and chats)
 

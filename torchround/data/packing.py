@@ -96,7 +96,6 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         self._pad_id = pad_id
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin empty, or with the tokens left over in the saved state."""
         super().reset(initial_state)
         state = initial_state or {"tokens": [], "reader": None}
         tokens = np.asarray(state["tokens"], dtype=np.int64)
@@ -113,7 +112,6 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         return state if self._run[2].all() else {**state, "learn": self._run[2]}
 
     def next(self) -> PackedSequence | DataError:
-        """Return the next sequence. Raises `StopIteration` when the data has ended and no token is left."""
         error = self._fill()
         if error is not None:
             return error
@@ -145,7 +143,6 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
 
 
 def learnt_mask(piece: TokenPiece) -> BoolArray:
-    """Return which tokens `[n]` of a piece are labels."""
     return np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
 
 
@@ -165,17 +162,14 @@ class Batches(BaseNode[MicroBatch | DataError]):
         self._global_batch_size = global_batch_size
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start, or at the saved state."""
         super().reset(initial_state)
         self._source.reset(initial_state)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of the source."""
         state: dict[str, Any] = self._source.state_dict()
         return state
 
     def next(self) -> MicroBatch | DataError:
-        """Return the next batch. Raises `StopIteration` when no sequence is left."""
         # A bad record costs its whole batch: the position before it lets a run repeat the batch once it is repaired.
         rows: list[PackedSequence] = []
         for row in islice(self._source, self._global_batch_size):

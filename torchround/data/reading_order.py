@@ -100,7 +100,6 @@ class Reader(BaseNode[DocumentPiece]):
         self._fruitless = [0] * len(sources)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the first document, or at the saved state."""
         super().reset(initial_state)
         self._source: int | None = None  # the source whose document is being read
         self._offset: int = 0  # in that document
@@ -111,7 +110,6 @@ class Reader(BaseNode[DocumentPiece]):
             self._source, self._offset = initial_state["source"], initial_state["offset"]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the progress of each source, and the place in the document that is being read, if one is."""
         sources = [asdict(progress) for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
@@ -175,7 +173,6 @@ class Reader(BaseNode[DocumentPiece]):
         )
 
     def _choose_source(self) -> int:
-        """Return the source with the fewest documents for its weight; the first of equals."""
         waiting = [
             number
             for number, progress in enumerate(self._progress)

@@ -43,7 +43,6 @@ class OrderRules:
 
     @property
     def copies_apart(self) -> bool:
-        """Whether copies of a document from different epochs are kept apart."""
         return self.number >= 2
 
     def window_of_each(self, num_streams: int) -> int:
@@ -60,7 +59,6 @@ class OrderRules:
 
 
 def rules_for(data: DataTable, seq_len: int) -> OrderRules:
-    """Return the rules of a run that begins now."""
     window = data.shuffle_sequences
     if window == "auto":
         # Whole documents leave in a mixed order already.
@@ -144,7 +142,6 @@ class SequenceStream:
             self._tokenising = None
 
     def _start(self, rules: OrderRules, num_workers: int) -> BaseNode[MicroBatch | DataError]:
-        """Make the nodes, and go to the position."""
         # New nodes each time: a thread that still works on the old ones cannot disturb them.
         settings, mix = self._settings, self._mix
         pad_id, seq_len = settings.tokenizer.pad_id, settings.seq_len

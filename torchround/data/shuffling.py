@@ -38,7 +38,6 @@ class EpochKey:
     first: str | None = None
 
     def within(self, part: str) -> "EpochKey":
-        """Return the key of the order inside one part of the epoch."""
         return EpochKey(f"{self.key}/{part}", None if self.first is None else f"{self.first}/{part}")
 
 
@@ -159,7 +158,6 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         self._across_epochs = across_epochs
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start, or in the middle of the window of the saved state."""
         super().reset(initial_state)
         state = initial_state or {"window": 0, "taken": 0, "packing": None}
         self._packer.reset(state["packing"])
@@ -190,7 +188,6 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         }
 
     def next(self) -> PackedSequence | DataError:
-        """Return the next sequence. Raises `StopIteration` when the data has ended."""
         window = self._filled()
         error = window.error
         if self._following is not None and isinstance(self._following.error, DataFileError):

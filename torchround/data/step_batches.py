@@ -142,13 +142,11 @@ class StepBatches:
         ]
 
     def _share_of(self, num_sequences: int) -> tuple[StepShare, list[range]]:
-        """Return this machine's share of a batch, and the sequences of each micro-batch in it."""
         rows = micro_batch_rows(num_sequences, self._micro_batch_size)
         share = step_share(len(rows), self._rounds, self._machine, self._num_machines)
         return share, [rows[number] for number in share.micro_batches]
 
     def _needed_streams(self) -> set[int]:
-        """Return the streams that this machine's sequences of a batch come from."""
         size = self._loader.global_batch_size // self._loader.num_streams
         _, sequences = self._share_of(self._loader.global_batch_size)
         return {sequence // size for rows in sequences for sequence in rows}

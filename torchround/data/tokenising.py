@@ -38,7 +38,6 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         self._threads: ThreadPoolExecutor | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start of the source, or at the saved state."""
         super().reset(initial_state)
         self.close()
         if self._num_workers:

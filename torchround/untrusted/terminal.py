@@ -74,6 +74,5 @@ class Progress:
             print(escape_unprintable(self.line()), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """Return the line of the amount that is done."""
         share = f" of {self._text(self._total)} ({self.done / self._total:.0%})" if self._total else ""
         return f"{self._work}: {self._text(self.done)}{share.replace('%', ' %')}"

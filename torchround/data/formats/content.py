@@ -132,7 +132,6 @@ def _pair_field(record: dict[str, Any], name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of a value, as a message says it."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 

@@ -130,7 +130,6 @@ def kind_of(path: Path, format: str) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Say whether the file is compressed, by the ending of its name."""
     return path.suffix.lower() in (".gz", ".zst")
 
 
@@ -171,7 +170,6 @@ class FileIndex:
     delimiter: str = ","
 
     def __len__(self) -> int:
-        """Return the number of documents, blank ones included."""
         return 1 if self.starts is None else len(self.starts) - 1
 
     def document(self, index: int) -> Document:
@@ -213,7 +211,6 @@ class FileIndex:
 
 
 def index_file(path: Path, format: str) -> FileIndex:
-    """Index a plain file of the source key `format`. Raises `DataError`."""
     kind, file_bytes = kind_of(path, format), size_bytes(path)
     if kind == "text":
         return FileIndex(path, kind, file_bytes)

@@ -223,7 +223,6 @@ class RecordStream(Source):
         return self._block
 
     def _read(self, part: int, start: int) -> list[Document]:
-        """Read the records of one block of a part, from record `start` on."""
         # Usually the part is already open at this record: the previous block ended there.
         is_open = self._reading[:2] == (part, start)
         records = self._reading[2] if is_open else self._parts[part].open(start)

@@ -32,17 +32,16 @@ MOST_JOINED = 64  # letters of an answer that may be in one token with its heade
 
 
 @dataclass(frozen=True)
-class GuardedConversation:
-    """A conversation with `guard` in all text that looks like a mark of the template. `guard` is None if there is none.
+class Written:
+    """A conversation and its text, both with `guard` in all text of messages that looks like a mark of the template.
 
-    `spare` is another character that does not occur in the conversation.
+    `inputs` are the messages, the tools and the settings. `guard` is None if there is no such text. `spare` is another character that does not occur in the conversation.
     """
 
-    messages: list[Any]
-    tools: list[Any] | None
-    settings: Any
+    inputs: list[Any]
     guard: str | None
     spare: str
+    text: str
 
 
 class ChatTemplate:
@@ -55,7 +54,15 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, loss_on: str = "assistant") -> None:
         sources = tokenizer.templates
         if sources.default is None and sources.with_tools is None:
-            raise TokenizerError(_no_template(tokenizer))
+            has = (
+                f'no template named "default" in {sources.file}'
+                if sources.file
+                else "no chat template beside it"
+            )
+            raise TokenizerError(
+                f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template "
+                "(docs/data.md has a short one)"
+            )
         where = f"chat template {sources.file or ''}".rstrip()
 
         def compiled(source: str | None, name: str) -> TurnTemplate | None:
@@ -68,12 +75,10 @@ class ChatTemplate:
         self._dropped = DroppedFields()
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
-        """Render a conversation, with special tokens apart from text. Raises `DataError`."""
         learnt = learnt_messages(conversation.messages, self._learns_all)
         template = self._template_of(conversation)
-        guarded = _guarded(template, conversation)
-        text = _written(template, guarded, conversation)
-        parts = template.parts(text)
+        written = _write(template, conversation)
+        parts = template.parts(written.text)
         sections = list(template.sections(parts))
         num_turns = sum(not section.continues for section in sections)
         if num_turns < (min(len(learnt), 1) if template.has_several_headers else len(learnt)):
@@ -86,17 +91,14 @@ class ChatTemplate:
         )
         wanted = [True] * len(sections)
         if not all(learnt):
-            wanted = _wanted_sections(template, guarded, text, learnt, len(sections))
-        spans = self._spans(template, parts, sections, wanted)
-        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+            wanted = _wanted_sections(template, written, learnt, len(sections))
+        return tuple(_unguarded(template, self._spans(template, parts, sections, wanted), written.guard))
 
     def prompt(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """Render a conversation up to where the assistant's next turn begins. Raises `DataError`."""
         template = self._template_of(conversation)
-        guarded = _guarded(template, conversation)
-        parts = template.parts(_written(template, guarded, conversation, asks=True))
-        spans = _marked(parts, False)
-        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+        written = _write(template, conversation, asks=True)
+        return tuple(_unguarded(template, _marked(template.parts(written.text), False), written.guard))
 
     def _template_of(self, conversation: Conversation) -> TurnTemplate:
         template = self._with_tools if conversation.tools else self._plain
@@ -137,15 +139,6 @@ class ChatTemplate:
         end = next((place for place in places if splits_at(self._tokenizer, text, place)), begins)
         spans = [replace(header[-1], text=text[:end]), replace(inner[0], text=text[end:])]
         return [*header[:-1], spans[0]], [spans[1], *inner[1:]]
-
-
-def _no_template(tokenizer: Tokenizer) -> str:
-    file = tokenizer.templates.file
-    has = "no chat template beside it" if file is None else f'no template named "default" in {file}'
-    return (
-        f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template "
-        "(docs/data.md has a short one)"
-    )
 
 
 def _marked(parts: Sequence[TextSpan], learn: bool) -> list[TextSpan]:
@@ -235,7 +228,7 @@ def with_marks(message: Message, mark: str) -> dict[str, Any]:
 
 
 def _wanted_sections(
-    template: TurnTemplate, guarded: GuardedConversation, text: str, learnt: Sequence[bool], num_sections: int
+    template: TurnTemplate, written: Written, learnt: Sequence[bool], num_sections: int
 ) -> list[bool]:
     """Say which sections are learnt, if only some of the assistant's messages are. Raises `DataError`.
 
@@ -245,8 +238,7 @@ def _wanted_sections(
     if not any(learnt):
         return [False] * num_sections
     found = [
-        _sections_with(template, guarded, text, [flag == chosen for flag in learnt])
-        for chosen in (True, False)
+        _sections_with(template, written, [flag == chosen for flag in learnt]) for chosen in (True, False)
     ]
     if None not in found:
         yes, no = (list(each or ()) for each in found)
@@ -260,24 +252,23 @@ def _wanted_sections(
     )
 
 
-def _sections_with(
-    template: TurnTemplate, guarded: GuardedConversation, text: str, chosen: Sequence[bool]
-) -> list[bool] | None:
+def _sections_with(template: TurnTemplate, written: Written, chosen: Sequence[bool]) -> list[bool] | None:
     """Say which sections hold the chosen messages, or None if marks in them change what the template writes."""
     flags = iter(chosen)
+    messages, tools, settings = written.inputs
     messages = [
-        with_marks(message, guarded.spare) if message["role"] == "assistant" and next(flags) else message
-        for message in guarded.messages
+        with_marks(message, written.spare) if message["role"] == "assistant" and next(flags) else message
+        for message in messages
     ]
     try:
-        marked = template.render(messages, guarded.tools, settings=guarded.settings)
+        marked = template.render(messages, tools, settings=settings)
     except DataError:
         return None
-    if marked.replace(guarded.spare, "") != text:
+    if marked.replace(written.spare, "") != written.text:
         return None
     parts = template.parts(marked)
     return [
-        any(guarded.spare in part.text for part in parts[section.start : section.stop])
+        any(written.spare in part.text for part in parts[section.start : section.stop])
         for section in template.sections(parts)
     ]
 
@@ -298,7 +289,6 @@ class DroppedFields:
     def look_for(
         self, conversation: Conversation, render: Callable[[list[Any], list[Any] | None], str]
     ) -> None:
-        """Check a conversation. `render` writes messages and tools."""
         messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
         fewer = [
             ("tool calls", ([_without(message, "tool_calls") for message in messages], tools)),
@@ -336,63 +326,54 @@ def _with_one_call(message: Message) -> dict[str, Any]:
 # Text that looks like a special token.
 
 
-def _guarded(template: TurnTemplate, conversation: Conversation) -> GuardedConversation:
-    """Insert a guard into all text that looks like a token that only the template may write. Raises `DataError`."""
-    messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
-    settings = conversation.settings
-    strings = list(_strings([messages, tools, settings]))
+def _write(template: TurnTemplate, conversation: Conversation, asks: bool = False) -> Written:
+    """Write a conversation; if it `asks`, with the header that asks for an answer. Raises `DataError`.
+
+    A guard is inserted into all text that looks like a token that only the template may write.
+    """
+
+    def render(values: list[Any]) -> str:
+        return template.render(values[0], values[1], asks, settings=values[2])
+
+    def seen(text: str) -> str:
+        strings.append(text)
+        return text
+
+    values: list[Any] = [
+        with_reasoning(conversation.messages),
+        list(conversation.tools) or None,
+        conversation.settings,
+    ]
+    strings: list[str] = []
+    _mapped(values, seen)
     free = list(islice((guard for guard in GUARDS if not any(guard in string for string in strings)), 2))
     if len(free) < 2:
         raise DataError("it contains all characters that Unicode reserves for use inside a program")
-    guard, spare = free[:2]
-    if not any(template.marks.search(string) for string in strings):
-        return GuardedConversation(messages, tools, settings, None, spare)
-
-    def put_in(text: str) -> str:
-        return template.marks.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
-
-    inside = [_mapped(value, put_in) for value in (messages, tools, settings)]
-    return GuardedConversation(inside[0], inside[1], inside[2], guard, spare)
-
-
-def _written(
-    template: TurnTemplate, guarded: GuardedConversation, conversation: Conversation, asks: bool = False
-) -> str:
-    """Write the conversation with its guards; if it `asks`, with the header that asks for an answer. Raises `DataError`."""
-    text = template.render(guarded.messages, guarded.tools, asks, settings=guarded.settings)
-    if guarded.guard is None:
-        return text
+    guard, spare = free
     # The guards would hide such text from a template's own checks, so the template also sees it as it is.
-    messages = with_reasoning(conversation.messages)
-    plain = template.render(messages, list(conversation.tools) or None, asks, settings=conversation.settings)
-    if text.replace(guarded.guard, "") != plain:
+    plain = render(values)
+    if not any(template.marks.search(string) for string in strings):
+        return Written(values, None, spare, plain)
+    guarded = _mapped(
+        values, lambda text: template.marks.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
+    )
+    text = render(guarded)
+    if text.replace(guard, "") != plain:
         raise DataError(
             "a message holds text that looks like a special token, and the chat template does not write it unchanged; "
             "take such text out of the message, and give reasoning in its own field (reasoning_content)"
         )
-    return text
+    return Written(guarded, guard, spare, text)
 
 
-def _unguarded(template: TurnTemplate, spans: Sequence[TextSpan], guard: str) -> Iterator[TextSpan]:
+def _unguarded(template: TurnTemplate, spans: Sequence[TextSpan], guard: str | None) -> Iterator[TextSpan]:
     for span in spans:
-        text = span.text.replace(guard, "")
-        if template.unsafe_marks and any(mark in text for mark in template.unsafe_marks):
+        parts = span.text.split(guard) if guard else [span.text]
+        if template.unsafe_marks and any(mark in "".join(parts) for mark in template.unsafe_marks):
             # An added token that is not special is recognised in any text: only apart do its letters stay text.
-            yield from (replace(span, text=part) for part in span.text.split(guard) if part)
+            yield from (replace(span, text=part) for part in parts if part)
         else:
-            yield replace(span, text=text)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
+            yield replace(span, text="".join(parts))
 
 
 def _mapped(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:

@@ -113,7 +113,6 @@ class TemplateProcess:
 
 
 def process_command() -> list[str]:
-    """List the words that start the process, with its limits."""
     limits = [str(CPU_S), str(MEMORY_MIB)]
     return [sys.executable, "-I", "-S", "-c", START, template_process.__file__, *limits, *sys.path]
 

@@ -16,7 +16,6 @@ SEAM_CONTEXT = 128
 
 
 def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan]:
-    """Split a text into special tokens and the text between them."""
     parts = enumerate(tokenizer.special_pattern.split(text))
     return [TextSpan(part, learn, special=index % 2 == 1) for index, part in parts if part]
 
@@ -57,7 +56,6 @@ def splits_at(tokenizer: Tokenizer, text: str, place: int, reads_special: bool =
 
 
 def opens_with(tokenizer: Tokenizer, text: str, token_id: int | None) -> bool:
-    """Say whether a text begins with the name of a certain special token."""
     found = tokenizer.special_pattern.match(text)
     return found is not None and tokenizer.special_id(found[0]) == token_id
 
@@ -80,7 +78,6 @@ class PairFormat:
     reads_special: bool = False
 
     def __call__(self, prompt: str, completion: str) -> tuple[TextSpan, ...]:
-        """Return the spans of one document."""
         bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
         begun = self.reads_special and opens_with(self.tokenizer, prompt, bos_id)
         ended = self.reads_special and ends_with_special(self.tokenizer, completion)

@@ -52,7 +52,6 @@ class Tokenizer:
     template_tokens: dict[str, str] = field(default_factory=dict)
 
     def special_id(self, name: str) -> int:
-        """Return the id of a special or added token."""
         return self.special[name] if name in self.special else self.in_text[name]
 
     def encode(self, text: str) -> list[int]:
@@ -101,7 +100,6 @@ class Tokenizer:
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Pattern, with one group, of the names of special tokens."""
         return names_pattern(self.special)
 
 

@@ -74,17 +74,14 @@ class TurnTemplate:
         add_generation_prompt: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation. Raises `DataError`."""
         inputs = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._compiled({**self._settings, **(settings or {}), **inputs, "documents": None})
 
     def parts(self, text: str) -> list[TextSpan]:
-        """Split a text into the marks and the text between them."""
         found = enumerate(self.marks.split(text))
         return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
 
     def sections(self, parts: Sequence[TextSpan]) -> Iterator[TurnSection]:
-        """Find the sections of the assistant's turns, in order."""
         index, continues = 0, False
         while index < len(parts):
             if not self._is_header(parts, index):
@@ -128,7 +125,6 @@ class TurnTemplate:
     # How the template writes turns, found out by rendering probes.
 
     def _find_turns(self, tokenizer: Tokenizer) -> None:
-        """Find the header of the assistant's turns, and the tokens that end them."""
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
         # The text that asks the model to speak is what the prompt adds to the same conversation without it.
