@@ -5,7 +5,6 @@ message that looks like a special token stays text, so no message can fake a tur
 learnt (`weight`, `train`) are found by rendering once more with marks in them.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,12 +15,9 @@ from torchround.data.text.special_tokens import splits_at
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.text.turns import TurnSection, TurnTemplate
 
-logger = logging.getLogger(__name__)
-
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that data sets use for the same thing; the first one with a value counts."""
 
-CONVERSATIONS_CHECKED = 100  # for fields that the template drops
 Message = Mapping[str, Any]
 
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -72,7 +68,6 @@ class ChatTemplate:
         self._with_tools = compiled(sources.with_tools, " (tool_use)") or self._plain
         self._tokenizer = tokenizer
         self._learns_all = loss_on == "all"
-        self._dropped = DroppedFields()
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         learnt = learnt_messages(conversation.messages, self._learns_all)
@@ -85,10 +80,6 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template wrote {num_turns} turns of the assistant for {len(learnt)} messages from it"
             )
-        self._dropped.look_for(
-            conversation,
-            lambda messages, tools: template.render(messages, tools, settings=conversation.settings),
-        )
         wanted = [True] * len(sections)
         if not all(learnt):
             wanted = _wanted_sections(template, written, learnt, len(sections))
@@ -271,56 +262,6 @@ def _sections_with(template: TurnTemplate, written: Written, chosen: Sequence[bo
         any(written.spare in part.text for part in parts[section.start : section.stop])
         for section in template.sections(parts)
     ]
-
-
-# Fields that a template drops.
-
-
-class DroppedFields:
-    """Looks for tool calls, tools and reasoning that a template does not write, and warns once about each.
-
-    Each of the first conversations that have such a field is written again without it. If the text is the same, the
-    template has dropped it.
-    """
-
-    def __init__(self) -> None:
-        self._left = dict.fromkeys(("tool calls", "tools", "reasoning"), CONVERSATIONS_CHECKED)
-
-    def look_for(
-        self, conversation: Conversation, render: Callable[[list[Any], list[Any] | None], str]
-    ) -> None:
-        messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
-        fewer = [
-            ("tool calls", ([_without(message, "tool_calls") for message in messages], tools)),
-            ("tool calls", ([_with_one_call(message) for message in messages], tools)),
-            ("tools", (messages, None)),
-            ("reasoning", ([_without(message, *REASONING) for message in messages], tools)),
-        ]
-        for kind, without in fewer:
-            if not self._left[kind] or without == (messages, tools):
-                continue
-            self._left[kind] -= 1
-            try:
-                is_dropped = render(*without) == render(messages, tools)
-            except DataError:
-                is_dropped = False  # a template that fails without the field has looked at it
-            if is_dropped:
-                self._left[kind] = 0
-                logger.warning(
-                    "the chat template leaves out %s of a conversation, which the model then never sees; another template "
-                    "may write it (tokenizer.chat_template); this is said once",
-                    kind,
-                )
-
-
-def _without(message: Message, *names: str) -> dict[str, Any]:
-    """Copy a message without these fields. A field without a value stays: tables give each row all columns."""
-    return {key: value for key, value in message.items() if key not in names or not value}
-
-
-def _with_one_call(message: Message) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": calls[:1]} if isinstance(calls, (list, tuple)) else dict(message)
 
 
 # Text that looks like a special token.

@@ -1,7 +1,6 @@
 """Compiles and renders a chat template in a process of its own, whose memory and time are limited."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -34,15 +33,7 @@ def compile_template(source: str, where: str) -> Callable[[Mapping[str, Any]], s
 
     `where` names the template in messages. Raises `TokenizerError` if the source is not Jinja or exceeds the limits.
     """
-
-    def process() -> TemplateProcess:
-        # A process that was forked from this one starts its own: two must not share the pipes.
-        pid = os.getpid()
-        return processes.get(pid) or processes.setdefault(pid, TemplateProcess(source, where))
-
-    processes: dict[int, TemplateProcess] = {}
-    process()
-    return lambda variables: process().render(variables)
+    return TemplateProcess(source, where).render
 
 
 class TemplateProcess:
@@ -84,7 +75,7 @@ class TemplateProcess:
             raise DataError(f"no process can be started for {self._where}: {error}") from error
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         self._process, self._requests, self._replies = process, process.stdin, process.stdout
-        self._end = weakref.finalize(self, _end, process, os.getpid())
+        self._end = weakref.finalize(self, _end, process)
         self._exchange(json.dumps(self._source).encode())
 
     def _exchange(self, data: bytes) -> str:
@@ -117,10 +108,7 @@ def process_command() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", START, template_process.__file__, *limits, *sys.path]
 
 
-def _end(process: "subprocess.Popen[bytes]", pid: int) -> None:
-    """End the process, and wait until it is gone. A process that was forked later leaves it alone."""
-    if os.getpid() != pid:
-        return
+def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
