@@ -12,7 +12,7 @@ from tests.support.vocabularies import FAMILIES, random_text, real_text, train, 
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.opening import open_sources
-from torchround.data.text.special_tokens import encode_text, splits_at
+from torchround.data.text.tokenizer import encode_text, splits_at
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ from torchround.data import DataError, Tokenizer
 from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.special_tokens import encode_spans
+from torchround.data.text.tokenizer import encode_spans
 from torchround.generation.continuations import GROUPS
 from torchround.layer import MicroBatch
 from torchround.run.samples import Prompt

@@ -29,7 +29,6 @@ from torchround.data.sequence_stream import (
     PREFETCHED_BATCHES,
     OrderRules,
     SequenceStream,
-    StreamSettings,
     joined,
     rules_for,
     rules_of,
@@ -99,23 +98,21 @@ class Loader(Iterator[MicroBatch]):
         self._sources = open_sources(data, tokenizer, self._vocab_size)
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._rules = rules or rules_for(data, seq_len)
-        self._streams = self._make_streams()
-        self._read: tuple[int, ...] = tuple(range(data.streams))
-        # Bad records and long documents of the streams that other machines read, as those have told.
-        self._told_counts: dict[int, tuple[int, int]] = {}
-
-    def _make_streams(self) -> list[SequenceStream]:
-        part = self.global_batch_size // self.num_streams
-        settings = StreamSettings(self._data, self._tokenizer, self._seq_len, part)
-        return [
+        self._streams = [
             SequenceStream(
-                settings,
-                replace(self._mix, stream=number, num_streams=self.num_streams),
+                data,
+                tokenizer,
+                seq_len,
+                global_batch_size // data.streams,
+                replace(self._mix, stream=number, num_streams=data.streams),
                 # The index of the files is shared. The place in a file is each stream's own.
                 [copy.copy(source) for source in self._sources] if number else self._sources,
             )
-            for number in range(self.num_streams)
+            for number in range(data.streams)
         ]
+        self._read: tuple[int, ...] = tuple(range(data.streams))
+        # Bad records and long documents of the streams that other machines read, as those have told.
+        self._told_counts: dict[int, tuple[int, int]] = {}
 
     def __next__(self) -> MicroBatch:
         """Return the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them.

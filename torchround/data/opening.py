@@ -25,8 +25,7 @@ from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.reading_order import content_bytes
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.special_tokens import PairFormat, splits_at
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.text.tokenizer import PairFormat, Tokenizer, splits_at
 
 logger = logging.getLogger(__name__)
 DOCUMENTS_READ = 100  # for names of special tokens

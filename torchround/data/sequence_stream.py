@@ -79,25 +79,26 @@ def rules_of(saved: dict[str, Any], data: DataTable, own: OrderRules) -> OrderRu
     return OrderRules(number if is_known else own.number, window if is_window else own.window)
 
 
-@dataclass(frozen=True)
-class StreamSettings:
-    """Settings of all streams of a loader: each makes `part_size` sequences of every batch."""
-
-    data: DataTable
-    tokenizer: Tokenizer
-    seq_len: int
-    part_size: int
-
-
 class SequenceStream:
     """The stream's part of each batch, `[part_size, T]`; fewer sequences in the last part of limited data.
 
-    `position` is the place after the last batch that was kept, None for the beginning.
+    `mix` says which documents of the sources are this stream's. `position` is the place after the last batch that was kept, None for the beginning.
     """
 
-    def __init__(self, settings: StreamSettings, mix: MixSettings, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        data: DataTable,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        part_size: int,
+        mix: MixSettings,
+        sources: Sequence[Source],
+    ) -> None:
         self.position: Any = None
-        self._settings = settings
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._part_size = part_size
         self._mix = mix
         self._sources = sources
         self._tokenising: Tokenising | None = None
@@ -113,7 +114,7 @@ class SequenceStream:
             return None
         if self._nodes is None:
             assert self.position != ELSEWHERE, "another machine has read this stream: its position is missing"
-            self._nodes = self._start(rules, -(-self._settings.data.num_workers // num_read))
+            self._nodes = self._start(rules, -(-self._data.num_workers // num_read))
         item = next(self._nodes, None)
         if isinstance(item, DataError):
             raise item
@@ -143,22 +144,20 @@ class SequenceStream:
 
     def _start(self, rules: OrderRules, num_workers: int) -> BaseNode[MicroBatch | DataError]:
         # New nodes each time: a thread that still works on the old ones cannot disturb them.
-        settings, mix = self._settings, self._mix
-        pad_id, seq_len = settings.tokenizer.pad_id, settings.seq_len
+        mix, pad_id, seq_len = self._mix, self._tokenizer.pad_id, self._seq_len
         reader = Reader(self._sources, replace(mix, copies_apart=rules.copies_apart))
-        self._tokenising = Tokenising(reader, settings.tokenizer, num_workers)
+        self._tokenising = Tokenising(reader, self._tokenizer, num_workers)
         sequences: BestFitPacker | ContiguousPacker | SequenceShuffler
-        if packs_whole_documents(settings.data):
+        if packs_whole_documents(self._data):
             # Asked for only here: to count the records of small archives, they are read.
             counts = [each.quick_count() for each in self._sources] if rules.copies_apart else []
-            long_documents = settings.data.long_documents
-            sequences = BestFitPacker(self._tokenising, seq_len, pad_id, long_documents, counts)
+            sequences = BestFitPacker(self._tokenising, seq_len, pad_id, self._data.long_documents, counts)
         else:
             sequences = ContiguousPacker(self._tokenising, seq_len, pad_id)
         if rules.window:
             window = rules.window_of_each(mix.num_streams)
             sequences = SequenceShuffler(sequences, window, mix.seed, across_epochs=not rules.copies_apart)
-        batches = Batches(sequences, settings.part_size)
+        batches = Batches(sequences, self._part_size)
         if not num_workers:
             batches.reset(self.position)
             return batches

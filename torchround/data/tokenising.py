@@ -17,8 +17,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.document_types import DataError
 from torchround.data.packing import TokenPiece
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.text.special_tokens import encode_spans, encode_text, ends_with_special, opens_with
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.text.tokenizer import Tokenizer, encode_spans, encode_text, ends_with_special, opens_with
 
 Result = Callable[[], TokenPiece | DataError]
 

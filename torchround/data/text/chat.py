@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any
 
 from torchround.data.document_types import Conversation, DataError, TextSpan, TokenizerError
-from torchround.data.text.special_tokens import splits_at
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.text.tokenizer import Tokenizer, splits_at
 from torchround.data.text.turns import TurnSection, TurnTemplate
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
