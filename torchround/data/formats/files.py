@@ -67,7 +67,7 @@ def find_files(path: str) -> list[Path]:
     if os.path.isfile(path):
         return [Path(path)]
     if os.path.exists(path):  # opening a pipe would wait forever, and a device may be endless
-        raise DataError(f"source {path!r}: not an ordinary file")
+        raise DataError(f"source {path!r}: {path}: not an ordinary file")
     if not glob.has_magic(path):
         raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
     names = sorted(glob.glob(_literal_beginning(path), recursive=True))

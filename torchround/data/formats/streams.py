@@ -33,6 +33,7 @@ from torchround.data.formats.sources import IndexedFiles, RecordStream, Source, 
 
 CHUNK_BYTES = 1 << 18
 FEED_BYTES = 1 << 10  # handed to zstd at once: each byte may unpack to 32 KiB
+MOST_BLANK_LINES = 100_000  # in a row: a small archive can unpack to any number of them
 ROWS_AT_ONCE = 1024
 DATASET_PART_ROWS = 8192
 # What a record of a dataset can be at fault for. Every other error is one of the network or of a file.
@@ -154,7 +155,7 @@ def _indexed(index: FileIndex, start: int) -> Documents:
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Split unpacked chunks into lines without their ends. A last line without an end counts too."""
     rest: list[bytes] = []
-    num_bytes = 0
+    num_bytes = num_blank = 0
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         rest.append(first)
@@ -163,6 +164,9 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         if num_bytes > MOST_LINE_BYTES:
             raise ValueError(TOO_LONG)
         for line in others:
+            num_blank = 0 if num_bytes else num_blank + 1
+            if num_blank > MOST_BLANK_LINES:
+                raise ValueError(f"more than {MOST_BLANK_LINES:,} blank lines in a row")
             yield b"".join(rest)
             rest, num_bytes = [line], len(line)
     if last := b"".join(rest):

@@ -79,8 +79,13 @@ class Tokenizer:
         try:
             # Unlike `encode`, this lets other threads of Python work, and finds no offsets of characters.
             (found,) = self.bpe.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:
-            raise DataError(f"a text of {len(text)} characters cannot be tokenised: {error}") from error
+        except BaseException as error:
+            # A pattern that backtracks without end makes the Rust code panic, which is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
+            ) from error
         return np.array(found.ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -182,6 +187,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         _check_byte_level(json.loads(data))
         bpe = tokenizers.Tokenizer.from_buffer(data)
+        vocabulary = bpe.get_vocab()
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise TokenizerError("several tokens have the same id")
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
     except Exception as error:  # the package raises plain `Exception`
@@ -209,7 +217,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     unused = [name for name in paddings if name and name not in (ends[0], bos)]
     return Tokenizer(
         name=f"byte-level BPE {hashlib.sha256(data).hexdigest()[:12]}",
-        vocab_size=max(bpe.get_vocab().values()) + 1,
+        vocab_size=max(vocabulary.values()) + 1,
         bos_id=special[bos] if bos else None,
         eos_id=special[ends[0]],
         pad_id=special[(unused or ends)[0]],
