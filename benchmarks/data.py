@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.frame import ROOT, Benchmark, Option, Report, in_turns, timed
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
-from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 from torchround.planning.cards import find_device
 
 SEQ_LEN = 2048
@@ -27,7 +26,16 @@ GPT_OSS_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = {"llama3": LLAMA3.pattern, "qwen3": QWEN.pattern, "gpt_oss": GPT_OSS_PATTERN}
+USUAL_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "llama3": USUAL_PATTERN.replace("DIGITS", r"\p{N}{1,3}"),
+    "qwen3": USUAL_PATTERN.replace("DIGITS", r"\p{N}"),
+    "gpt_oss": GPT_OSS_PATTERN,
+}
+QWEN_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -60,7 +68,7 @@ def train_vocabulary(family: str, vocab_size: int, folder: Path) -> Any:
     tokenizer.train_from_iterator(standard_library(), trainer)
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     if family == "qwen3":
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN.in_text()])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return tokenizer

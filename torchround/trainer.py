@@ -19,13 +19,11 @@ from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
-from torchround.run.epoch_steps import end_of_data_text, more_by, unread_text
 from torchround.run.run_folder import RunError, disk_need
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import Dispatched, StepReports
 from torchround.run.validation import RunValidation, Validated
-from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import say
+from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +68,9 @@ class Trainer:
         parts, folder, machines = self._parts, self._folder, self._machines
         newest = self._checkpoints.complete_step(self._loader)
         if newest is not None:
-            longer = more_by(self.config, parts.epoch_steps)
             say(
-                f"{folder.path}: the run is complete after {newest} steps; nothing to do (raise {longer} to continue)"
+                f"{folder.path}: the run is complete after {newest} steps; nothing to do (raise training.steps or "
+                "data.epochs to continue)"
             )
             return 0
         room = disk_need(self.config, folder, parts.question)
@@ -108,8 +106,6 @@ class Trainer:
             if long := self._loader.num_long_documents():
                 handled = self.config.data.long_documents
                 say(f"documents longer than a sequence: {long} (long_documents = {handled})")
-            if (ended_by, exit_code) == COMPLETE:
-                ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
             if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
                 say(parts.closing_text(self._meter))
             saved = self._checkpoints.saved_step
@@ -151,8 +147,6 @@ class Trainer:
             planning.measure()
         say(planning.text())
         self._folder.describe(self.config, planning.settled)
-        if parts.epoch_steps is not None:
-            parts.epoch_steps.keep(self._folder.path)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
         waiting = self._meter.waiting_for_data
         micro_batch_size, rounds = self.config.training.micro_batch_size, planning.settled.rounds
@@ -235,7 +229,7 @@ class Trainer:
             if (end := self._reason_to_stop(stop)) is not None:
                 break
             if batch is None:
-                end = end_of_data_text(self._schedule, self._position.step), 0
+                end = "the data has come to its end; without training.steps the learning rate ends with it", 0
                 break
             result = self._dispatch(engine, batch)
             if measured_by is not None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import random
 from collections import Counter
 from itertools import islice
@@ -16,8 +15,8 @@ from tests.support.batch_contents import write_lines
 from torchround.config import DataTable, SourceTable
 from torchround.data import DataError, Loader, build_loader
 from torchround.data.formats.streams import open_source
-from torchround.data.order_rules import OrderRules
 from torchround.data.reading_order import MixSettings, Reader
+from torchround.data.sequence_stream import OrderRules
 from torchround.data.shuffling import EpochKey, epoch_order, shuffled
 
 # A document begins with its own two numbers below BASE, and only there.
@@ -85,32 +84,6 @@ def test_four_steps_per_epoch_are_enough_to_keep_copies_apart(tmp_path, tokenize
     source = write_documents(tmp_path / "x.jsonl", [8] * (4 * sequences))
     loader = build_loader(whole(source, epochs=4, shuffle=shuffle), tokenizer, 32, batch, sequences)
     assert share_of_copies(loader) == 0
-
-
-@pytest.mark.parametrize(
-    ("documents", "keys", "batch", "words"),
-    [
-        (8, {}, 4, ["x.jsonl", "training.global_batch_size"]),
-        (8, {"streams": 2}, 4, ["x.jsonl", "data.streams"]),
-        (4 * 64, {"streams": 4, "epochs": 6}, 8, None),  # an epoch fills eight batches
-        (None, {"epochs": 1}, 4, None),
-    ],
-    ids=["too few", "too few for streams", "enough for streams", "equal documents of one epoch are no copies"],
-)
-def test_too_few_documents_for_a_step_are_said_once(tmp_path, tokenizer, caplog, documents, keys, batch, words):
-    path = tmp_path / "x.jsonl"
-    if documents:
-        source = write_documents(path, [8] * documents)
-    else:
-        source = SourceTable(path=str(write_lines(path, [{"tokens": [1] * 8}] * 400)), content="tokens")
-    loader = build_loader(whole(source, **keys), tokenizer, 32, batch, 0)
-    beginning = loader.state_dict()
-    copies = share_of_copies(islice(loader, 200 if words is None else 20)) if documents else 0
-    loader.load_state_dict(beginning)
-    list(islice(loader, 20))
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == bool(words) == (copies > 0)
-    assert all(word in warnings[0] for word in words or ())
 
 
 @settings(max_examples=12, deadline=None)

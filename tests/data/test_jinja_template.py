@@ -122,23 +122,16 @@ def test_no_template_takes_500_mb():
     assert 100 * 10**6 < most_bytes < 500 * 10**6
 
 
-def test_a_template_is_given_up_after_three_failures_in_a_row():
-    source = "{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine"
-    render = compile_template(source, "t")
-    for tries in (jinja_template.MOST_FAILURES - 1, jinja_template.MOST_FAILURES):
+def test_a_template_works_again_after_a_limit_has_ended_its_process():
+    render = compile_template("{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine", "t")
+    for _ in range(2):
         assert render({"messages": []}) == "fine"
-        for _ in range(tries):
-            with pytest.raises(DataError, match="450 MiB of memory"):
-                render({"messages": MESSAGES})
-    with pytest.raises(DataError, match="450 MiB of memory"):
-        render({"messages": []})
+        with pytest.raises(DataError, match="450 MiB of memory"):
+            render({"messages": MESSAGES})
 
 
-def test_a_conversation_that_is_too_large_is_an_error_of_its_own():
-    render = compile_template("{{ messages[0] }}", "t")
-    with pytest.raises(DataError, match="legal: up to 8 MiB"):
-        render({"messages": ["a" * jinja_template.MOST_BYTES]})
-    assert render({"messages": ["é" * 10**6]}) == "é" * 10**6
+def test_large_conversations_and_letters_of_several_bytes_are_written():
+    assert compile_template("{{ messages[0] }}", "t")({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
 def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path):
@@ -159,19 +152,14 @@ def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_lea
 # The process.
 
 
-def test_threads_and_forked_processes_get_their_own_replies():
+def test_threads_get_their_own_replies():
     render = compile_template("{{ messages[0] * 1000 }}", "t")
 
     def is_right(name):
         return all(render({"messages": [f"{name}{n}"]}) == f"{name}{n}" * 1000 for n in range(50))
 
     with ThreadPoolExecutor(4) as threads:
-        found = threads.map(is_right, "abcd")
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if is_right("e") else 1)
-        assert all(found)
-    assert os.waitpid(child, 0)[1] == 0 and is_right("f")
+        assert all(threads.map(is_right, "abcd"))
 
 
 def render_and_end():

@@ -15,7 +15,7 @@ import torch
 from tests.support.batch_contents import content, loader_of, write_lines
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, build_validation_loader
-from torchround.data.packing.window_shuffle import auto_window
+from torchround.data.shuffling import auto_window
 
 SEQ_LEN = 64
 WINDOW = 8
@@ -186,7 +186,7 @@ def test_a_source_is_named_whose_files_differ_in_size_or_in_their_first_records(
     assert different(expected, make_loader(folder=copy).fingerprints()) == ["data.sources[0]", "data.sources[1]"]
     assert different(expected, make_loader(seed=1).fingerprints()) == ["data: seed"]
     (copy / "new.txt").write_text("one more")
-    with pytest.raises(DataError, match=r"other data: sources was \['9 documents .* is \['10 documents"):
+    with pytest.raises(DataError, match=r"other files: .*copy/.*: 9 documents .*, now 10 documents"):
         make_loader(folder=copy).load_state_dict(state)
 
 
@@ -255,15 +255,6 @@ def test_a_window_ends_with_an_epoch_of_small_data(tmp_path, tokenizer):
     assert loader.state_dict()["position"]["window"] == 5
 
 
-def test_the_epochs_that_are_read_rise_evenly_if_an_epoch_is_smaller_than_a_window(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "x.jsonl", [{"text": f"document {number:03} " * 8} for number in range(80)])
-    loader = loader_of(path, tokenizer, SEQ_LEN, 4, epochs=1)
-    read = [loader.epochs_read() for _ in loader]
-    even = [min(1.0, (number + 1) / len(read)) for number in range(len(read))]
-    # The last batch may have fewer sequences, so each other one is a little more than its share.
-    assert len(read) > 30 and read == pytest.approx(even, abs=1 / len(read))
-
-
 @pytest.mark.parametrize(
     ("packing", "window"), [("contiguous", 1), ("best_fit", 7), ("contiguous", 64), ("best_fit", 65536)]
 )
@@ -309,22 +300,6 @@ def test_a_bad_record_stops_a_run_where_its_window_began(make_loader, corpus, tm
     assert before == whole[: len(before)] and len(before) * 4 % WINDOW == 0
     write_lines(tmp_path / "records.jsonl", repaired)
     assert before + resumed(make(shuffle_sequences=WINDOW), loader.state_dict()) == whole
-
-
-def test_a_window_that_is_used_up_in_changed_files_is_followed_by_the_next(tmp_path, tokenizer):
-    """The window ends with the epoch, and the records of the changed file are a third as long."""
-
-    def of(times):
-        path = write_lines(tmp_path / "x.jsonl", [{"text": f"document {number:03} " * times} for number in range(40)])
-        return loader_of(path, tokenizer, SEQ_LEN, 4, on_changed_files="go_on")
-
-    before = of(12)
-    list(islice(before, 15))
-    assert before.state_dict()["position"]["window"] == 0
-    loader = of(4)
-    loader.load_state_dict(before.state_dict())
-    assert len(list(islice(loader, 3))) == 3
-    assert loader.state_dict()["position"]["window"] == 1
 
 
 def test_validation_is_not_shuffled(corpus, tokenizer):

@@ -13,8 +13,8 @@ from tests.support.batch_contents import content, write_lines
 from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.errors import DataFileError
-from torchround.data.formats import file_index
+from torchround.data.document_types import DataFileError
+from torchround.data.formats import files
 
 RECORDS = [{"text": f"record {number} " * 4} for number in range(60)]
 WRITERS = {"x.jsonl": write_plain, "x.jsonl.gz": write_gzip, "x.parquet": write_parquet}
@@ -99,7 +99,7 @@ def test_an_error_of_the_disk_is_no_bad_record(tmp_path, loader_of, monkeypatch)
     def fail(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(file_index, "read_bounded_line", fail)
+    monkeypatch.setattr(files, "refuse_changed", fail)
     with pytest.raises(DataFileError, match="x.jsonl: cannot be read: Stale file handle"):
         list(loader)
 
@@ -109,7 +109,7 @@ def test_a_lost_file_of_a_streamed_dataset_is_no_bad_record(tmp_path, loader_of)
     write_lines(tmp_path / "set" / "train.jsonl", RECORDS)
     loader = loader_of(SourceTable(path=str(tmp_path / "set"), format="dataset"), on_bad_record="skip")
     (tmp_path / "set" / "train.jsonl").unlink()
-    with pytest.raises(DataFileError, match=r"set, shard 0, row 1: cannot be read: "):
+    with pytest.raises(DataFileError, match=r"set, shard 0: cannot be read: "):
         list(loader)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
 
 from torchround.data import cut, num_tokens
-from torchround.data.errors import DataError
-from torchround.data.packing.best_fit import BestFitPacker, best_fit
-from torchround.data.packing.contiguous import ContiguousPacker, TokenPiece
+from torchround.data.best_fit import BestFitPacker, best_fit
+from torchround.data.document_types import DataError
+from torchround.data.packing import ContiguousPacker, TokenPiece
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 PAD = 99_999

@@ -61,11 +61,11 @@ def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_pa
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"text," + b"long " * 300, "the line at byte 0 is longer"),
-        (b"", "row 1: it is blank"),
-        (b"text,text", "row 1: the header has an empty or a repeated name"),
-        (b"text,", "row 1: the header has an empty or a repeated name"),
-        ("text".encode("utf-16"), "row 1: the header is not valid UTF-8 .byte 0xff"),
+        (b"text," + b"long " * 300, "the line that ends after byte .* is longer"),
+        (b"", "row 1: the header has no, an empty"),
+        (b"text,text", "row 1: the header has no, an empty or a repeated name"),
+        (b"text,", "row 1: the header has no, an empty or a repeated name"),
+        ("text".encode("utf-16"), "row 1: the header is not valid CSV in UTF-8: .*byte 0xff"),
     ],
 )
 def test_a_header_of_csv_that_names_no_columns_is_refused(tmp_path, short_lines, header, message):
@@ -75,23 +75,22 @@ def test_a_header_of_csv_that_names_no_columns_is_refused(tmp_path, short_lines,
 
 
 @pytest.mark.parametrize(
-    ("damaged", "good", "message"),
+    ("damaged", "byte"),
     [
-        ('[{"text": "a"}, {"text": "b"', ["a"], "record 2: not valid JSON"),
-        ('[{"text": "a"}, nonsense, {"text": "c"}]', ["a"], "record 2: not valid JSON"),
-        ('[{"text": "a"},]', ["a"], "record 2: not valid JSON"),
-        ('[{"text": "a"}] more', ["a"], "record 2: not valid JSON"),
-        ('[{"text": "a"} {"text": "b"}]', [], "record 1: not valid JSON"),
-        ('[{"text": "a"}, 12', ["a"], "record 2: a JSON int, not an object"),
-        ("[\n", [], "record 1: not valid JSON"),
-        ('[{"text": "a"},\n', ["a"], "record 2: not valid JSON"),
+        ('[{"text": "a"}, {"text": "b"', 16),
+        ('[{"text": "ü"}, nonsense, {"text": "c"}]', 17),
+        ('[{"text": "a"},]', 15),
+        ('[{"text": "a"}] more', 14),
+        ('[{"text": "a"} {"text": "b"}]', 15),
+        ('[{"text": "a"}, 12', 18),
+        ("[\n", 2),
+        ('[{"text": "a"},\n', 16),
     ],
 )
-def test_a_damaged_json_array_gives_its_records_before_the_damage(tmp_path, damaged, good, message):
+def test_a_damaged_json_array_is_refused_with_its_byte(tmp_path, damaged, byte):
     (tmp_path / "x.json").write_text(damaged)
-    read, (wrong,) = read_all(opened(tmp_path / "x.json"))
-    assert [text for text in read if text] == good
-    assert f"x.json, {message}" in wrong
+    with pytest.raises(DataError, match=f"x.json: not a valid JSON array at byte {byte}: "):
+        opened(tmp_path / "x.json")
 
 
 def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_refused(tmp_path, tokenizer):
@@ -103,7 +102,7 @@ def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_ref
         opened(path)
     assert read_all(opened(path, format="text"))[0] == [path.read_text()]
     path.write_text(json.dumps({"data": [{"text": "a"}]}))  # one line is a record
-    with pytest.raises(DataError, match=r"""no field 'text'; fields: data .*jq -c '\.\["data"\]\[\]'"""):
+    with pytest.raises(DataError, match="no field 'text'; fields: data .*source keys: field, content"):
         loader_of(path, tokenizer).check_first_records()
 
 
@@ -133,7 +132,7 @@ def test_bad_rows_of_csv_are_named_and_cost_no_other(tmp_path):
     (tmp_path / "x.csv").write_bytes(b"\n".join(lines))
     read, wrong = read_all(opened(tmp_path / "x.csv"))
     assert read == ["a", ""]
-    expected = ("row 3: 1 values", "row 4: not valid CSV", "row 5: not valid UTF-8", "row 7: not valid CSV")
+    expected = ("row 3: 1 values", "row 4: not valid CSV", "row 5: not valid CSV in UTF-8", "row 7: not valid CSV")
     for message, words in zip(wrong, expected, strict=True):
         assert f"x.csv, {words}" in message
 

@@ -7,8 +7,10 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.support.batch_contents import texts_of
+from tests.support.batch_contents import reading_limits, texts_of
 from tests.support.record_files import (
     as_lines,
     write_dataset,
@@ -19,7 +21,7 @@ from tests.support.record_files import (
 )
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats.streams import open_source
+from torchround.data.formats.streams import _lines, open_source
 from torchround.data.shuffling import EpochKey
 
 pytestmark = pytest.mark.usefixtures("small_blocks")  # so small that 40 records have several
@@ -77,7 +79,7 @@ def test_every_error_of_pyarrow_names_the_row(tmp_path, monkeypatch, name):
 
     source = open_source(write_parquet(tmp_path, [{"text": "a"}]))
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
-    with pytest.raises(DataError, match="x.parquet, row 1: the parquet file is damaged: too much"):
+    with pytest.raises(DataError, match="x.parquet, row 1: cannot be read from here on: Arrow.*: too much"):
         texts_of(source)
 
 
@@ -163,3 +165,19 @@ def test_a_package_that_is_not_installed_is_asked_for_by_its_name_on_the_index(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=f"pip install {installed_as} "):
         texts_of(open_source(table))
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.binary(max_size=60).map(lambda text: text.replace(b"a", b"\n")), size=st.integers(1, 9))
+def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data, size):
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    expected = data.split(b"\n")
+    if not expected[-1]:  # an end of line at the end of the data begins no further line
+        expected.pop()
+    assert list(_lines(iter(chunks))) == expected
+
+
+def test_a_line_of_an_archive_beyond_the_limit_is_named(tmp_path):
+    source = open_source(write_gzip(tmp_path, [{"text": "a"}, {"text": "b" * 2**20}]))
+    with reading_limits(MOST_LINE_BYTES=2**18), pytest.raises(DataError, match="line 2: .*longer than"):
+        texts_of(source)

@@ -27,23 +27,16 @@ from tests.support.hostile_cases import (
     twice,
 )
 from tests.support.small_run import SmallRuns
-from torchround.untrusted.data_position import PositionLimits, check_data_position
+from torchround.data import DataError
+from torchround.data.sequence_stream import split_position
 
 TENSORS = "tensors-00000.safetensors"
 STEP = 5
 # Positions of data in their plainest form, which the cases below harm.
 NO_WINDOW = "--data.shuffle_sequences=0"
 GIVEN = ("--run.name=new", "--checkpoint.load_path=theirs", "--training.steps=8", "--training.on_spike=skip", NO_WINDOW)
-LIMITS = PositionLimits([[0]], vocab_size=259, ignored_label=-100, whole_document_tokens=None, shuffle_window=0)
 READER = {"sources": [{"place": [7], "epoch": 0, "used": 7, "drawn": 7, "bad": 0}], "source": None, "offset": 0}
 POSITION = {"tokens": [103, 32], "reader": READER}
-GROUP = {
-    **dict.fromkeys(("group", "long", "left"), 0),
-    **dict.fromkeys(("waiting", "without", "gone"), ()),
-    "until": None,
-    "reader": READER,
-    "so_far": {"long": 0, "reader": READER},
-}
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +86,6 @@ def config(table=None, **changes):
 
 def position(**changes):
     return state(lambda content: content["data"]["position"].update(changes))
-
-
-def group(**changes):
-    """Make the data position that of a run that packs whole documents, at the beginning of a group."""
-
-    def become_group(content):
-        data = content["data"]
-        data["data"].update(packing="best_fit", seq_len=16, long_documents="cut")
-        reader = data["position"]["reader"]
-        data["position"] = GROUP | {"reader": reader, "so_far": {"long": 0, "reader": reader}} | changes
-
-    return state(become_group)
 
 
 def header(change, length=None):
@@ -191,18 +172,10 @@ LOADS = FILES | {
     "stale layers of words": (state(stale_layers="x"), "invalid run state"),
     "a name of an optimizer that is a table": (config(optimizer={"name": {}}), "another optimizer"),
     "a configuration that is a terminal's command": (config("model", flavor=TITLE), "is of another model"),
-    "a position of tokens of no vocabulary": (position(tokens=[10**6]), "invalid data position"),
+    "a position of no reader": (position(reader=1), "saved data position cannot be used"),
 }
-GROUPS = {
-    "a document longer than a sequence": (group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]), "17 tokens of a document"),
-    "a group as a run leaves it": (group(waiting=[[[1] * 16, [1] * 16, [0, 0, 0]]]), "the run is complete"),
-}
-HARMLESS = {"a group as a run leaves it"}  # without it, others could pass because every checkpoint is refused
-
 OWN = ("--run.name=run", "--training.steps=8", NO_WINDOW)
 MEASURED = (*OWN, "--engine.plan=none", "--engine.measure_steps=1")
-EPOCHS = (NO_WINDOW, "--run.name=run", "--training.steps=none", "--data.epochs=1", "--training.global_batch_size=300")
-EPOCHS += ("--training.micro_batch_size=100",)
 
 
 def own(harm, says, arguments=OWN, code=0):
@@ -264,8 +237,6 @@ RUNS = {
     "a plan with a terminal's command": plan(stage={"first_layer": TITLE, "kind": "\x1b[2J"}),
     "a plan without stages that is infinite": plan(stages=[], bubble=math.inf),
     "a validation that no run had": own(newest(state(validation=[1])), "invalid run state .*validation is", code=2),
-    "steps of epochs that are a pipe": own(pipe("epoch_steps.json"), "epoch_steps.json .*not an ordin", EPOCHS, 2),
-    "steps of epochs nested without end": own(written("epoch_steps.json", DEEP), "the run is complete", EPOCHS),
 }
 
 
@@ -292,10 +263,7 @@ def run_of(saved):
 
 
 def test_hostile_checkpoints_and_run_folders_are_a_message_and_touch_nothing(processes, saved, tmp_path):
-    packed = (*GIVEN, "--data.packing=best_fit")
     cases = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in LOADS.items()}
-    for name, (harm, says) in GROUPS.items():
-        cases[name] = Case(given(harm), says, packed, 0 if name in HARMLESS else 2)
     judge({**cases, **RUNS}, processes, tmp_path, run_of(saved))
 
 
@@ -310,32 +278,24 @@ def changed(position, **changes):
 POSITIONS = {
     "a number": 1,
     "nothing": {},
-    "tokens beyond all numbers": changed(POSITION, tokens=[10**30]),
-    "tokens that are a table": changed(POSITION, tokens={}),
-    "labels of words": changed(POSITION, learn=["x"]),
     "a place that is a fraction": changed(POSITION, place=[0.5]),
     "a place of too many numbers": changed(POSITION, place=[0, 0, 0]),
+    "a place below nothing": changed(POSITION, place=[-1]),
     "a source without its place": {**POSITION, "reader": {**READER, "sources": [{"epoch": 0, "used": 7}]}},
     "a field that no source has": changed(POSITION, __class__=1),
     "no reader": changed(POSITION, reader=None),
-    "a position of the other packing too": changed(POSITION, so_far=1),
-    "a source that is not there": {**POSITION, "reader": {**READER, "source": 99}},
-    "an offset below nothing": {**POSITION, "reader": {**READER, "source": 0, "offset": -9}},
-    "a document of nothing": changed(GROUP, waiting=[[[], [], [0, 0, 0]]]),
-    "a group that nothing is known of": changed(GROUP, so_far=None),
+    "a group that was packed anew in changed files": changed(POSITION, without=[[0, 0, 0]]),
 }
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_a_data_position_that_no_run_can_have_saved_is_refused(name):
-    limits = PositionLimits([[0]], 259, -100, 16, 0) if "group" in str(POSITIONS[name]) else LIMITS
-    with pytest.raises(ValueError, match="invalid data position"):
-        check_data_position(POSITIONS[name], limits)
+    with pytest.raises(DataError, match="the saved data position cannot be used"):
+        split_position(POSITIONS[name], 1, [[0]])
 
 
 def test_a_data_position_that_a_run_has_saved_is_accepted():
-    check_data_position(POSITION, LIMITS)
-    check_data_position(GROUP, PositionLimits([[0]], 259, -100, 16, 0))
+    assert split_position(POSITION, 1, [[0]]) == [POSITION]
 
 
 def unlisted_link(path):

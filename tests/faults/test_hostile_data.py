@@ -142,7 +142,7 @@ CASES = {
     "all of a pattern's files are pipes": Case(pipe, "no file matches", reads("*pipe.jsonl")),
     "a folder": Case(nothing, "is a folder", reads("/etc")),
     "a secret as records": Case(secret, "(?s)^(?!.*hunter2).*linked.jsonl, line 1: ", reads("linked.jsonl")),
-    "a hole of a line": Case(sparse, "sparse.jsonl: the line at byte 0 is longer", reads("sparse.jsonl")),
+    "a hole of a line": Case(sparse, "sparse.jsonl, line 1: longer", reads("sparse.jsonl")),
     "a dataset's program": Case(program_of_a_dataset, "dataset 'evil'", reads("evil", format="dataset")),
     "a gzip of one line without end": file(
         "bomb.jsonl.gz", lambda: gzip.compress(b"a" * MEMBER_BYTES, 1) * 20, "line 1: .* longer than"
@@ -150,15 +150,17 @@ CASES = {
     "a gzip of blank lines without end": file(
         "bomb.jsonl.gz", lambda: gzip.compress(b"\n" * MEMBER_BYTES, 1) * 20, "blank lines in a row", 1
     ),
-    "a zstd with a window of all memory": file("window.jsonl.zst", wide_window, "line 1: the archive"),
+    "a zstd with a window of all memory": file("window.jsonl.zst", wide_window, "line 1: cannot be read from here on"),
     "a gzip in a gzip": file("twice.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "not valid"),
-    "no zstd": file("no.jsonl.zst", BOMB, "archive is damaged"),
+    "no zstd": file("no.jsonl.zst", BOMB, "line 1: cannot be read from here on"),
     "a table's type that is a pickle": file("bad.parquet", pickled_type, "no field 'text'"),
     "a footer that lies": file("bad.parquet", footer_that_lies, "not a readable parquet"),
-    "a page that is not there": file("bad.parquet", page_that_is_not_there, "row 1: the parquet file is damaged"),
-    "the same text again and again": file("bad.parquet", same_text_again_and_again, "bad.parquet.*memory"),
+    "a page that is not there": file("bad.parquet", page_that_is_not_there, "row 1: cannot be read from here on"),
+    "the same text again and again": file("bad.parquet", same_text_again_and_again, "bad.parquet.*MemoryError"),
     "a date beyond all years": file(
-        "bad.parquet", lambda: parquet(text=pyarrow.array([2**30], pyarrow.date32())), "row 1: .* damaged"
+        "bad.parquet",
+        lambda: parquet(text=pyarrow.array([2**30], pyarrow.date32())),
+        "row 1: cannot be read from here on",
     ),
     "a record nested without end": record(b"[" * 200_000, "line 1: not valid JSON"),
     "a number without end": record(b'{"text": ' + b"9" * 100_000 + b"}", "line 1: not valid JSON"),

@@ -1,15 +1,13 @@
-"""Steps from epochs: the number is exact, shown, kept for a resume, and right after a change of the batch size."""
+"""Steps from epochs: the number is exact, shown, and right after a resume and a change of the batch size."""
 
 import json
-import re
-from dataclasses import replace
 
 import pytest
 
 from tests.support.small_run import files_of, small_runs, stop_after, write_text
 from torchround.config import load_config
 from torchround.data import build_loader, build_tokenizer
-from torchround.run.epoch_steps import KEPT_FILE, EpochSteps, count_epochs
+from torchround.run.epoch_steps import count_steps
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]
@@ -33,38 +31,24 @@ def expected_steps(folder, epochs, batch=7, seq_len=16):
     return -(-sequences // batch)
 
 
-def test_steps_that_are_left_out_are_those_of_the_epochs_and_a_resume_takes_the_kept_number(small_runs, capsys):
+def test_steps_that_are_left_out_are_those_of_the_epochs(small_runs, capsys):
     expected = expected_steps(small_runs.folder, epochs=2)
     assert small_runs("given", f"--training.steps={expected}", "--data.epochs=2") == 0
     assert small_runs("run", "--dry-run", *TWO_EPOCHS) == 0
-    assert f"2 epochs are {expected} steps\n" in capsys.readouterr().out
+    assert "data.epochs = 2, counted when the run starts" in capsys.readouterr().out
     stop_after(2, small_runs, "run", *TWO_EPOCHS)
-    kept = EpochSteps.kept(small_runs.path("run"))
-    replace(kept, steps=77).keep(small_runs.path("run"))
-    assert small_runs("run", "--dry-run", *TWO_EPOCHS) == 0
-    assert "2 epochs are 77 steps\n" in capsys.readouterr().out, "the data is not read again"
-    kept.keep(small_runs.path("run"))
     assert small_runs("run", *TWO_EPOCHS) == 0
-    assert f"2 epochs are {expected} steps\n" in capsys.readouterr().out
+    assert f"data.epochs = 2 makes {expected} steps\n" in capsys.readouterr().out
     small_runs.assert_same("run", "given", step=expected)
     assert small_runs.steps("run")[-1]["lr"] == pytest.approx(FLOOR)
     assert load_config(small_runs.path("run") / "config.toml").training.steps == expected
     before = files_of(small_runs.path("run"))
     assert small_runs("run", *TWO_EPOCHS) == 0  # complete
-    assert "raise data.epochs" in capsys.readouterr().out
+    assert "raise training.steps or data.epochs" in capsys.readouterr().out
     assert files_of(small_runs.path("run")) == before
     assert small_runs("run", DERIVED, "--data.epochs=3") == 0
     last = small_runs.steps("run")[-1]
     assert last["step"] > expected and last["lr"] == pytest.approx(FLOOR)
-
-
-@pytest.mark.parametrize(("epochs", "batch", "warns", "dry"), [(2, 28, True, ()), (7, 1, False, ("--dry-run",))])
-def test_epochs_of_few_steps_are_a_warning_that_names_the_keys_to_lower(small_runs, caplog, epochs, batch, warns, dry):
-    overrides = (DERIVED, f"--data.epochs={epochs}", f"--training.global_batch_size={batch}", "--engine.plan=none")
-    assert (expected_steps(small_runs.folder, epochs, batch) < 50) == warns
-    assert small_runs("run", *overrides, "--training.micro_batch_size=1", *dry) == 0
-    told = [line for line in caplog.messages if "training.global_batch_size" in line and "data.epochs" in line]
-    assert len(told) == warns
 
 
 @pytest.mark.parametrize(
@@ -85,9 +69,8 @@ def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrid
     sizes = config.training.seq_len, config.training.global_batch_size
     drawn = len(list(build_loader(config.data, tokenizer, *sizes, config.run.seed)))
     loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
-    assert count_epochs(config, loader, RunFolder(config.run)).steps == drawn > 1
-    assert loader.epochs_read() == 0  # at the start of the data again
-    assert len(list(loader)) == drawn and loader.epochs_read() == 3
+    assert count_steps(config, loader, RunFolder(config.run)) == drawn > 1
+    assert len(list(loader)) == drawn, "it is at the start of the data again"
     loader.close()
 
 
@@ -114,20 +97,15 @@ def test_a_run_of_another_batch_size_counts_what_is_left(small_runs):
     assert last["step"] == 3 + -(-sequences_left // 14) and last["lr"] == pytest.approx(FLOOR)
 
 
-def test_steps_that_end_before_the_epochs_and_data_that_end_before_the_steps_are_said_at_both_ends(small_runs, capsys):
-    long, short = (expected_steps(small_runs.folder, epochs) for epochs in (30, 1))
-    assert small_runs("run", "--training.steps=4", "--data.epochs=30") == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    read = f"{4 / long * 30:.1f}"
-    assert f"{long} steps" in first and "of 30 epochs" in first and f"; {read}" in last and "of 30 epochs" in last
-    assert small_runs("other", "--training.steps=100", "--data.epochs=1") == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    rates = f"at a learning rate of {small_runs.steps('other')[-1]['lr']:.2e} instead of 1.00e-03"
-    assert rates in first and rates in last and f"after step {short} of 100" in last
+def test_data_that_end_before_the_given_steps_end_the_run_and_say_so(small_runs, capsys):
+    short = expected_steps(small_runs.folder, epochs=1)
+    assert small_runs("run", "--training.steps=100", "--data.epochs=1") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"after step {short} of 100; the data has come to its end" in last
 
 
 def test_data_that_cannot_be_counted_is_refused(small_runs, capsys, caplog):
-    """A record that stops the count is a mistake that names its line; one that is skipped is warned of once."""
+    """A record that stops the count is a mistake that names its line; one that is skipped is no step."""
     steps = expected_steps(small_runs.folder, epochs=2)
     assert small_runs("run", *TWO_EPOCHS, f"--lr_schedule.warmup_steps={steps}") == 2
     assert f"legal: at most {steps - 1}" in capsys.readouterr().err
@@ -138,33 +116,4 @@ def test_data_that_cannot_be_counted_is_refused(small_runs, capsys, caplog):
     assert "data.sources" in message and "text.jsonl, line 5" in message
     assert not small_runs.path("run").exists()
     assert small_runs("run", *TWO_EPOCHS, "--data.on_bad_record=skip") == 0
-    assert small_runs.saved("run") == [steps] and caplog.text.count("text.jsonl, line 5") == 2  # once an epoch
-
-
-MANY = f"--data.epochs={2**20}"  # of which a count would read hundreds of megabytes
-
-
-def test_large_data_are_counted_only_by_a_run_that_needs_the_number(small_runs, capsys):
-    assert small_runs("run", "--dry-run", DERIVED, MANY) == 0
-    assert "counted when the run starts" in capsys.readouterr().out
-    assert small_runs("run", "--training.steps=2", MANY) == 0  # nothing is counted for a message
-    assert not small_runs.path("run").joinpath(KEPT_FILE).exists()
-
-
-@pytest.mark.parametrize("window", ["0", "'auto'"])
-def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(small_runs, capsys, window):
-    write_text(small_runs.folder / "text.jsonl", lines=100)
-    assert small_runs("run", "--training.steps=4", MANY, f"--data.shuffle_sequences={window}") == 0
-    [read] = re.findall(rf"complete; (\S+) of {2**20} epochs", capsys.readouterr().out)
-    # The reader may be a few documents ahead of the batches.
-    assert 0 < float(read) < 2 * 4 / expected_steps(small_runs.folder, epochs=1) + 0.05
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"steps": 3}', '{"steps": "3", "digest": "x"}', '{"steps": 0, "digest": "x"}']
-)
-def test_a_kept_number_that_no_run_wrote_is_none(tmp_path, content):
-    (tmp_path / KEPT_FILE).write_text(content)
-    assert EpochSteps.kept(tmp_path) is None
-    EpochSteps(3, "x").keep(tmp_path)
-    assert EpochSteps.kept(tmp_path) == EpochSteps(3, "x")
+    assert small_runs.saved("run") == [steps] and "text.jsonl, line 5" in caplog.text

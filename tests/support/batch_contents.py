@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, build_loader
-from torchround.data.formats import file_index, json_array, source_files, sources
-from torchround.data.packing import best_fit
+from torchround.data import DataError, best_fit, build_loader
+from torchround.data.formats import files, sources, streams
 from torchround.layer import IGNORED_LABEL
-from torchround.untrusted import data_limits
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -28,7 +26,7 @@ def reading_limits(**limits):
     """Set limits of readers and packers by name, such as `PIECE_SIZE`, in each module that has them."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            for module in (best_fit, sources, source_files, file_index, json_array, data_limits):
+            for module in (best_fit, sources, files, streams):
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         yield

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.untrusted.progress import EVERY_S, Progress
-from torchround.untrusted.terminal import MOST_CHARACTERS, escape_unprintable, terminal_safe
+from torchround.untrusted.terminal import EVERY_S, MOST_CHARACTERS, Progress, escape_unprintable, terminal_safe
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,19 +1,11 @@
-"""Headers of tensors, JSON, lines and token ids of strangers: read unchanged, or refused before they cost memory."""
+"""Headers of tensors and JSON of strangers: read unchanged, or refused before they cost memory."""
 
-import io
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from torchround.untrusted.data_limits import (
-    MOST_BLANK_LINES,
-    MOST_LINE_BYTES,
-    check_token_ids,
-    read_bounded_line,
-    split_bounded_lines,
-)
 from torchround.untrusted.strict_json import MOST_NESTED, parse_json
 from torchround.untrusted.tensor_header import TensorEntry, read_tensor_header
 
@@ -99,48 +91,3 @@ def test_nesting_is_limited(ends):
     for depth in (MOST_NESTED + 1, 100_000):
         with pytest.raises(ValueError, match="nested too deeply"):
             parse_json(nested(depth))
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.binary(max_size=60).map(lambda text: text.replace(b"a", b"\n")), size=st.integers(1, 9))
-def test_lines_do_not_depend_on_the_chunks_that_they_come_in(data, size):
-    chunks = [data[start : start + size] for start in range(0, len(data), size)]
-    expected = data.split(b"\n")
-    if not expected[-1]:  # an end of line at the end of the data begins no further line
-        expected.pop()
-    assert list(split_bounded_lines(iter(chunks))) == expected
-
-
-def test_a_line_beyond_the_limit_is_refused_and_one_at_the_limit_is_not():
-    most = bytes(MOST_LINE_BYTES)
-    assert len(read_bounded_line(io.BytesIO(most))) == MOST_LINE_BYTES
-    assert [len(line) for line in split_bounded_lines(iter([most, b"\n6"]))] == [MOST_LINE_BYTES, 1]
-    with pytest.raises(ValueError, match="longer than"):
-        read_bounded_line(io.BytesIO(bytes(MOST_LINE_BYTES + 1)))
-    with pytest.raises(ValueError, match="longer than"):
-        list(split_bounded_lines(iter([most, b"6"])))
-
-
-def test_blank_lines_are_refused_only_in_long_rows():
-    blank = b"\n" * MOST_BLANK_LINES
-    assert len(list(split_bounded_lines(iter([blank + b"x\n", blank + b"y\n"])))) == 2 * MOST_BLANK_LINES + 2
-    with pytest.raises(ValueError, match="blank lines in a row"):
-        list(split_bounded_lines(iter([blank, b"\n"])))
-
-
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        ([0, -1], "-1 is not a token id"),
-        ([2**24 + 1], "is not a token id; legal: 0 to"),
-        ([True], "True is not a token id"),
-        (["1"], "'1' is not a token id"),
-        ([1, 2, 1], "several tokens have the id 1"),
-        ([*range(50_000), 49_999], "several tokens have the id 49999"),  # found without a search for each id
-    ],
-)
-def test_only_distinct_ids_in_range_are_legal(ids, reason):
-    for legal in ([], [0], [5, 3, 2**24]):
-        check_token_ids(legal)
-    with pytest.raises(ValueError, match=reason):
-        check_token_ids(ids)

@@ -36,7 +36,7 @@ from torchround.checkpoint.manifest import (
 )
 from torchround.checkpoint.tensor_file import checksum_file, read_header, read_tensor_file
 from torchround.planning.memory import size_text
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 
 def nothing_is_optional(name: str) -> bool:

@@ -105,7 +105,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
     edges = [0, *changes, len(ignored)]
     runs = [(tokens[start:end].tolist(), ignored[start]) for start, end in pairwise(edges)]
     # An id of the model that the tokenizer does not know is shown as a number.
-    texts = [(tokenizer.decode_known(run), masked) for run, masked in runs]
+    texts = [(tokenizer.decode(run), masked) for run, masked in runs]
     return "".join(f"«{text}»" if masked else text for text, masked in texts)
 
 

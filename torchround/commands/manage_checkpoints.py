@@ -22,8 +22,7 @@ from torchround.commands import CommandError, new_parser
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import kept_losses
-from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import terminal_safe
+from torchround.untrusted.terminal import Progress, terminal_safe
 
 CHECKPOINTS = "checkpoints"
 

@@ -55,7 +55,7 @@ from torchround.planning.plan_report import gain_text, gains, host_memory, repor
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
-from torchround.run.epoch_steps import dry_text, settle_steps
+from torchround.run.epoch_steps import settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import (
@@ -156,7 +156,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
-    config, epoch_steps = settle_steps(options, loader, folder)
+    config = settle_steps(options, loader, folder)
     samples, table = RunSamples(), config.validation
     if table.prompts:
         # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
@@ -175,7 +175,6 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
-        epoch_steps=epoch_steps,
         samples=samples,
         machines=machines,
     )
@@ -231,9 +230,9 @@ def dry_run(options: Options) -> int:
     question = configured_question(options, vocab_size, machine)
     if tokenizer is not None:
         # Finds the mistakes that only show when the data is looked at.
-        loader, _ = build_loaders(options, tokenizer)
-        if text := dry_text(config, loader, folder):
-            say(text)
+        build_loaders(options, tokenizer)
+        if config.training.steps is None:
+            say(f"steps    of data.epochs = {config.data.epochs}, counted when the run starts")
     answer = report_plan(with_kept_choices(question, config, folder))
     show_plan(options, machine, answer)
     stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers

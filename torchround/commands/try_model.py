@@ -50,8 +50,7 @@ from torchround.data import DataError, Tokenizer
 from torchround.data.document_types import Conversation
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.special_tokens import encode_spans
-from torchround.data.text.tokenizer import FILES
+from torchround.data.text.tokenizer import FILES, encode_spans
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.generation import Sampling, Score, TextEngine, inference_store
 from torchround.generation.continuations import GROUPS
@@ -66,8 +65,7 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import CONFIG_FILE
 from torchround.run.validation import Prompt, without_end
-from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import escape_unprintable, say
+from torchround.untrusted.terminal import Progress, escape_unprintable, say
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +168,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
                 raise EngineError(f"{tried.name}: {error}") from error
             for prompt, ids in zip(prompts, found, strict=True):
                 kept = without_end(ids, stops)
-                text_found = tokenizer.decode_known(kept)
+                text_found = tokenizer.decode(kept)
                 if options.json:
                     ended = len(kept) < len(ids)
                     values = {"prompt": prompt.text, "text": text_found, "tokens": len(kept), "ended": ended}

@@ -25,8 +25,8 @@ class TokenizerTable(Table):
     """The tokenizer. Default: the one in `model.hf_path`."""
 
     path: Name | None = None
-    """Tokenizer file (a byte-level BPE tokenizer.json, or Llama 3's tokenizer.model), or a folder that holds one. Give
-    either this or `name`. Default: `model.hf_path`."""
+    """Tokenizer file (a byte-level BPE tokenizer.json), or a folder that holds one. Give either this or `name`. Default:
+    `model.hf_path`."""
 
     name: Literal["bytes"] | None = None
     """Built-in tokenizer. `bytes`: one token per UTF-8 byte, plus special ones. It needs no file."""
@@ -128,12 +128,6 @@ class DataTable(Table):
     """Fraction of a source's records, 0 to 1, that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1
     after a checkpoint once more are, and more than 10 in each pass. A file that cannot be read is no bad record: it always
     ends the run."""
-
-    on_changed_files: Literal["stop", "go_on"] = "stop"
-    """Reaction to data files whose size or number changed since the checkpoint that a run resumes from. `stop`: the run
-    refuses to start (exit code 2). `go_on`: it continues at the same document numbers, for example after a bad
-    record was repaired in place. The key is needed for one start only. If documents were added or removed, the rest of the epoch
-    has another order: a warning says how many documents may be repeated or skipped."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents held out from training, at least 0 and below 1. `validation` without sources uses it. A

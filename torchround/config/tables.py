@@ -84,8 +84,7 @@ class TrainingTable(Table):
 
     steps: PositiveInt | None = None
     """Optimizer steps of the whole run, resumed parts included. At least 1. Default: the steps that `data.epochs` make,
-    counted at the start by one reading of the data (3 million tokens per second and thread); 1000 without
-    `data.epochs`."""
+    counted at the start by one reading of the data; 1000 without `data.epochs`."""
 
     seq_len: PositiveInt = 2048
     """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More

@@ -83,6 +83,7 @@ OTHER_WAYS = MappingProxyType(
         "adamw_bnb_8bit": 'optimizer.state = "compact" beside name = "adamw"',
         "paged_adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
         "load_in_4bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
+        "on_changed_files": "nothing: a run refuses files that have changed; put the old ones back, or take another run.folder",
         "load_in_8bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
     }
 )

@@ -3,12 +3,11 @@
 The steps read, tokenise, pack, shuffle, batch and prefetch are `torchdata` nodes. Their state is the saved position.
 """
 
-from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
-from torchround.data.loader import Loader, build_loader
-from torchround.data.packing.batches import cut, num_tokens
-from torchround.data.saved_positions import joined_positions
+from torchround.data.document_types import DataError, MissingTokenizerError, TokenizerError
+from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from torchround.data.packing import cut, num_tokens
+from torchround.data.sequence_stream import joined_positions
 from torchround.data.text.tokenizer import Tokenizer, build_tokenizer
-from torchround.data.validation_batches import ValidationLoader, build_validation_loader
 
 __all__ = [
     "DataError",

@@ -1,4 +1,4 @@
-"""The types that readers, tokenizers and packers share: a document, its content, and where a source is."""
+"""The types and errors that readers, tokenizers and packers share: a document, its content, and where a source is."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,10 +8,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchround.data.errors import DataError
+from torchround.untrusted.terminal import terminal_safe
 
 TokenIds = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+
+class DataError(ValueError):
+    """An error in a source that is missing, empty or unreadable, or in a saved position of other data."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(terminal_safe(message))
+
+
+class DataFileError(DataError):
+    """An error of a file, not of a record: it vanished, changed during the run, or the system could not read it.
+
+    It stops a run whatever `data.on_bad_record` says: leaving out all that is on a lost disk would train on the rest.
+    """
+
+
+def cannot_be_read(path: object, error: OSError) -> DataFileError:
+    return DataFileError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+class TokenizerError(DataError):
+    """An error in the choice of a tokenizer, or in its file: missing, damaged or of an unsupported kind."""
+
+
+class MissingTokenizerError(TokenizerError):
+    """The error of a tokenizer path that does not exist. `key` is the config key that gives the path."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
 
 
 @dataclass(frozen=True)

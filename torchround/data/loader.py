@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchround.config import DataTable
-from torchround.data.errors import DataError
+from torchround.config import DataTable, ValidationTable
+from torchround.data.document_types import DataError
 from torchround.data.formats.sources import Source
 from torchround.data.opening import (
     WITH_PROMPTS,
@@ -22,32 +22,24 @@ from torchround.data.opening import (
     open_sources,
     packs_whole_documents,
 )
-from torchround.data.order_rules import OrderRules, rules_for, rules_of
-from torchround.data.packing.batches import (
-    CopyWatch,
-    num_tokens,
-    packing_state,
-    padding_sequences,
-    progress_so_far,
-)
-from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
-from torchround.data.reading_order import MixSettings
-from torchround.data.saved_positions import (
+from torchround.data.packing import num_tokens, padding_sequences, progress_so_far
+from torchround.data.reading_order import FEW_DOCUMENTS, MixSettings
+from torchround.data.sequence_stream import (
     ELSEWHERE,
-    in_changed_files,
+    PREFETCHED_BATCHES,
+    OrderRules,
+    SequenceStream,
     joined,
+    rules_for,
+    rules_of,
     split_position,
-    what_a_change_costs,
 )
-from torchround.data.sequence_stream import PREFETCHED_BATCHES, SequenceStream, StreamSettings
+from torchround.data.shuffling import WAITING_TOKEN_BYTES
 from torchround.data.text.tokenizer import Tokenizer
-from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.layer import MicroBatch
 from torchround.planning.run_question import INTEGER_TENSORS
-from torchround.untrusted.data_position import PositionLimits, check_data_position
-from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
-REPAIRED = "if a record was repaired, or documents were added, --data.on_changed_files go_on keeps the place"
 # Keys of a position's data that are saved only if they have another value than this one.
 LEFT_OUT = {"shuffle_sequences": 0, "streams": 1}
 
@@ -105,27 +97,22 @@ class Loader(Iterator[MicroBatch]):
         self._vocab_size = vocab_size or tokenizer.vocab_size
         self._sources = open_sources(data, tokenizer, self._vocab_size)
         self._mix = mix_settings(data, self._sources, seed, validation)
-        self._packs_whole = packs_whole_documents(data)
         self._rules = rules or rules_for(data, seq_len)
-        self._streams = self._make_streams()
+        self._streams = [
+            SequenceStream(
+                data,
+                tokenizer,
+                seq_len,
+                global_batch_size // data.streams,
+                replace(self._mix, stream=number, num_streams=data.streams),
+                # The index of the files is shared. The place in a file is each stream's own.
+                [copy.copy(source) for source in self._sources] if number else self._sources,
+            )
+            for number in range(data.streams)
+        ]
         self._read: tuple[int, ...] = tuple(range(data.streams))
         # Bad records and long documents of the streams that other machines read, as those have told.
         self._told_counts: dict[int, tuple[int, int]] = {}
-
-    def _make_streams(self) -> list[SequenceStream]:
-        copies = CopyWatch([source.name for source in self._sources], self.num_streams)
-        part = self.global_batch_size // self.num_streams
-        settings = StreamSettings(self._data, self._tokenizer, self._seq_len, part, self._packs_whole)
-        return [
-            SequenceStream(
-                settings,
-                replace(self._mix, stream=number, num_streams=self.num_streams),
-                # The index of the files is shared. The place in a file is each stream's own.
-                [copy.copy(source) for source in self._sources] if number else self._sources,
-                copies,
-            )
-            for number in range(self.num_streams)
-        ]
 
     def __next__(self) -> MicroBatch:
         """Return the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them.
@@ -147,7 +134,6 @@ class Loader(Iterator[MicroBatch]):
         return self._filled(parts)
 
     def padding(self) -> MicroBatch:
-        """Return a batch of padding, for when other machines still have data."""
         return self._filled([None] * len(self._read))
 
     def _filled(self, parts: Sequence[MicroBatch | None]) -> MicroBatch:
@@ -186,10 +172,9 @@ class Loader(Iterator[MicroBatch]):
     @property
     def counts(self) -> list[list[int]]:
         """Stream, bad records and long documents of each stream that is read, to tell the other machines."""
-        return [[number, *self._counts_of(self._streams[number].position)] for number in self._read]
+        return [[number, *self._counts_of(number)] for number in self._read]
 
     def hear_counts(self, counts: Iterable[Sequence[int]]) -> None:
-        """Take the `counts` of all machines."""
         self._told_counts = {number: (bad, long) for number, bad, long in counts}
 
     # The position.
@@ -198,9 +183,8 @@ class Loader(Iterator[MicroBatch]):
         """Return the position after the last batch handed out, fit for JSON. Prefetched batches do not count.
 
         Besides a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
-        one piece of text (64 Ki characters). With whole documents it holds less than one sequence, and the numbers of
-        the documents that have left the group being packed (up to twice as many if its files have changed). All this
-        is there once for each stream; if other machines read some streams, `joined_positions` makes it whole.
+        one piece of text (64 Ki characters), with whole documents less than one sequence. All this is there once for
+        each stream; if other machines read some streams, `joined_positions` makes it whole.
         """
         position = joined([stream.position for stream in self._streams])
         return {"data": self._identity(self._rules), "position": position}
@@ -210,8 +194,8 @@ class Loader(Iterator[MicroBatch]):
 
         The sequence length may have changed too if sequences are packed contiguously and not shuffled. Raises
         `DataError` if the position belongs to other files, weights, shuffling, packing, another seed or tokenizer:
-        it would mean other documents. If only the files differ, `data.on_changed_files = "go_on"` makes it a warning.
-        The rules of the order become those of the position, so that a run keeps the order that it began with.
+        it would mean other documents. The rules of the order become those of the position, so that a run keeps the
+        order that it began with.
         """
         saved, position = state.get("data"), state.get("position")
         if not isinstance(saved, dict):
@@ -220,47 +204,23 @@ class Loader(Iterator[MicroBatch]):
         current = self._identity(rules)
         changed = {key: now for key, now in current.items() if saved.get(key) != now}
         changed |= {key: LEFT_OUT[key] for key in LEFT_OUT if key in saved.keys() - current.keys()}
-        text = "; ".join(f"{key} was {saved.get(key, 'not set')}, is {now}" for key, now in changed.items())
-        files = saved.get("sources")
-        only_files = (
-            changed.keys() == {"sources"}
-            and isinstance(files, list)
-            and len(files) == len(current["sources"])
-        )
-        # The number of sources must be the same even then: their cursors are matched by index.
-        if changed and not (only_files and self._data.on_changed_files == "go_on"):
-            hint = f"; {REPAIRED}" if only_files else ""
-            raise DataError(f"the saved data position is of other data: {text}{hint}")
-        positions = split_position(position, self.num_streams)
-        self._check_positions(positions, rules)
+        if changed.keys() == {"sources"} and isinstance(saved.get("sources"), list):
+            names = zip(self._sources, saved["sources"], current["sources"], strict=False)
+            text = "; ".join(f"{source.name}: {was}, now {now}" for source, was, now in names if was != now)
+            raise DataError(f"the saved data position is of other files: {text}")
         if changed:
-            what = what_a_change_costs(positions, saved["sources"], current["sources"])
-            notice = f"continuing at the same document numbers in changed files: {text}"
-            logger.warning("%s; %s", terminal_safe(notice), what)
-            if self._packs_whole:
-                positions = [in_changed_files(position) for position in positions]
+            text = "; ".join(
+                f"{key} was {saved.get(key, 'not set')}, is {now}" for key, now in changed.items()
+            )
+            raise DataError(f"the saved data position is of other data: {text}")
+        first_places = [source.first_cursor() for source in self._sources]
+        positions = split_position(position, self.num_streams, first_places)
         if rules.number < self._rules.number:
             logger.info("the data keep the order of the version that the run began with")
         self.close()  # what is prefetched belongs to the old position
         self._rules = rules
         for stream, position in zip(self._streams, positions, strict=True):
             stream.position = position
-
-    def _check_positions(self, positions: Iterable[dict[str, Any] | None], rules: OrderRules) -> None:
-        """Raise `DataError` for a position that no run with these sources could have saved."""
-        limits = PositionLimits(
-            first_cursors=[source.first_cursor() for source in self._sources],
-            vocab_size=self._vocab_size,
-            ignored_label=IGNORED_LABEL,
-            whole_document_tokens=self._seq_len if self._packs_whole else None,
-            shuffle_window=rules.window_of_each(self.num_streams),
-        )
-        for position in positions:
-            if position is not None:
-                try:
-                    check_data_position(position, limits)
-                except ValueError as error:
-                    raise DataError(error) from error
 
     def check_first_records(self) -> None:
         """Raise `DataError` if the first records of a source cannot be used. Moves no position."""
@@ -274,58 +234,26 @@ class Loader(Iterator[MicroBatch]):
     # Figures.
 
     def num_tokens(self, batch: MicroBatch) -> int:
-        """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
-
-    def epochs_read(self) -> float:
-        """Return about how many passes the batches so far took, over the source that is furthest behind."""
-        return min((self._epochs_in(self._streams[number].position) for number in self._read), default=0.0)
-
-    def _epochs_in(self, position: dict[str, Any] | None) -> float:
-        if position is None:
-            return 0.0
-        read = self._passes(progress_so_far(position))
-        if not (taken := position.get("taken")):
-            return read
-        # The reader is at the end of a window of shuffled sequences, of which some have been handed out.
-        begun = self._passes(progress_so_far(packing_state(position)))
-        # A window may have ended early. Positions of earlier versions do not have its number of sequences.
-        window = self._rules.window_of_each(self.num_streams)
-        return begun + (read - begun) * taken / max(position.get("sequences", window), 1)
-
-    def _passes(self, progress: dict[str, Any]) -> float:
-        pairs = zip(self._sources, progress["reader"]["sources"], strict=True)
-        return min(float(state["epoch"] + source.share_read(state["place"])) for source, state in pairs)
-
-    def size_bytes(self) -> int | None:
-        """Return the bytes that one pass over all sources reads, None if a source's files do not say it."""
-        sizes = [source.total_bytes() for source in self._sources]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def num_bad_records(self) -> int:
         """Count the records skipped as bad up to the last batch handed out, in all streams."""
-        return sum(bad for bad, _ in self._counts_of_all())
+        return sum(self._counts_of(number)[0] for number in range(self.num_streams))
 
     def num_long_documents(self) -> int:
         """Count the documents longer than a sequence up to the last batch; only best-fit packing counts them."""
-        return sum(long for _, long in self._counts_of_all())
+        return sum(self._counts_of(number)[1] for number in range(self.num_streams))
 
-    def _counts_of_all(self) -> Iterator[tuple[int, int]]:
-        for number, stream in enumerate(self._streams):
-            if stream.position == ELSEWHERE:
-                yield self._told_counts.get(number, (0, 0))
-            else:
-                yield self._counts_of(stream.position)
-
-    def _counts_of(self, position: dict[str, Any] | None) -> tuple[int, int]:
-        """Return the bad records and the long documents up to a position."""
-        if position is None:
-            return 0, 0
+    def _counts_of(self, number: int) -> tuple[int, int]:
+        position = self._streams[number].position
+        if position is None or position == ELSEWHERE:
+            return self._told_counts.get(number, (0, 0))
         progress = progress_so_far(position)
         return sum(source["bad"] for source in progress["reader"]["sources"]), progress["long"]
 
     def _identity(self, rules: OrderRules) -> dict[str, Any]:
         """Return everything that fixes the batches after a position, under the given rules of the order."""
+        packs_whole = packs_whole_documents(self._data)
         identity = {
             "seed": self._mix.seed,
             "shuffle": self._data.shuffle,
@@ -334,7 +262,7 @@ class Loader(Iterator[MicroBatch]):
             "weights": [table.weight for table in self._data.sources],
             "weight_by": self._data.weight_by,
             "validation_fraction": self._data.validation_fraction,
-            "packing": "best_fit" if self._packs_whole else "contiguous",
+            "packing": "best_fit" if packs_whole else "contiguous",
         }
         # Keys are added only if they matter, so that positions of runs without these features stay valid.
         if self.num_streams > 1:
@@ -343,7 +271,7 @@ class Loader(Iterator[MicroBatch]):
             template = self._tokenizer.templates.digest()
             identity |= {"chat_template": template, "loss_on": self._data.loss_on}
         # A group that is half used up must be packed again into the same sequences.
-        if self._packs_whole:
+        if packs_whole:
             identity |= {"seq_len": self._seq_len, "long_documents": self._data.long_documents}
         return identity | rules.identity(self._seq_len)
 
@@ -394,3 +322,69 @@ def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
     window = rules_for(data, seq_len).window
     token_total = seq_len * batches * global_batch_size
     return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window
+
+
+# Validation.
+
+
+def build_validation_loader(
+    validation: ValidationTable,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    global_batch_size: int,
+    data: DataTable | None = None,
+    vocab_size: int | None = None,
+) -> "ValidationLoader":
+    """Make a loader of the first `validation.max_batches` batches of one unshuffled pass, the same each time.
+
+    If validation has no sources of its own, the pass is over the documents that `data.validation_fraction` holds out.
+    `data` also says how documents are treated; without it, the defaults hold. Reads the first batch. Raises
+    `DataError`.
+    """
+    data = data or DataTable(sources=validation.sources)
+    held_out = 0.0 if validation.sources else data.validation_fraction
+    if not validation.sources and not held_out:
+        raise DataError("validation has no sources, and data.validation_fraction is 0")
+    treated = data.model_copy(
+        update={
+            "sources": validation.sources or data.sources,
+            "shuffle": False,
+            "shuffle_sequences": 0,
+            "epochs": 1,
+            "num_workers": 0,
+            "streams": 1,
+            "validation_fraction": held_out,
+        }
+    )
+    sizes = seq_len, global_batch_size
+    # One pass has no copies to keep apart, so its documents are packed as densely as they can be.
+    rules = OrderRules(number=1, window=0)
+    loader = Loader(
+        treated, tokenizer, *sizes, 0, validation=bool(held_out), rules=rules, vocab_size=vocab_size
+    )
+    found = ValidationLoader(loader, validation.max_batches)
+    next(iter(found))  # an error of the validation data should show now, and not after many steps of training
+    return found
+
+
+class ValidationLoader:
+    """The batches of a validation. Each `iter()` begins at the first and ends after `max_batches`, or with the data."""
+
+    def __init__(self, loader: Loader, max_batches: int) -> None:
+        self._loader = loader
+        self._max_batches = max_batches
+        self._beginning = loader.state_dict()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._loader.load_state_dict(self._beginning)
+        batch = None
+        for _, batch in zip(range(self._max_batches), self._loader, strict=False):
+            yield batch
+        if batch is None:
+            raise DataError(
+                "validation has no document: data.validation_fraction holds out none of these sources' documents "
+                f"({FEW_DOCUMENTS})"
+            )
+
+    def fingerprints(self) -> dict[str, str]:
+        return {f"validation: {key}": value for key, value in self._loader.fingerprints().items()}

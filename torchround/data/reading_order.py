@@ -8,14 +8,13 @@ random stream, so a position is a handful of integers.
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.document_types import Content, Cursor, Document
-from torchround.data.errors import DataError, DataFileError
+from torchround.data.document_types import Content, Cursor, DataError, DataFileError, Document
 from torchround.data.formats.sources import Source
 from torchround.data.shuffling import EpochKey
 
@@ -60,10 +59,9 @@ class MixSettings:
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """A part of document `number` of source number `source`, and whether it is the first and the last part.
+    """A part of a document of source number `source`, and whether it is the first and the last part.
 
-    `special_tokens`: names of special tokens in its text are tokens. Document numbers continue from epoch to epoch, and
-    include documents that are empty or cannot be used.
+    `special_tokens`: names of special tokens in its text are tokens.
     """
 
     content: Content
@@ -72,7 +70,6 @@ class DocumentPiece:
     document: Document
     first: bool
     last: bool
-    number: int = 0
     special_tokens: bool = False
 
 
@@ -81,29 +78,14 @@ class SourceProgress:
     """Progress in one source: passes finished, cursor in this pass, and counts of documents.
 
     `used` counts the documents of this pass that gave content, `drawn` the documents of all passes that were looked at, and
-    `bad` the documents of all passes that were skipped as bad.
+    `bad` the documents of all passes that were skipped as bad. A checkpoint holds these fields by name.
     """
 
-    cursor: Cursor
+    place: Cursor
     epoch: int = 0
     used: int = 0
     drawn: int = 0
     bad: int = 0
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "SourceProgress":
-        """Rebuild it from `state()`."""
-        return cls(state["place"], state["epoch"], state["used"], state["drawn"], state["bad"])
-
-    def state(self) -> dict[str, Any]:
-        """Return its values as a checkpoint holds them."""
-        return {
-            "place": self.cursor,
-            "epoch": self.epoch,
-            "used": self.used,
-            "drawn": self.drawn,
-            "bad": self.bad,
-        }
 
 
 class Reader(BaseNode[DocumentPiece]):
@@ -118,19 +100,17 @@ class Reader(BaseNode[DocumentPiece]):
         self._fruitless = [0] * len(sources)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the first document, or at the saved state."""
         super().reset(initial_state)
         self._source: int | None = None  # the source whose document is being read
         self._offset: int = 0  # in that document
         if initial_state is None:
             self._progress = [SourceProgress(source.first_cursor()) for source in self._sources]
         else:
-            self._progress = [SourceProgress.from_state(state) for state in initial_state["sources"]]
+            self._progress = [SourceProgress(**state) for state in initial_state["sources"]]
             self._source, self._offset = initial_state["source"], initial_state["offset"]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the progress of each source, and the place in the document that is being read, if one is."""
-        sources = [progress.state() for progress in self._progress]
+        sources = [asdict(progress) for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
     def next(self) -> DocumentPiece:
@@ -145,29 +125,22 @@ class Reader(BaseNode[DocumentPiece]):
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
             number, progress = self._source, self._progress[self._source]
-            found = self._sources[number].locate(progress.cursor, self._shuffle_key(number))
+            found = self._sources[number].locate(progress.place, self._shuffle_key(number))
             if found is None:
                 self._end_pass(number)
                 continue
-            if not self._is_dealt(progress.drawn):
-                progress.cursor, progress.drawn, self._source = found[1], progress.drawn + 1, None
+            if (
+                progress.drawn % self._settings.num_streams != self._settings.stream
+            ):  # another stream's document
+                progress.place, progress.drawn, self._source = found[1], progress.drawn + 1, None
                 continue
             piece = self._read(number, *found)
             if piece is not None:
                 return piece
 
-    def _is_dealt(self, drawn: int) -> bool:
-        """Say whether the document of a source that comes after `drawn` others is this stream's."""
-        return drawn % self._settings.num_streams == self._settings.stream
-
-    def _num_dealt(self, drawn: int) -> int:
-        """Count this stream's documents among the first `drawn` of a source."""
-        return -(-(drawn - self._settings.stream) // self._settings.num_streams)
-
     def _read(self, number: int, document: Document, after: Cursor) -> DocumentPiece | None:
         """Return the piece of a document at the present offset, or None if the document is not to be used."""
         progress, offset, content = self._progress[number], self._offset, None
-        drawn = progress.drawn
         try:
             content, next_offset = self._sources[number].read(document, offset)
         except DataFileError:
@@ -184,7 +157,7 @@ class Reader(BaseNode[DocumentPiece]):
         # The cursor moves only after the last piece, so a position in a long document is its cursor and the offset.
         if next_offset is None:
             self._source = None
-            progress.cursor = after
+            progress.place = after
             progress.drawn += 1
             progress.used += content is not None
         if content is None:
@@ -196,12 +169,10 @@ class Reader(BaseNode[DocumentPiece]):
             document,
             first=offset == 0,
             last=next_offset is None,
-            number=drawn,
             special_tokens=self._sources[number].special_tokens,
         )
 
     def _choose_source(self) -> int:
-        """Return the source with the fewest documents for its weight; the first of equals."""
         waiting = [
             number
             for number, progress in enumerate(self._progress)
@@ -232,11 +203,10 @@ class Reader(BaseNode[DocumentPiece]):
                 left_out += (
                     f"; data.validation_fraction {settings.held_out} holds out the rest ({FEW_DOCUMENTS})"
                 )
-            if settings.num_streams > 1:
-                left_out += f" (in {most} passes over it, for stream {settings.stream} of data.streams = {settings.num_streams})"
-            raise DataError(f"source {name!r}: none of its documents holds any text{left_out}")
+            streams = f" for stream {settings.stream} of data.streams" if settings.num_streams > 1 else ""
+            raise DataError(f"source {name!r}: none of its documents holds any text{streams}{left_out}")
         progress.epoch += 1
-        progress.cursor = self._sources[number].first_cursor()
+        progress.place = self._sources[number].first_cursor()
         progress.used = 0
         self._source = None
 
@@ -250,7 +220,7 @@ class Reader(BaseNode[DocumentPiece]):
         # A small source would pass a small fraction with one bad record. The least number is one of each pass, because
         # later passes meet the same bad records again.
         least = LEAST_BAD_RECORDS * (progress.epoch + 1)
-        looked_at = self._num_dealt(progress.drawn + 1)
+        looked_at = -(-(progress.drawn + 1 - self._settings.stream) // self._settings.num_streams)
         if progress.bad > max(least, bound * looked_at):
             raise DataError(
                 f"{error} (source {self._sources[number].name!r}: {progress.bad} of {looked_at} records were bad, "
@@ -258,20 +228,16 @@ class Reader(BaseNode[DocumentPiece]):
             )
         if len(self.bad_records) < WARNINGS_SHOWN:
             self.bad_records.append(str(error))
-            logger.warning("skipped: %s", error)
-            if len(self.bad_records) == WARNINGS_SHOWN:
-                logger.warning("further bad records are counted and not shown")
+            further = "; further bad records are counted and not shown"
+            logger.warning("skipped: %s%s", error, further if len(self.bad_records) == WARNINGS_SHOWN else "")
 
     def _is_wanted(self, content: Content) -> bool:
+        """Say whether a document is for training, or for validation. A hash of its first piece decides: copies agree."""
         if not self._settings.held_out:
             return True
-        return is_held_out(content, self._settings.held_out) == self._settings.validation
-
-
-def is_held_out(content: Content, fraction: float) -> bool:
-    """Say whether a document is for validation. A hash of its first piece decides, so copies of it agree."""
-    digest = hashlib.blake2b(content_bytes(content), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+        digest = hashlib.blake2b(content_bytes(content), digest_size=8).digest()
+        is_held_out = int.from_bytes(digest, "big") < self._settings.held_out * 2**64
+        return is_held_out == self._settings.validation
 
 
 def content_bytes(content: Content) -> bytes:

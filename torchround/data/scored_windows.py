@@ -15,7 +15,7 @@ from torchround.config import DataTable, SourceTable
 from torchround.data.document_types import BoolArray, TokenIds
 from torchround.data.loader import mix_settings
 from torchround.data.opening import check_first_records, open_sources
-from torchround.data.packing.contiguous import learnt_mask
+from torchround.data.packing import learnt_mask
 from torchround.data.reading_order import Reader
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import tokenise

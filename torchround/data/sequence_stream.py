@@ -1,4 +1,4 @@
-"""One stream of packed sequences, from the documents that are dealt to it.
+"""One stream of packed sequences from the documents that are dealt to it, and the positions of all streams.
 
 The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch (with workers).
 """
@@ -7,50 +7,100 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable
-from torchround.data.errors import DataError
+from torchround.data.best_fit import BestFitPacker
+from torchround.data.document_types import Cursor, DataError
 from torchround.data.formats.sources import Source
-from torchround.data.order_rules import OrderRules
-from torchround.data.packing.batches import Batches, CopyWatch
-from torchround.data.packing.best_fit import BestFitPacker
-from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
-from torchround.data.packing.window_shuffle import SequenceShuffler
-from torchround.data.reading_order import MixSettings, Reader
-from torchround.data.saved_positions import ELSEWHERE
+from torchround.data.opening import packs_whole_documents
+from torchround.data.packing import Batches, ContiguousPacker
+from torchround.data.reading_order import MixSettings, Reader, SourceProgress
+from torchround.data.shuffling import SequenceShuffler, auto_window
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising
 from torchround.layer import MicroBatch
 
 PREFETCHED_BATCHES = 2
+LATEST = 2
+MOST_SEQUENCES = 65536
+ELSEWHERE = "elsewhere"
+"""Stands in a position for a stream that another machine reads."""
 
 
 @dataclass(frozen=True)
-class StreamSettings:
-    """Settings of all streams of a loader: each makes `part_size` sequences of every batch."""
+class OrderRules:
+    """The rules that turn documents into the order of sequences: their number, and the sequences per shuffled window.
 
-    data: DataTable
-    tokenizer: Tokenizer
-    seq_len: int
-    part_size: int
-    packs_whole: bool
+    A run keeps the rules that it began with, so a position says which ones it was saved under. In rules 1, the epochs of a
+    source have independent orders, and windows reach across their ends. In rules 2, copies of a document are kept apart.
+    A position without a number is of rules 1. `window` is 0 if sequences are not shuffled.
+    """
+
+    number: int
+    window: int
+
+    @property
+    def copies_apart(self) -> bool:
+        return self.number >= 2
+
+    def window_of_each(self, num_streams: int) -> int:
+        """Return the sequences in a window of each stream: all windows together have those of one stream's window."""
+        return -(-self.window // num_streams)
+
+    def identity(self, seq_len: int) -> dict[str, Any]:
+        """Return the entries that a position has of them. Keys are added only if they matter."""
+        entries: dict[str, Any] = {"order": self.number} if self.number > 1 else {}
+        # A window that is half used up must be packed again into the same sequences.
+        if self.window:
+            entries |= {"seq_len": seq_len, "shuffle_sequences": self.window}
+        return entries
+
+
+def rules_for(data: DataTable, seq_len: int) -> OrderRules:
+    window = data.shuffle_sequences
+    if window == "auto":
+        # Whole documents leave in a mixed order already.
+        window = auto_window(seq_len) if data.shuffle and not packs_whole_documents(data) else 0
+    return OrderRules(LATEST, window)
+
+
+def rules_of(saved: dict[str, Any], data: DataTable, own: OrderRules) -> OrderRules:
+    """Return the rules that a position was saved under, for a run whose config asks for `own`.
+
+    A window that the config names stays: `Loader` refuses the position if another one was saved.
+    """
+    number, window = saved.get("order", 1), own.window
+    if data.shuffle_sequences == "auto":
+        window = saved.get("shuffle_sequences", 0)
+    is_known = type(number) is int and 1 <= number <= LATEST
+    is_window = type(window) is int and 0 <= window <= MOST_SEQUENCES
+    return OrderRules(number if is_known else own.number, window if is_window else own.window)
 
 
 class SequenceStream:
     """The stream's part of each batch, `[part_size, T]`; fewer sequences in the last part of limited data.
 
-    `position` is the place after the last batch that was kept, None for the beginning.
+    `mix` says which documents of the sources are this stream's. `position` is the place after the last batch that was kept, None for the beginning.
     """
 
     def __init__(
-        self, settings: StreamSettings, mix: MixSettings, sources: Sequence[Source], copies: CopyWatch
+        self,
+        data: DataTable,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        part_size: int,
+        mix: MixSettings,
+        sources: Sequence[Source],
     ) -> None:
         self.position: Any = None
-        self._settings = settings
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._part_size = part_size
         self._mix = mix
         self._sources = sources
-        self._copies = copies
         self._tokenising: Tokenising | None = None
         self._nodes: BaseNode[MicroBatch | DataError] | None = None
         self._has_ended = False
@@ -63,10 +113,8 @@ class SequenceStream:
         if self._has_ended:
             return None
         if self._nodes is None:
-            assert self.position != ELSEWHERE, (
-                "another machine has read this stream: its position must be loaded first"
-            )
-            self._nodes = self._start(rules, -(-self._settings.data.num_workers // num_read))
+            assert self.position != ELSEWHERE, "another machine has read this stream: its position is missing"
+            self._nodes = self._start(rules, -(-self._data.num_workers // num_read))
         item = next(self._nodes, None)
         if isinstance(item, DataError):
             raise item
@@ -75,8 +123,16 @@ class SequenceStream:
 
     def keep_position(self) -> None:
         """Move the position after the part that `next` returned. The end of the data is no place of its own."""
-        if self._nodes is not None and not self._has_ended:
-            self.position = self._position_now(self._nodes)
+        if self._nodes is None or self._has_ended:
+            return
+        state: dict[str, Any] = self._nodes.state_dict()
+        if isinstance(self._nodes, Prefetcher):
+            # The prefetcher keeps the nodes' state as it was after each batch, so a resumed run repeats no batch.
+            assert state["steps_since_snapshot"] == 0, (
+                f"{state['steps_since_snapshot']} batches without a snapshot"
+            )
+            state = state["snapshot"]
+        self.position = state
 
     def close(self) -> None:
         """End the threads. The position stays, and asking for a further part starts them again."""
@@ -87,16 +143,21 @@ class SequenceStream:
             self._tokenising = None
 
     def _start(self, rules: OrderRules, num_workers: int) -> BaseNode[MicroBatch | DataError]:
-        """Make the nodes, and go to the position."""
         # New nodes each time: a thread that still works on the old ones cannot disturb them.
-        settings, mix = self._settings, self._mix
+        mix, pad_id, seq_len = self._mix, self._tokenizer.pad_id, self._seq_len
         reader = Reader(self._sources, replace(mix, copies_apart=rules.copies_apart))
-        self._tokenising = Tokenising(reader, settings.tokenizer, num_workers)
-        sequences = self._packer(self._tokenising, rules)
+        self._tokenising = Tokenising(reader, self._tokenizer, num_workers)
+        sequences: BestFitPacker | ContiguousPacker | SequenceShuffler
+        if packs_whole_documents(self._data):
+            # Asked for only here: to count the records of small archives, they are read.
+            counts = [each.quick_count() for each in self._sources] if rules.copies_apart else []
+            sequences = BestFitPacker(self._tokenising, seq_len, pad_id, self._data.long_documents, counts)
+        else:
+            sequences = ContiguousPacker(self._tokenising, seq_len, pad_id)
         if rules.window:
             window = rules.window_of_each(mix.num_streams)
             sequences = SequenceShuffler(sequences, window, mix.seed, across_epochs=not rules.copies_apart)
-        batches = Batches(sequences, settings.part_size, self._copies)
+        batches = Batches(sequences, self._part_size)
         if not num_workers:
             batches.reset(self.position)
             return batches
@@ -104,21 +165,68 @@ class SequenceStream:
         prefetcher.reset(self.position and {"snapshot": self.position, "steps_since_snapshot": 0})
         return prefetcher
 
-    def _packer(self, source: Tokenising, rules: OrderRules) -> BaseNode[PackedSequence | DataError]:
-        settings, pad_id = self._settings, self._settings.tokenizer.pad_id
-        if settings.packs_whole:
-            # Asked for only here: to count the records of small archives, they are read.
-            counts = [each.quick_count() for each in self._sources] if rules.copies_apart else []
-            return BestFitPacker(source, settings.seq_len, pad_id, settings.data.long_documents, counts)
-        return ContiguousPacker(source, settings.seq_len, pad_id)
 
-    def _position_now(self, batches: BaseNode[MicroBatch | DataError]) -> dict[str, Any]:
-        state: dict[str, Any] = batches.state_dict()
-        if not isinstance(batches, Prefetcher):
-            return state
-        # The prefetcher keeps the nodes' state as it was after each batch, so a resumed run repeats no batch.
-        assert state["steps_since_snapshot"] == 0, (
-            f"{state['steps_since_snapshot']} batches without a snapshot"
-        )
-        snapshot: dict[str, Any] = state["snapshot"]
-        return snapshot
+# The position of all streams, as a checkpoint holds it.
+
+
+def joined(positions: Sequence[Any]) -> Any:
+    """Return the position of all streams, fit for JSON. A single stream's is the whole; None is the beginning."""
+    if len(positions) == 1:
+        return _plain(positions[0])
+    if all(position is None for position in positions):
+        return None
+    return {"streams": [_plain(position) for position in positions]}
+
+
+def joined_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of a loader from the states of the same loader on all machines, which read different streams.
+
+    Raises `DataError` if no machine has one of the streams.
+    """
+    first = states[0]
+    # A machine that has read nothing yet has no position of any stream.
+    of_streams = [state["position"]["streams"] for state in states if "streams" in (state["position"] or ())]
+    if not of_streams:
+        return first
+    if len(of_streams) < len(states):
+        of_streams.append([None] * len(of_streams[0]))
+    of_each = zip(*of_streams, strict=True)
+    found = [next((each for each in streams if each != ELSEWHERE), ELSEWHERE) for streams in of_each]
+    if ELSEWHERE in found:
+        raise DataError(f"no machine has the position of data stream {found.index(ELSEWHERE)}")
+    return {**first, "position": {"streams": found}}
+
+
+def split_position(position: Any, num_streams: int, first_places: Sequence[Cursor]) -> list[Any]:
+    """Return each stream's position. Raises `DataError` for one that no run with these streams and sources saves.
+
+    `first_places` has the place at which each source begins.
+    """
+    if position is None:
+        return [None] * num_streams
+    try:
+        parts = [position] if num_streams == 1 else list(position["streams"])
+        states = [part.get("packing", part) for part in parts if part is not None]
+        sources = [SourceProgress(**source) for state in states for source in state["reader"]["sources"]]
+        places = [len(source.place) for source in sources]
+        numbers = [n for each in sources for n in (*each.place, each.epoch, each.used, each.drawn, each.bad)]
+        fits = len(parts) == num_streams and places == [*map(len, first_places)] * len(states)
+        # Earlier versions could pack a group anew in changed files, `without` the documents that had left it.
+        if (
+            not fits
+            or any(type(n) is not int or n < 0 for n in numbers)
+            or any(s.get("without") for s in states)
+        ):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError("the saved data position cannot be used: it has other streams or sources") from error
+    return parts
+
+
+def _plain(state: Any) -> Any:
+    """Copy a nested state with lists in place of arrays."""
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state

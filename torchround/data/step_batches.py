@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from torchround.data.errors import DataError
+from torchround.data.document_types import DataError
 from torchround.data.loader import Loader
-from torchround.data.packing.batches import micro_batch_rows
-from torchround.data.saved_positions import joined_positions
+from torchround.data.packing import micro_batch_rows
+from torchround.data.sequence_stream import joined_positions
 from torchround.layer import MicroBatch, longest_document, most_documents, with_dropout_seeds
 from torchround.planning.machine_shares import StepShare, step_share
 
@@ -142,13 +142,11 @@ class StepBatches:
         ]
 
     def _share_of(self, num_sequences: int) -> tuple[StepShare, list[range]]:
-        """Return this machine's share of a batch, and the sequences of each micro-batch in it."""
         rows = micro_batch_rows(num_sequences, self._micro_batch_size)
         share = step_share(len(rows), self._rounds, self._machine, self._num_machines)
         return share, [rows[number] for number in share.micro_batches]
 
     def _needed_streams(self) -> set[int]:
-        """Return the streams that this machine's sequences of a batch come from."""
         size = self._loader.global_batch_size // self._loader.num_streams
         _, sequences = self._share_of(self._loader.global_batch_size)
         return {sequence // size for rows in sequences for sequence in rows}

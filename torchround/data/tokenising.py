@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.errors import DataError
-from torchround.data.packing.contiguous import TokenPiece
+from torchround.data.document_types import DataError
+from torchround.data.packing import TokenPiece
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.text.special_tokens import encode_spans, encode_text, ends_with_special, opens_with
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.text.tokenizer import Tokenizer, encode_spans, encode_text, ends_with_special, opens_with
 
 Result = Callable[[], TokenPiece | DataError]
 
@@ -26,7 +25,7 @@ Result = Callable[[], TokenPiece | DataError]
 class Tokenising(BaseNode[TokenPiece | DataError]):
     """Token pieces, one for each piece of `source`. `num_workers = 0` does the work in the calling thread.
 
-    tiktoken releases Python's global lock, so threads run in parallel. A `DataError` of the reader is the last item:
+    The package tokenizers releases Python's global lock, so threads run in parallel. A `DataError` of the reader is the last item:
     the pieces before it are still used, and it reaches the caller as it was raised.
     """
 
@@ -38,7 +37,6 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         self._threads: ThreadPoolExecutor | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start of the source, or at the saved state."""
         super().reset(initial_state)
         self.close()
         if self._num_workers:
@@ -78,7 +76,8 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
             self._ended = True
         except DataError as error:
             self._ended = self._failed = True
-            self._ahead.append((partial(_itself, error), self._state))
+            found = error
+            self._ahead.append((lambda: found, self._state))
         else:
             self._ahead.append((self._start(piece), self._source.state_dict()))
 
@@ -108,8 +107,4 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
         spans = encode_spans(tokenizer, piece.content)
         tokens = np.concatenate(spans)
         learn = np.repeat([span.learn for span in piece.content], [len(ids) for ids in spans])
-    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
-
-
-def _itself(error: DataError) -> DataError:
-    return error
+    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source)

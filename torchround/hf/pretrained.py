@@ -30,7 +30,7 @@ from torchround.hf.tensor_folder import (
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
 from torchround.planning.memory import size_text
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20

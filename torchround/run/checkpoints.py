@@ -32,8 +32,7 @@ from torchround.run.resume import StartingWeights, find_checkpoint, require_comp
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import ValidationProgress, best_of, joint_losses, loss_in
-from torchround.untrusted.progress import Progress
-from torchround.untrusted.terminal import say
+from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 

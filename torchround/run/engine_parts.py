@@ -9,9 +9,8 @@ from pathlib import Path
 
 from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
-from torchround.data.loader import Loader
+from torchround.data.loader import Loader, ValidationLoader
 from torchround.data.opening import reads_conversations
-from torchround.data.validation_batches import ValidationLoader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
@@ -31,7 +30,6 @@ from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
-from torchround.run.epoch_steps import EpochSteps
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
 from torchround.run.run_folder import CONFIG_FILE, RunFolder
@@ -49,8 +47,8 @@ class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
     `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
-    in the folder, so that a resumed run need not count again. `samples` continues the prompts of validations. `machines` are those of the run, this one among them.
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `samples`
+    continues the prompts of validations. `machines` are those of the run, this one among them.
     """
 
     config: Config
@@ -64,7 +62,6 @@ class RunParts:
     plan: Plan
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
-    epoch_steps: EpochSteps | None = None
     samples: RunSamples = field(default_factory=RunSamples)
     machines: RunMachines = field(default_factory=RunMachines)
 

@@ -25,7 +25,7 @@ from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.memory import size_text
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
-from torchround.untrusted.progress import Progress
+from torchround.untrusted.terminal import Progress
 
 T = TypeVar("T")
 

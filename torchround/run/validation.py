@@ -262,7 +262,7 @@ class RunSamples:
                     cache_bytes=SAMPLE_CACHE_BYTES,
                 )
                 kept = (without_end(ids, self.stop_tokens) for ids in found)
-                texts = [self.tokenizer.decode_known(ids) for ids in kept]
+                texts = [self.tokenizer.decode(ids) for ids in kept]
             except ValueError as error:
                 logger.warning("validation.prompts are not continued: %s", error)
         texts = machines.agree("validation", texts, "the continuations of the prompts")[0]

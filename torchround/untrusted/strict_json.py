@@ -1,7 +1,4 @@
-"""Parses JSON from untrusted files: distinct names in each object, bounded nesting, and one kind of error.
-
-Also writes JSON into HTML pages, so that no text in it can end its element.
-"""
+"""Parses JSON from untrusted files, and writes it into HTML pages."""
 
 import json
 from collections.abc import Callable
@@ -23,10 +20,7 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], int] = int) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Parse an integer of at most 64 bits. Raises `ValueError` for a longer one.
-
-    Reading and multiplying long integers takes time that grows with the square of their digits.
-    """
+    """Parse an integer of at most 64 bits: longer ones take time that grows with the square of their digits."""
     if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(f"the integer {text[:30]} is beyond 2**63")
     return number
@@ -45,10 +39,7 @@ def is_nested_deeper(content: Any, most: int) -> bool:
 
 
 def page_json(content: Any) -> str:
-    """Write JSON that may be placed between `<script type="application/json">` and `</script>` in an HTML page.
-
-    `<`, `>` and `&` become JSON escapes, so no name can end the element or begin another one. Numbers must be finite.
-    """
+    """Write JSON for a `<script>` element: `<`, `>` and `&` are escaped, so no name can end it. Numbers must be finite."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 

@@ -33,7 +33,6 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 (a plain attribute of the base class)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the tag by its content."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -56,7 +55,6 @@ def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, *
 
 
 def raise_exception(message: str) -> NoReturn:
-    """Raise the error by which a template refuses a conversation."""
     raise TemplateError(message)
 
 

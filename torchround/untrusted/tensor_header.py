@@ -1,8 +1,6 @@
 """The headers of safetensors files, checked as if they were forged.
 
-A file begins with the length of its header (8 bytes, little endian), then comes JSON with dtype, shape and offsets of
-each tensor by name, then the tensors' bytes. A reader that trusts a header may allocate its lengths, read outside
-the file, or give two tensors the same bytes.
+A reader that trusts a header may allocate its lengths, read outside the file, or give two tensors the same bytes.
 """
 
 import itertools
@@ -31,10 +29,8 @@ def read_tensor_header(
 ) -> tuple[int, dict[str, TensorEntry]]:
     """Return where the tensors begin in the file, and each tensor's entry in the order of the header.
 
-    `item_bytes` gives the size of an element of each known dtype; entries of other dtypes are returned, but their
-    lengths cannot be checked. Raises `EOFError` if the file ends before its header or its tensors do, or the header
-    is longer than `most_header_bytes`. Raises `ValueError` if the header is not the JSON of one, or describes a tensor
-    of the wrong length or over another one.
+    `item_bytes` gives the size of an element of each known dtype; lengths of other dtypes cannot be checked. Raises
+    `EOFError` if the file or `most_header_bytes` ends before the header or its tensors do, otherwise `ValueError`.
     """
     size_bytes = os.fstat(file.fileno()).st_size
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -48,11 +44,14 @@ def read_tensor_header(
         content = parse_json(file.read(header_bytes), parse_size)
         content.pop("__metadata__", None)
         entries = {name: _entry(name, fields, item_bytes) for name, fields in content.items()}
-        _refuse_overlaps(entries)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"not a header of tensors: a field is missing or of another type ({error})"
         ) from error
+    ordered = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
+    for (_, end, before), (begin, _, after) in itertools.pairwise(ordered):
+        if end > begin:
+            raise ValueError(f"{before} and {after} overlap")
     end = start + max((entry.end for entry in entries.values()), default=0)
     if end > size_bytes:
         raise EOFError(f"truncated: its tensors end at byte {end}, the file has {size_bytes}")
@@ -73,11 +72,3 @@ def _entry(name: str, fields: Any, item_bytes: Mapping[str, int]) -> TensorEntry
     if dtype_name in item_bytes and end - begin != math.prod(shape) * item_bytes[dtype_name]:
         raise ValueError(f"{name} takes {end - begin} bytes, but its shape {shape} in {dtype_name} does not")
     return TensorEntry(dtype_name, shape, begin, end)
-
-
-def _refuse_overlaps(entries: Mapping[str, TensorEntry]) -> None:
-    """Raise `ValueError` if two tensors share a byte."""
-    ordered = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
-    for (_, end, before), (begin, _, after) in itertools.pairwise(ordered):
-        if end > begin:
-            raise ValueError(f"{before} and {after} overlap")

@@ -1,8 +1,15 @@
-"""Makes text from untrusted files safe to print. Every error that quotes such a file passes its message through here."""
+"""Makes text from untrusted files safe to print, and prints how far long work is.
 
+Every error that quotes such a file passes its message through here.
+"""
+
+import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 MOST_CHARACTERS = 2000  # of each part of a message
+EVERY_S = 10.0
 
 
 def terminal_safe(message: object, *lines: object) -> str:
@@ -34,3 +41,38 @@ def say(line: str) -> None:
     """
     with suppress(OSError):
         print(escape_unprintable(line), flush=True)
+
+
+class Progress:
+    """A line on standard error every ten seconds of long work, as `saving step-500: 3.2 GiB of 12.1 GiB (26 %)`.
+
+    `total` is the whole amount, None if it is not known. `text` writes an amount with its unit. One thread at a time
+    advances it.
+    """
+
+    def __init__(
+        self,
+        work: str,
+        total: int | None = None,
+        text: Callable[[int], str] = "{:,}".format,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.done = 0
+        self._work, self._total, self._text, self._clock = work, total, text, clock
+        self._next_s = clock() + EVERY_S
+
+    def advance(self, amount: int = 1, *, silent: bool = False) -> None:
+        """Count more as done. Print the line if it is due, unless `silent`."""
+        self.done += amount
+        now_s = self._clock()
+        if silent or now_s < self._next_s:
+            return
+        self._next_s = now_s + EVERY_S
+        # A closed console must not end the work.
+        with suppress(OSError, ValueError):
+            print(escape_unprintable(self.line()), file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        share = f" of {self._text(self._total)} ({self.done / self._total:.0%})" if self._total else ""
+        return f"{self._work}: {self._text(self.done)}{share.replace('%', ' %')}"

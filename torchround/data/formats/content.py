@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 
 from torchround.config import SourceTable, nearest
-from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
-from torchround.data.errors import DataError
-from torchround.data.formats.source_files import BYTE_ORDER_MARK, SplitsAt
-from torchround.data.text.messages import REASONING
+from torchround.data.document_types import (
+    Content,
+    Conversation,
+    DataError,
+    Document,
+    Record,
+    TextSpan,
+    TokenIds,
+)
+from torchround.data.formats.files import BYTE_ORDER_MARK, SplitsAt
+from torchround.data.text.chat import REASONING
 
 Spans = tuple[TextSpan, ...]
 Render = Callable[[Conversation], Spans]
@@ -99,20 +106,7 @@ class RecordReader:
         for name in names:
             if name in record:
                 return record[name]
-        # Often the content kind is wrong rather than the field: say so if a field of another kind is there.
-        meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
-        is_pair = all(record.keys() & {name, *others} for name, others in PAIR_FIELDS.items())
-        meant = "prompt_completion" if is_pair else meant
-        meant = "alpaca" if record.keys() >= {"instruction", "output"} else meant
-        hint = " (the source's key field names the one to read)"
-        if meant not in (None, self.table.content):
-            hint = f' (is it a source of content = "{meant}"?)'
-        inside = next((name for name, held in record.items() if _holds_records(held)), None)
-        if meant is None and inside is not None:
-            hint = (
-                f" (if the records are in {inside!r}, jq -c '.[{json.dumps(inside)}][]' writes them as lines)"
-            )
-        raise DataError(_no_field(record, names) + hint)
+        raise DataError(_no_field(record, names) + " (source keys: field, content)")
 
     def _rendered(self, conversation: Conversation) -> Spans:
         assert self.render is not None, f"source {self.table.path} holds conversations and has no template"
@@ -125,18 +119,11 @@ def _no_field(record: dict[str, Any], names: tuple[str, ...]) -> str:
     return f"no field {wanted}; fields: {', '.join(known) or 'none'}{nearest(names[0], known)}"
 
 
-def _required(record: dict[str, Any], name: str, hint: str = "") -> Any:
-    if name not in record:
-        raise DataError(_no_field(record, (name,)) + hint)
-    return record[name]
-
-
 def _pair_field(record: dict[str, Any], name: str) -> Any:
     """Return the prompt or the completion of a record. Raises `DataError` if two fields could be meant."""
-    others = PAIR_FIELDS[name]
-    found = [other for other in others if other in record]
-    if name in record or not found:
-        return _required(record, name, f" (also read: {', '.join(others)})")
+    found = [name] if name in record else [other for other in PAIR_FIELDS[name] if other in record]
+    if not found:
+        raise DataError(_no_field(record, (name, *PAIR_FIELDS[name])))
     if len(found) > 1:
         raise DataError(
             f"fields {' and '.join(map(repr, found))} may both be the {name}; rename the one to read to {name!r}"
@@ -144,14 +131,7 @@ def _pair_field(record: dict[str, Any], name: str) -> Any:
     return record[found[0]]
 
 
-def _holds_records(value: Any) -> bool:
-    """Say whether a field holds a list of objects that are no messages."""
-    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    return is_list and not {"role", "from"} & value[0].keys()
-
-
 def _kind(value: Any) -> str:
-    """Name the type of a value, as a message says it."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 
@@ -262,12 +242,12 @@ def _message(message: Any, index: int) -> dict[str, Any]:
 
 def _from_alpaca(record: dict[str, Any]) -> Conversation:
     for name in ("instruction", "output"):
-        if not isinstance(_required(record, name), str):
+        if name not in record:
+            raise DataError(_no_field(record, (name,)))
+        if not isinstance(record[name], str):
             raise DataError(f"field {name!r} is {_kind(record[name])}, not a string")
-    question, further, system = (
-        record["instruction"],
-        *(_optional_text(record, name) for name in ("input", "system")),
-    )
+    question = record["instruction"]
+    further, system = (_optional_text(record, name) for name in ("input", "system"))
     if further:
         question = f"{question}\n\n{further}"
     messages = [("system", system)] if system else []

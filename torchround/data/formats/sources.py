@@ -15,13 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from torchround.config import SourceTable
-from torchround.data.document_types import Content, Cursor, Document
-from torchround.data.errors import DataError
+from torchround.data.document_types import Content, Cursor, DataError, Document
 from torchround.data.formats.content import RecordReader
-from torchround.data.formats.file_index import index_file
-from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
+from torchround.data.formats.files import PIECE_SIZE, index_file, piece_end, read_file_piece
 from torchround.data.shuffling import EpochKey, Order, epoch_order
-from torchround.untrusted.progress import Progress
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -59,14 +56,6 @@ class Source(ABC):
     @abstractmethod
     def quick_count(self) -> int | None:
         """Count the documents of one pass like `count()`, or return None if that would take long."""
-
-    @abstractmethod
-    def share_read(self, cursor: Cursor) -> float:
-        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
-
-    def total_bytes(self) -> int | None:
-        """Return the bytes that a pass reads, None if the files do not say it."""
-        return None
 
     @abstractmethod
     def layout(self) -> str:
@@ -115,11 +104,7 @@ class IndexedFiles(Source):
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._files = []
-        progress = Progress(f"indexing the files of {table.path}", len(paths))
-        for path in paths:
-            self._files.append(index_file(path, table.format))
-            progress.advance()
+        self._files = [index_file(path, table.format) for path in paths]
         self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
@@ -130,11 +115,9 @@ class IndexedFiles(Source):
         self._shuffled: tuple[EpochKey | None, Order] = None, np.empty(0, dtype=np.int64)
 
     def first_cursor(self) -> Cursor:
-        """Return the number of the first document."""
         return [0]
 
     def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
-        """Return the document with that number in the order that `key` fixes, and the next number."""
         (number,) = cursor
         if number >= self.count():
             return None
@@ -146,27 +129,15 @@ class IndexedFiles(Source):
         return self._document(int(self._shuffled[1][number])), [number + 1]
 
     def first_documents(self, count: int) -> list[Document]:
-        """Return the first documents of the first files."""
         return [self._document(index) for index in range(min(count, self.count()))]
 
     def count(self) -> int:
-        """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
 
     def quick_count(self) -> int:
-        """Count documents: the index has their number."""
         return self.count()
 
-    def share_read(self, cursor: Cursor) -> float:
-        """Return the fraction of the documents before `cursor`."""
-        return cursor[0] / max(self.count(), 1)
-
-    def total_bytes(self) -> int:
-        """Return the size of all files."""
-        return sum(self._sizes)
-
     def layout(self) -> str:
-        """Describe the number of documents and the sizes of the files."""
         digest = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
         return f"{self.count()} documents in {sum(self._sizes)} bytes (layout {digest[:12]})"
 
@@ -199,20 +170,15 @@ class RecordStream(Source):
     def __init__(self, table: SourceTable, records: RecordReader, parts: list[StreamPart]) -> None:
         super().__init__(table, records)
         self._parts = parts
-        self._block_id: tuple[int, int, EpochKey | None] = (
-            -1,
-            0,
-            None,
-        )  # rank of the part, first record, key
+        # Rank of the part, first record, key.
+        self._block_id: tuple[int, int, EpochKey | None] = (-1, 0, None)
         self._block: list[Document] = []
         self._reading: tuple[int, int, Iterator[Document]] = -1, 0, iter(())
 
     def first_cursor(self) -> Cursor:
-        """Return the cursor of the first record of the first part."""
         return [0, 0, 0]
 
     def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
-        """Return the document at `cursor`, in the next part if this one has ended, and the cursor after it."""
         rank, start, index = cursor
         while rank < len(self._parts):
             block = self._find_block(rank, start, key)
@@ -220,12 +186,10 @@ class RecordStream(Source):
                 ends = index + 1 == len(block)
                 after = [rank, start + len(block), 0] if ends else [rank, start, index + 1]
                 return block[index], after
-            # In changed files, a block may have fewer records than when the cursor was saved.
             rank, start, index = (rank, start + len(block), 0) if block else (rank + 1, 0, 0)
         return None
 
     def first_documents(self, count: int) -> list[Document]:
-        """Return the first documents of the first parts, which are opened for this alone."""
         documents: list[Document] = []
         for part in self._parts:
             with closing(part.open(0)) as records:
@@ -235,22 +199,15 @@ class RecordStream(Source):
         return documents
 
     def count(self) -> int:
-        """Count the documents of all parts."""
         return sum(part.count() for part in self._parts)
 
     def quick_count(self) -> int | None:
-        """Count documents if all parts are small. The number in a streamed dataset is never known."""
         sizes = [part.size for part in self._parts]
         if not all(isinstance(size, int) for size in sizes) or sum(map(int, sizes)) > QUICK_COUNT_SIZE:
             return None
         return self.count()
 
-    def share_read(self, cursor: Cursor) -> float:
-        """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
-        return cursor[0] / max(len(self._parts), 1)
-
     def layout(self) -> str:
-        """Describe the number and sizes of the parts."""
         digest = hashlib.sha256(repr([part.size for part in self._parts]).encode()).hexdigest()
         return f"{len(self._parts)} parts (layout {digest[:12]})"
 
@@ -266,7 +223,6 @@ class RecordStream(Source):
         return self._block
 
     def _read(self, part: int, start: int) -> list[Document]:
-        """Read the records of one block of a part, from record `start` on."""
         # Usually the part is already open at this record: the previous block ended there.
         is_open = self._reading[:2] == (part, start)
         records = self._reading[2] if is_open else self._parts[part].open(start)

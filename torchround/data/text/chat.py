@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torchround.data.document_types import Conversation, TextSpan
-from torchround.data.errors import DataError, TokenizerError
-from torchround.data.text.messages import DroppedFields, learnt_messages, with_marks, with_reasoning
-from torchround.data.text.special_tokens import splits_at
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.document_types import Conversation, DataError, TextSpan, TokenizerError
+from torchround.data.text.tokenizer import Tokenizer, splits_at
 from torchround.data.text.turns import TurnSection, TurnTemplate
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that data sets use for the same thing; the first one with a value counts."""
+
+Message = Mapping[str, Any]
 
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Characters that Unicode reserves for use inside a program. One that does not occur in a conversation is inserted into
@@ -25,17 +27,16 @@ MOST_JOINED = 64  # letters of an answer that may be in one token with its heade
 
 
 @dataclass(frozen=True)
-class GuardedConversation:
-    """A conversation with `guard` in all text that looks like a mark of the template. `guard` is None if there is none.
+class Written:
+    """A conversation and its text, both with `guard` in all text of messages that looks like a mark of the template.
 
-    `spare` is another character that does not occur in the conversation.
+    `inputs` are the messages, the tools and the settings. `guard` is None if there is no such text. `spare` is another character that does not occur in the conversation.
     """
 
-    messages: list[Any]
-    tools: list[Any] | None
-    settings: Any
+    inputs: list[Any]
     guard: str | None
     spare: str
+    text: str
 
 
 class ChatTemplate:
@@ -48,7 +49,15 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, loss_on: str = "assistant") -> None:
         sources = tokenizer.templates
         if sources.default is None and sources.with_tools is None:
-            raise TokenizerError(_no_template(tokenizer))
+            has = (
+                f'no template named "default" in {sources.file}'
+                if sources.file
+                else "no chat template beside it"
+            )
+            raise TokenizerError(
+                f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template "
+                "(docs/data.md has a short one)"
+            )
         where = f"chat template {sources.file or ''}".rstrip()
 
         def compiled(source: str | None, name: str) -> TurnTemplate | None:
@@ -58,38 +67,28 @@ class ChatTemplate:
         self._with_tools = compiled(sources.with_tools, " (tool_use)") or self._plain
         self._tokenizer = tokenizer
         self._learns_all = loss_on == "all"
-        self._dropped = DroppedFields()
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
-        """Render a conversation, with special tokens apart from text. Raises `DataError`."""
         learnt = learnt_messages(conversation.messages, self._learns_all)
         template = self._template_of(conversation)
-        guarded = _guarded(template, conversation)
-        text = _written(template, guarded, conversation)
-        parts = template.parts(text)
+        written = _write(template, conversation)
+        parts = template.parts(written.text)
         sections = list(template.sections(parts))
         num_turns = sum(not section.continues for section in sections)
         if num_turns < (min(len(learnt), 1) if template.has_several_headers else len(learnt)):
             raise DataError(
                 f"the chat template wrote {num_turns} turns of the assistant for {len(learnt)} messages from it"
             )
-        self._dropped.look_for(
-            conversation,
-            lambda messages, tools: template.render(messages, tools, settings=conversation.settings),
-        )
         wanted = [True] * len(sections)
         if not all(learnt):
-            wanted = _wanted_sections(template, guarded, text, learnt, len(sections))
-        spans = self._spans(template, parts, sections, wanted)
-        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+            wanted = _wanted_sections(template, written, learnt, len(sections))
+        return tuple(_unguarded(template, self._spans(template, parts, sections, wanted), written.guard))
 
     def prompt(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """Render a conversation up to where the assistant's next turn begins. Raises `DataError`."""
         template = self._template_of(conversation)
-        guarded = _guarded(template, conversation)
-        parts = template.parts(_written(template, guarded, conversation, asks=True))
-        spans = _marked(parts, False)
-        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+        written = _write(template, conversation, asks=True)
+        return tuple(_unguarded(template, _marked(template.parts(written.text), False), written.guard))
 
     def _template_of(self, conversation: Conversation) -> TurnTemplate:
         template = self._with_tools if conversation.tools else self._plain
@@ -132,24 +131,94 @@ class ChatTemplate:
         return [*header[:-1], spans[0]], [spans[1], *inner[1:]]
 
 
-def _no_template(tokenizer: Tokenizer) -> str:
-    file = tokenizer.templates.file
-    has = "no chat template beside it" if file is None else f'no template named "default" in {file}'
-    return (
-        f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template "
-        "(docs/data.md has a short one)"
-    )
-
-
 def _marked(parts: Sequence[TextSpan], learn: bool) -> list[TextSpan]:
     return [TextSpan(part.text, learn, part.special) for part in parts]
 
 
-# Messages that are not learnt.
+# Fields of messages that trainers share: reasoning under three names, and which messages are learnt.
+
+
+def with_reasoning(messages: Sequence[Message]) -> list[Any]:
+    """Copy the messages with reasoning under the names that templates read, as transformers does.
+
+    Most templates read `reasoning_content`; GPT-OSS's reads `thinking`.
+    """
+    copies = []
+    for message in messages:
+        # Tables give each row all of their columns: a name may be there without a value.
+        reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+        if reasoning is not None:
+            thinking = message.get("thinking") or reasoning
+            message = {**message, "thinking": thinking, "reasoning_content": reasoning}
+        copies.append(message)
+    return copies
+
+
+def learnt_messages(messages: Sequence[Message], learns_all: bool) -> list[bool]:
+    """Say for each message of the assistant whether it is learnt.
+
+    `"weight": 0` (OpenAI's convention) and `"train": false` (axolotl's) take a message out. Raises `DataError` for any
+    other weight, and for messages of other roles without weight if `learns_all`: only the assistant's can be told apart.
+    """
+    learnt = []
+    for index, message in enumerate(messages):
+        is_learnt = _is_learnt(message, f"message {index} ({message['role']})")
+        if message["role"] == "assistant":
+            learnt.append(is_learnt)
+        elif learns_all and not is_learnt:
+            raise DataError(
+                f'message {index} ({message["role"]}) has weight 0 or train = false, and data.loss_on = "all" learns '
+                'every role; legal with it: messages of the assistant alone, or data.loss_on = "assistant"'
+            )
+    return learnt
+
+
+def _is_learnt(message: Message, where: str) -> bool:
+    weight, train = message.get("weight"), message.get("train")
+    # JSON's true and false are 1 and 0 here, which some data sets write.
+    for name, value in (("weight", weight), ("train", train)):
+        if value not in (None, 0, 1):
+            raise DataError(f"{where}: {name} = {value!r}; legal: 0 or false (not learnt), 1 or true")
+    for name in ("train_detail", "training_detail"):
+        if message.get(name):
+            raise DataError(
+                f"{where}: {name} is not supported; legal: train = true or false for a whole message"
+            )
+    if None not in (weight, train) and bool(weight) != bool(train):
+        raise DataError(f"{where}: weight = {weight!r} and train = {train!r} contradict each other")
+    return weight not in (0, False) and train not in (0, False)
+
+
+def with_marks(message: Message, mark: str) -> dict[str, Any]:
+    """Copy a message with a mark in each of its texts: content, reasoning, and arguments of calls.
+
+    A mark comes before the last visible character, so that neither trimming nor a look at how a text begins changes what
+    a template writes.
+    """
+
+    def put_in(text: str) -> str:
+        begins = text.rstrip()
+        return f"{begins[:-1]}{mark}{text[len(begins) - 1 :]}" if begins else text
+
+    def put_in_call(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": put_in_call(call["function"])}
+        arguments = _mapped(call.get("arguments"), put_in, keys=False)
+        if "arguments" in call and arguments != call["arguments"]:
+            return {**call, "arguments": arguments}
+        return {**call, "name": _mapped(call.get("name"), put_in)}  # arguments without any text
+
+    texts = {name: _mapped(message[name], put_in) for name in ("content", *REASONING) if name in message}
+    calls = message.get("tool_calls")
+    if isinstance(calls, (list, tuple)):
+        texts["tool_calls"] = [put_in_call(call) for call in calls]
+    return {**message, **texts}
 
 
 def _wanted_sections(
-    template: TurnTemplate, guarded: GuardedConversation, text: str, learnt: Sequence[bool], num_sections: int
+    template: TurnTemplate, written: Written, learnt: Sequence[bool], num_sections: int
 ) -> list[bool]:
     """Say which sections are learnt, if only some of the assistant's messages are. Raises `DataError`.
 
@@ -159,8 +228,7 @@ def _wanted_sections(
     if not any(learnt):
         return [False] * num_sections
     found = [
-        _sections_with(template, guarded, text, [flag == chosen for flag in learnt])
-        for chosen in (True, False)
+        _sections_with(template, written, [flag == chosen for flag in learnt]) for chosen in (True, False)
     ]
     if None not in found:
         yes, no = (list(each or ()) for each in found)
@@ -174,24 +242,23 @@ def _wanted_sections(
     )
 
 
-def _sections_with(
-    template: TurnTemplate, guarded: GuardedConversation, text: str, chosen: Sequence[bool]
-) -> list[bool] | None:
+def _sections_with(template: TurnTemplate, written: Written, chosen: Sequence[bool]) -> list[bool] | None:
     """Say which sections hold the chosen messages, or None if marks in them change what the template writes."""
     flags = iter(chosen)
+    messages, tools, settings = written.inputs
     messages = [
-        with_marks(message, guarded.spare) if message["role"] == "assistant" and next(flags) else message
-        for message in guarded.messages
+        with_marks(message, written.spare) if message["role"] == "assistant" and next(flags) else message
+        for message in messages
     ]
     try:
-        marked = template.render(messages, guarded.tools, settings=guarded.settings)
+        marked = template.render(messages, tools, settings=settings)
     except DataError:
         return None
-    if marked.replace(guarded.spare, "") != text:
+    if marked.replace(written.spare, "") != written.text:
         return None
     parts = template.parts(marked)
     return [
-        any(guarded.spare in part.text for part in parts[section.start : section.stop])
+        any(written.spare in part.text for part in parts[section.start : section.stop])
         for section in template.sections(parts)
     ]
 
@@ -199,73 +266,65 @@ def _sections_with(
 # Text that looks like a special token.
 
 
-def _guarded(template: TurnTemplate, conversation: Conversation) -> GuardedConversation:
-    """Insert a guard into all text that looks like a token that only the template may write. Raises `DataError`."""
-    messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
-    settings = conversation.settings
-    strings = list(_strings([messages, tools, settings]))
+def _write(template: TurnTemplate, conversation: Conversation, asks: bool = False) -> Written:
+    """Write a conversation; if it `asks`, with the header that asks for an answer. Raises `DataError`.
+
+    A guard is inserted into all text that looks like a token that only the template may write.
+    """
+
+    def render(values: list[Any]) -> str:
+        return template.render(values[0], values[1], asks, settings=values[2])
+
+    def seen(text: str) -> str:
+        strings.append(text)
+        return text
+
+    values: list[Any] = [
+        with_reasoning(conversation.messages),
+        list(conversation.tools) or None,
+        conversation.settings,
+    ]
+    strings: list[str] = []
+    _mapped(values, seen)
     free = list(islice((guard for guard in GUARDS if not any(guard in string for string in strings)), 2))
     if len(free) < 2:
         raise DataError("it contains all characters that Unicode reserves for use inside a program")
-    guard, spare = free[:2]
-    if not any(template.marks.search(string) for string in strings):
-        return GuardedConversation(messages, tools, settings, None, spare)
-
-    def put_in(text: str) -> str:
-        return template.marks.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
-
-    inside = [_mapped(value, put_in) for value in (messages, tools, settings)]
-    return GuardedConversation(inside[0], inside[1], inside[2], guard, spare)
-
-
-def _written(
-    template: TurnTemplate, guarded: GuardedConversation, conversation: Conversation, asks: bool = False
-) -> str:
-    """Write the conversation with its guards; if it `asks`, with the header that asks for an answer. Raises `DataError`."""
-    text = template.render(guarded.messages, guarded.tools, asks, settings=guarded.settings)
-    if guarded.guard is None:
-        return text
+    guard, spare = free
     # The guards would hide such text from a template's own checks, so the template also sees it as it is.
-    messages = with_reasoning(conversation.messages)
-    plain = template.render(messages, list(conversation.tools) or None, asks, settings=conversation.settings)
-    if text.replace(guarded.guard, "") != plain:
+    plain = render(values)
+    if not any(template.marks.search(string) for string in strings):
+        return Written(values, None, spare, plain)
+    guarded = _mapped(
+        values, lambda text: template.marks.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
+    )
+    text = render(guarded)
+    if text.replace(guard, "") != plain:
         raise DataError(
             "a message holds text that looks like a special token, and the chat template does not write it unchanged; "
             "take such text out of the message, and give reasoning in its own field (reasoning_content)"
         )
-    return text
+    return Written(guarded, guard, spare, text)
 
 
-def _unguarded(template: TurnTemplate, spans: Sequence[TextSpan], guard: str) -> Iterator[TextSpan]:
+def _unguarded(template: TurnTemplate, spans: Sequence[TextSpan], guard: str | None) -> Iterator[TextSpan]:
     for span in spans:
-        text = span.text.replace(guard, "")
-        if template.unsafe_marks and any(mark in text for mark in template.unsafe_marks):
+        parts = span.text.split(guard) if guard else [span.text]
+        if template.unsafe_marks and any(mark in "".join(parts) for mark in template.unsafe_marks):
             # An added token that is not special is recognised in any text: only apart do its letters stay text.
-            yield from (replace(span, text=part) for part in span.text.split(guard) if part)
+            yield from (replace(span, text=part) for part in parts if part)
         else:
-            yield replace(span, text=text)
+            yield replace(span, text="".join(parts))
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested messages with each string changed."""
+def _mapped(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
+    """Copy nested messages with each string changed, and with `keys` those of tables too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            change(key) if isinstance(key, str) else key: _mapped(item, change) for key, item in value.items()
+            change(key) if keys and isinstance(key, str) else key: _mapped(item, change, keys)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(item, change) for item in value]
+        return [_mapped(item, change, keys) for item in value]
     return value

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchround.config import show
-from torchround.data.errors import MissingTokenizerError, TokenizerError
+from torchround.data.document_types import MissingTokenizerError, TokenizerError
 
 TEMPLATE_FILE, MORE_TEMPLATES, SETTINGS_FILE = (
     "chat_template.jinja",
@@ -23,9 +23,10 @@ TEMPLATE_FILE, MORE_TEMPLATES, SETTINGS_FILE = (
     "tokenizer_config.json",
 )
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+# What other programs read besides `tokenizer.json` goes into an export too.
 TOKENIZER_FILES = (
     *("tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 
 
@@ -64,7 +65,7 @@ def find_templates(
     settings = settings or {}
     if given is not None:
         path = Path(os.path.expanduser(given))
-        return TemplateSources(_read_given(given, path), file=path, settings=settings)
+        return TemplateSources(_read(path, given), file=path, settings=settings)
     if folder is None:
         return TemplateSources(settings=settings)
     named, file = _named_templates(folder)
@@ -91,41 +92,30 @@ def _named_templates(folder: Path) -> tuple[dict[str, str], Path | None]:
         return named | {DEFAULT: _read(default)}, default
     settings = folder / SETTINGS_FILE
     found = read_settings(settings).get("chat_template")
-    in_settings: dict[str, str] = {}
     if isinstance(found, str):
-        in_settings[DEFAULT] = found
-    elif isinstance(found, list):
-        entries = (entry for entry in found if isinstance(entry, dict))
-        in_settings = {
-            entry["name"]: entry["template"]
-            for entry in entries
-            if isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        }
+        found = [{"name": DEFAULT, "template": found}]
+    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    in_settings = {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
     if in_settings:
         return in_settings | named, settings
     return named, folder / MORE_TEMPLATES if named else None
 
 
-def _read_given(given: str, path: Path) -> str:
+def _read(path: Path, given: str | None = None) -> str:
+    """Read a template. `given` is the value of `tokenizer.chat_template`, if the path comes from there."""
     try:
         return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingTokenizerError(
-            "tokenizer.chat_template",
-            f"given {show(given)}, but there is no such file; legal: a file with a Jinja template",
-        ) from error
     except (OSError, ValueError) as error:
+        if given is None:
+            raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
         raise MissingTokenizerError(
             "tokenizer.chat_template",
             f"given {show(given)}, which cannot be read: {error}; legal: a file with a Jinja template, in UTF-8",
         ) from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
 
 
 # Exports.
@@ -145,7 +135,15 @@ def export_tokenizer(
     folder = tokenizer or (None if table.get("name") else base)
     place = None if folder is None else folder_of(folder)
     _check_template(state, given, place)
-    files = _exported_files(given, place)
+    files = {}
+    if place is not None:
+        names = [*TOKENIZER_FILES, *([] if given else [TEMPLATE_FILE])]
+        files = {name: place / name for name in names if (place / name).is_file()}
+        more = [] if given else sorted((place / MORE_TEMPLATES).glob("*.jinja"))
+        files |= {str(path.relative_to(place)): path for path in more}
+    if given is not None:  # it takes the place of the folder's
+        files[TEMPLATE_FILE] = Path(os.path.expanduser(given))
+        _read(files[TEMPLATE_FILE], given)
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
@@ -154,8 +152,7 @@ def export_tokenizer(
 
 def folder_of(path: Path) -> Path:
     """Return the folder of a tokenizer, which may be given as a file."""
-    folder = path if path.is_dir() else path.parent
-    return folder.parent if folder.name == "original" else folder
+    return path if path.is_dir() else path.parent
 
 
 def _check_template(state: Mapping[str, Any], given: str | None, folder: Path | None) -> None:
@@ -172,24 +169,3 @@ def _check_template(state: Mapping[str, Any], given: str | None, folder: Path | 
             f"the run trained with another chat template than the one in {templates.file or folder}; an export carries the "
             "template of its run: put that one back, or name a folder that holds it with --tokenizer"
         )
-
-
-def _exported_files(given: str | None, folder: Path | None) -> dict[str, Path]:
-    """Map the names of the files that an export needs to the files to copy.
-
-    `given` is the key `tokenizer.chat_template`; its template takes the place of the folder's. `folder` holds the
-    tokenizer; it is None for a tokenizer without files. Raises `TokenizerError` if the template of the key is gone.
-    """
-    files = {}
-    if folder is not None:
-        files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if given is not None:
-        path = Path(os.path.expanduser(given))
-        _read_given(given, path)
-        files[TEMPLATE_FILE] = path
-    elif folder is not None:
-        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
-        files |= {
-            str(path.relative_to(folder)): path for path in (folder / TEMPLATE_FILE, *more) if path.is_file()
-        }
-    return files

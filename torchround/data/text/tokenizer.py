@@ -1,73 +1,65 @@
-"""Turns text into token ids and back, through tiktoken.
+"""Turns text into token ids and back, through the package tokenizers.
 
-The tokenizer `bytes` has one token per UTF-8 byte and needs no file. `tokenizer_json.py` reads a byte-level BPE
-`tokenizer.json`, `tiktoken_file.py` the tiktoken files of Llama 3 and Qwen.
+The tokenizer `bytes` has one token per UTF-8 byte and needs no file. Any other one is a byte-level BPE, whose file
+`tokenizer.json` every release on the Hugging Face hub has.
 """
 
+import hashlib
+import json
 import logging
 import os
 import re
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
+import tokenizers
 
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
-from torchround.data.document_types import TokenIds
-from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
-from torchround.data.text.missing_bytes import MissingBytes
+from torchround.data.document_types import (
+    DataError,
+    MissingTokenizerError,
+    TextSpan,
+    TokenIds,
+    TokenizerError,
+)
 from torchround.data.text.template_files import SETTINGS_FILE, TemplateSources, find_templates, read_settings
-from torchround.data.text.tiktoken_file import read_tiktoken_file
-from torchround.data.text.tokenizer_json import read_tokenizer_json
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = (
-    'supported: name = "bytes", a byte-level BPE tokenizer.json, and the tiktoken rank files of Llama 3 '
-    "(tokenizer.model) and Qwen (qwen.tiktoken)"
-)
-FILES = ("tokenizer.json", "tokenizer.model", "qwen.tiktoken", "original/tokenizer.model")
+SUPPORTED = 'supported: name = "bytes", or a byte-level BPE tokenizer.json'
+FILES = ("tokenizer.json",)
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>")
+SEAM_CONTEXT = 128
+"""Characters on each side of a place that may be a seam. Longer than any word that a pattern splits by what it begins with."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tiktoken encoding and the ids that documents are framed and padded with.
+    """A vocabulary, and the ids that documents are framed and padded with.
 
-    `bos_id` is None if documents begin without a token of their own. `in_text` holds the added tokens that are not
-    special, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `missing` is about bytes
-    that have no token; it is None if all have one. `template_tokens` are the names that chat templates may ask for, such
-    as `bos_token`.
+    `vocab_size` is the largest id + 1, special tokens included; the model's vocabulary must be at least this. `bpe` is
+    None for the tokenizer `bytes`. `bos_id` is None if documents begin without a token of their own. `special` and
+    `in_text` have the ids of added tokens by name: no text becomes a special one, but every text may hold the others
+    (`<think>`). `template_tokens` are the names that chat templates may ask for, such as `bos_token`.
     """
 
-    encoding: tiktoken.Encoding
+    name: str
+    vocab_size: int
     bos_id: int | None
     eos_id: int
     pad_id: int
-    special: dict[str, int] = field(default_factory=dict)
+    special: dict[str, int]
     in_text: dict[str, int] = field(default_factory=dict)
-    nfc: bool = False
-    missing: MissingBytes | None = None
+    bpe: tokenizers.Tokenizer | None = None
     templates: TemplateSources = field(default_factory=TemplateSources)
     template_tokens: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Name of the encoding. A saved data position is valid only for the same one."""
-        return self.encoding.name
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest id + 1, special tokens included; the model's vocabulary must be at least this."""
-        return self.encoding.n_vocab
-
     def special_id(self, name: str) -> int:
-        """Return the id of a special or added token."""
         return self.special[name] if name in self.special else self.in_text[name]
 
     def encode(self, text: str) -> list[int]:
@@ -76,68 +68,59 @@ class Tokenizer:
         return ids
 
     def encode_array(self, text: str) -> TokenIds:
-        """Encode as an array `[n]`, without a Python object per token (twice as fast for `bytes`)."""
-        if self._in_text is None:
-            return self._encode_plain(text)
-        parts = self._in_text.split(text)  # added tokens are at the odd indices
-        if len(parts) == 1:
-            return self._encode_plain(text)
-        return np.concatenate(
-            [
-                np.array([self.in_text[part]], dtype=np.int64) if index % 2 else self._encode_plain(part)
-                for index, part in enumerate(parts)
-            ]
-        )
+        """Encode as an array `[n]`. Raises `DataError` for a text that the vocabulary's pattern cannot split."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON can hold, becomes U+FFFD
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            data = text.encode()
+        if self.bpe is None:
+            return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+        try:
+            # Unlike `encode`, this lets other threads of Python work, and finds no offsets of characters.
+            (found,) = self.bpe.encode_batch_fast([text], add_special_tokens=False)
+        except BaseException as error:
+            # A pattern that backtracks without end makes the Rust code panic, which is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
+            ) from error
+        return np.array(found.ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`: special tokens by name, invalid UTF-8 as U+FFFD."""
-        return self.encoding.decode(list(ids))
+        """Return the text of `ids`: special tokens by name, invalid UTF-8 as U+FFFD, unknown ids as `<id N>`."""
+        texts = []
+        for known, group in groupby(ids, self._is_known):
+            numbers = list(group)
+            texts.append(self._decode(numbers) if known else "".join(f"<id {n}>" for n in numbers))
+        return "".join(texts)
 
-    def decode_known(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` of a model's vocabulary. An id that the tokenizer does not know becomes `<id N>`."""
-        try:
-            return self.decode(ids)
-        except KeyError:
-            # A vocabulary may have gaps, too.
-            if len(ids) == 1:
-                return f"<id {ids[0]}>"
-            return "".join(self.decode_known([number]) for number in ids)
+    def _is_known(self, number: int) -> bool:
+        is_id = 0 <= number < self.vocab_size
+        return is_id and (self.bpe is None or self.bpe.id_to_token(number) is not None)
+
+    def _decode(self, ids: list[int]) -> str:
+        if self.bpe is not None:
+            return self.bpe.decode(ids, skip_special_tokens=False)
+        names = {number: name.encode() for name, number in self.special.items()}
+        return b"".join(names.get(number) or bytes([number]) for number in ids).decode(errors="replace")
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a document that begins with `text`, BOS included if the vocabulary has one."""
         before = [] if self.bos_id is None else [self.bos_id]
         return [*before, *self.encode(text)]
 
-    def _encode_plain(self, text: str) -> TokenIds:
-        if self.nfc:
-            text = nfc(text)
-        if self.missing is not None and (found := self.missing.encode(self.encoding, text)) is not None:
-            return np.array(found, dtype=np.int64)
-        try:
-            ids = self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
-            return np.array(self.encoding.encode_ordinary(text), dtype=np.int64)
-        except BaseException as error:
-            # A pattern that backtracks without end, or one whose empty match makes the Rust code panic.
-            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
-                raise
-            raise DataError(
-                f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
-            ) from error
-        return ids.astype(np.int64)
-
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Pattern, with one group, of the names of special tokens. The longest name at a place is found."""
-        longest_first = sorted(self.special, key=len, reverse=True)
-        # A name is not empty; without any name, the pattern matches nowhere.
-        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        return names_pattern(self.special)
 
-    @cached_property
-    def _in_text(self) -> re.Pattern[str] | None:
-        """Pattern of the added tokens in text. The longest come first, so that the longest one at a place is found."""
-        longest_first = sorted(self.in_text, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+def names_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern, with one group, of some tokens' names. The longest name at a place is found."""
+    longest_first = sorted(names, key=len, reverse=True)
+    # A name is not empty; without any name, the pattern matches nowhere.
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) -> Tokenizer:
@@ -149,37 +132,39 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
         _warn_of_another_vocabulary(hf_path)
         tokenizer, folder = _byte_tokenizer(), None
     else:
-        path = table.path or hf_path
-        if path is None:
-            raise TokenizerError(
-                f"no tokenizer: give tokenizer.path, tokenizer.name or model.hf_path; {SUPPORTED}"
-            )
-        _refuse_missing(table, hf_path)
-        file = _find_file(Path(os.path.expanduser(path)))
-        folder = file.parent.parent if file.parent.name == "original" else file.parent
-        settings = read_settings(folder / SETTINGS_FILE)
-        tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_tiktoken_file(file)
+        file = _find_file(table, hf_path)
+        tokenizer, folder = read_tokenizer(file), file.parent
     templates = find_templates(table.chat_template, folder, table.chat_template_kwargs)
     return replace(tokenizer, templates=templates)
 
 
-def _refuse_missing(table: TokenizerTable, hf_path: str | Path | None) -> None:
-    if table.path is not None and not os.path.exists(os.path.expanduser(table.path)):
+def _find_file(table: TokenizerTable, hf_path: str | Path | None) -> Path:
+    given = table.path or hf_path
+    if given is None:
+        raise TokenizerError(
+            f"no tokenizer: give tokenizer.path, tokenizer.name or model.hf_path; {SUPPORTED}"
+        )
+    path = Path(os.path.expanduser(given))
+    if table.path is not None and not path.exists():
         raise MissingTokenizerError(
             "tokenizer.path",
             f"given {show(table.path)}, but there is no such file or folder; legal: a local tokenizer file or the "
             "folder of a model's release (a name on the Hugging Face hub is not downloaded)",
         )
-    if table.path is None and hf_path is not None and not os.path.isdir(os.path.expanduser(hf_path)):
+    if table.path is None and not path.is_dir():
         raise MissingTokenizerError(
             "model.hf_path", f"given {show(str(hf_path))}, but there is no such folder; {MODEL_FOLDER}"
         )
+    file = path / FILES[0] if path.is_dir() else path
+    if not file.is_file():
+        found = sorted(entry.name for entry in path.glob("*token*"))
+        raise TokenizerError(f"no {FILES[0]} in {path} (there: {', '.join(found) or 'nothing'}); {SUPPORTED}")
+    return file
 
 
 def _warn_of_another_vocabulary(hf_path: str | Path | None) -> None:
     """Warn if the weights know another vocabulary. That is legal, but they then begin as if they were random."""
-    folder = Path(os.path.expanduser(hf_path)) if hf_path is not None else None
-    if folder is not None and any((folder / name).is_file() for name in FILES):
+    if hf_path is not None and (Path(os.path.expanduser(hf_path)) / FILES[0]).is_file():
         logger.warning(
             'tokenizer.name = "bytes", but the weights of model.hf_path = "%s" know the vocabulary of the tokenizer '
             'in that folder; tokenizer.name = "none" takes that one',
@@ -189,43 +174,79 @@ def _warn_of_another_vocabulary(hf_path: str | Path | None) -> None:
 
 def _byte_tokenizer() -> Tokenizer:
     special = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}
-    encoding = tiktoken.Encoding(
-        "bytes",
-        # No merges exist, so the pattern decides only how much text one match takes: 60 M bytes/s
-        # with 64 characters, 13 M with one.
-        pat_str=r"[\s\S]{1,64}",
-        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-        special_tokens=special,
-    )
     names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-    return Tokenizer(encoding, 256, 257, 258, special, template_tokens=names)
+    return Tokenizer("bytes", 259, 256, 257, 258, special, template_tokens=names)
 
 
-def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
-    # The vocabulary's own end-of-document token comes first: the eos_token of a chat model ends a turn.
-    bpe = read_tokenizer_json(path)
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`, and the names of tokens beside it. Raises `TokenizerError`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        _check_byte_level(json.loads(data))
+        bpe = tokenizers.Tokenizer.from_buffer(data)
+        vocabulary = bpe.get_vocab()
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise TokenizerError("several tokens have the same id")
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    except Exception as error:  # the package raises plain `Exception`
+        raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
+    # The file may limit or pad texts, for other programs. Names of special tokens in a text must stay text.
+    bpe.no_truncation()
+    bpe.no_padding()
+    bpe.encode_special_tokens = True
+    added = sorted(bpe.get_added_tokens_decoder().items())
+    special = {token.content: number for number, token in added if token.special}
+    in_text = {token.content: number for number, token in added if not token.special}
+    settings = read_settings(path.parent / SETTINGS_FILE)
     names = {key: _token_name(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-    known = {key: name for key, name in names.items() if name in bpe.special}
-    ends = [name for name in (*DOCUMENT_ENDS, known.get("eos_token")) if name in bpe.special]
+    known = {key: name for key, name in names.items() if name in special}
+    # The vocabulary's own end-of-document token comes first: the eos_token of a chat model ends a turn.
+    ends = [name for name in (*DOCUMENT_ENDS, known.get("eos_token")) if name in special]
     if not ends:
         raise TokenizerError(
             f"{path}: no token ends a document: none of {', '.join(DOCUMENT_ENDS)}, and no eos_token in "
-            f"{path.parent / 'tokenizer_config.json'}"
+            f"{path.parent / SETTINGS_FILE}"
         )
-    bos = known.get("bos_token") if bpe.adds_bos or settings.get("add_bos_token") else None
-    paddings = [known.get("pad_token"), *(name for name in bpe.special if "pad" in name)]
+    adds_bos = not special.keys().isdisjoint(bpe.encode("a").tokens[:1])
+    bos = known.get("bos_token") if adds_bos or settings.get("add_bos_token") else None
+    paddings = [known.get("pad_token"), *(name for name in special if "pad" in name)]
     unused = [name for name in paddings if name and name not in (ends[0], bos)]
     return Tokenizer(
-        bpe.encoding,
-        bos_id=bpe.special[bos] if bos else None,
-        eos_id=bpe.special[ends[0]],
-        pad_id=bpe.special[(unused or ends)[0]],
-        special=bpe.special,
-        in_text=bpe.in_text,
-        nfc=bpe.nfc,
-        missing=bpe.missing,
+        name=f"byte-level BPE {hashlib.sha256(data).hexdigest()[:12]}",
+        vocab_size=max(vocabulary.values()) + 1,
+        bos_id=special[bos] if bos else None,
+        eos_id=special[ends[0]],
+        pad_id=special[(unused or ends)[0]],
+        special=special,
+        in_text=in_text,
+        bpe=bpe,
         template_tokens=known,
     )
+
+
+def _check_byte_level(content: dict[str, Any]) -> None:
+    """Raise `TokenizerError` unless the parts of a text have the tokens of the whole.
+
+    Text is encoded in pieces, and conversations in spans. A tokenizer that puts a space before each of them would give
+    other tokens, and one with dropout would give others in each pass.
+    """
+    model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
+    normalizer = content.get("normalizer") or {}
+    last = (pre_tokenizer.get("pretokenizers") or [pre_tokenizer])[-1]
+    kinds = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
+    if model.get("type", "BPE") != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        raise TokenizerError(
+            f"its model is {model.get('type')!r} and its pre_tokenizer ends in {last or None}; {SUPPORTED}, without a "
+            "prefix space"
+        )
+    if kinds not in ([], ["NFC"]) or model.get("dropout"):
+        raise TokenizerError(
+            f"it has normalizers {kinds}, dropout {model.get('dropout')}; supported: none, or NFC"
+        )
 
 
 def _token_name(value: Any) -> str:
@@ -234,61 +255,85 @@ def _token_name(value: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _from_tiktoken_file(path: Path) -> Tokenizer:
-    known, encoding = read_tiktoken_file(path)
-    ids, in_text = known.ids(), known.in_text()
-    names = {"bos_token": known.bos, "eos_token": known.end_of_turn}
-    return Tokenizer(
-        encoding,
-        bos_id=ids[known.bos] if known.bos else None,
-        eos_id=ids[known.eos],
-        pad_id=ids[known.pad],
-        special={name: number for name, number in ids.items() if name not in in_text},
-        in_text=in_text,
-        nfc=known.nfc,
-        template_tokens={key: name for key, name in names.items() if name},
-    )
+# Special tokens by their names in text. Text is encoded as text by default, so that no document can fake the turn of a
+# conversation. A source whose text a chat template wrote before asks for the tokens with `special_tokens = true`.
 
 
-def _find_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    for name in FILES:
-        if (path / name).is_file():
-            return path / name
-    found = sorted(entry.name for entry in path.glob("*token*"))
-    raise TokenizerError(
-        f"no {', '.join(FILES[:-2])} or {FILES[-2]} in {path} (there: {', '.join(found) or 'nothing'}); {SUPPORTED}"
-    )
+def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan]:
+    parts = enumerate(tokenizer.special_pattern.split(text))
+    return [TextSpan(part, learn, special=index % 2 == 1) for index, part in parts if part]
 
 
-# Normalisation form C by the tables of Unicode 9, which the package tokenizers uses.
-#
-# Python's tables are newer. They know marks that Unicode 9 does not, and move them past other marks. Released models
-# were trained on text in which those marks stayed in place.
-
-# Combining marks from Unicode 10 on, and letters with new compositions: in Unicode 9 none of them combines. The list
-# comes from asking the package about each mark in the tables of the package regex 2026.11.15 (newer than Unicode 16).
-NEWER = re.compile(
-    "(["
-    "\u05c8\u05c9\u07fd\u0897-\u089f\u08ca-\u08d3\u09fe\u0c3c\u0d3b\u0d3c\u0eba\u0ece\u1715\u1abf-\u1af0\u1df6-\u1dfa\ua82c"
-    "\U000105c9\U000105d2\U000105da\U000105e4"
-    "\U00010d24-\U00010d27\U00010d69-\U00010d6d\U00010eab\U00010eac\U00010ecb-\U00010eff\U00010f46-\U00010f50"
-    "\U00010f82-\U00010f85\U00011070\U0001133b\U00011380-\U000113ff\U0001145e\U00011839\U0001183a\U00011930"
-    "\U0001193d\U0001193e\U00011943\U000119e0\U00011a34\U00011a47\U00011a99\U00011d42\U00011d44\U00011d45\U00011d97"
-    "\U00011f41\U00011f42\U00016100-\U0001613f\U00016d40-\U00016d7f\U00016ff0\U00016ff1"
-    "\U0001d127\U0001d128\U0001d250-\U0001d281\U0001e08f\U0001e130-\U0001e136"
-    "\U0001e2ae\U0001e2ec-\U0001e2ef\U0001e4ec-\U0001e4ef\U0001e5ee\U0001e5ef\U0001e6e3-\U0001e6f5"
-    "])"
-)
+def encode_spans(tokenizer: Tokenizer, spans: list[TextSpan] | tuple[TextSpan, ...]) -> list[TokenIds]:
+    """Encode each span apart, as `[n]` int64."""
+    return [
+        np.array([tokenizer.special_id(span.text)], dtype=np.int64)
+        if span.special
+        else tokenizer.encode_array(span.text)
+        for span in spans
+    ]
 
 
-def nfc(text: str) -> str:
-    """Return `text` normalised to form C of Unicode 9."""
-    # Text that newer tables leave unchanged is normalised for Unicode 9 too, which combines less.
-    if unicodedata.is_normalized("NFC", text):
-        return text
-    parts = NEWER.split(text)  # newer marks are at the odd indices
-    return "".join(
-        part if index % 2 else unicodedata.normalize("NFC", part) for index, part in enumerate(parts)
-    )
+def encode_text(tokenizer: Tokenizer, text: str, reads_special: bool = False) -> TokenIds:
+    """Encode a text, in which the names of special tokens are tokens if the source reads them."""
+    if not reads_special:
+        return tokenizer.encode_array(text)
+    parts = encode_spans(tokenizer, split_special(tokenizer, text, True))
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def splits_at(tokenizer: Tokenizer, text: str, place: int, reads_special: bool = False) -> bool:
+    """Say whether a text may be encoded in two parts, up to `place` and from there on, without a change of its tokens.
+
+    Only the text around the place is encoded. It begins at three places in a row, because a pattern that takes three digits
+    at once counts them from the first one.
+    """
+    after = text[place : place + SEAM_CONTEXT]
+    if not after.strip():
+        return False  # white space may join the text behind it, which is not seen here
+    for more in range(3 if place > SEAM_CONTEXT else 1):
+        before = text[max(0, place - SEAM_CONTEXT - more) : place]
+        parts = [encode_text(tokenizer, part, reads_special) for part in (before, after)]
+        if not np.array_equal(np.concatenate(parts), encode_text(tokenizer, before + after, reads_special)):
+            return False
+    return True
+
+
+def opens_with(tokenizer: Tokenizer, text: str, token_id: int | None) -> bool:
+    found = tokenizer.special_pattern.match(text)
+    return found is not None and tokenizer.special_id(found[0]) == token_id
+
+
+def ends_with_special(tokenizer: Tokenizer, text: str) -> bool:
+    """Say whether a text ends with a special token, white space aside."""
+    return text.rstrip().endswith(tuple(tokenizer.special))
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """Writer of a prompt and its completion, both plain text: BOS if the tokenizer puts one, both texts, and EOS.
+
+    The completion and EOS are learnt, and with `learns_all` the prompt too. The two are tokenised apart, as in generation.
+    With `reads_special`, names of special tokens are tokens, and BOS and EOS are not written twice.
+    """
+
+    tokenizer: Tokenizer
+    learns_all: bool = False
+    reads_special: bool = False
+
+    def __call__(self, prompt: str, completion: str) -> tuple[TextSpan, ...]:
+        bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
+        begun = self.reads_special and opens_with(self.tokenizer, prompt, bos_id)
+        ended = self.reads_special and ends_with_special(self.tokenizer, completion)
+        before = [] if bos_id is None or begun else [self._named(bos_id, self.learns_all)]
+        after = [] if ended else [self._named(eos_id, True)]
+        return (*before, *self._spans(prompt, self.learns_all), *self._spans(completion, True), *after)
+
+    def _spans(self, text: str, learn: bool) -> list[TextSpan]:
+        if self.reads_special:
+            return split_special(self.tokenizer, text, learn)
+        return [TextSpan(text, learn)] if text else []
+
+    def _named(self, token_id: int, learn: bool) -> TextSpan:
+        name = next(name for name, known in self.tokenizer.special.items() if known == token_id)
+        return TextSpan(name, learn, special=True)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
-from torchround.data.document_types import TextSpan
-from torchround.data.errors import DataError, TokenizerError
-from torchround.data.text.jinja_template import TemplateLimitError, compile_template
-from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.document_types import DataError, TextSpan, TokenizerError
+from torchround.data.text.jinja_template import compile_template
+from torchround.data.text.tokenizer import Tokenizer, names_pattern
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
 
@@ -53,7 +52,7 @@ class TurnTemplate:
         self._settings = {**tokenizer.template_tokens, **(settings or {})}
         self._compiled = compile_template(source, where)
         self._tools: list[Any] | None = None  # what probes offer: none, unless the template needs some
-        self.marks = _pattern(tokenizer.special)
+        self.marks = names_pattern(tokenizer.special)
         self.unsafe_marks: frozenset[str] = frozenset()
         try:
             self._find_turns(tokenizer)
@@ -75,17 +74,14 @@ class TurnTemplate:
         add_generation_prompt: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation. Raises `DataError`."""
         inputs = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._compiled({**self._settings, **(settings or {}), **inputs, "documents": None})
 
     def parts(self, text: str) -> list[TextSpan]:
-        """Split a text into the marks and the text between them."""
         found = enumerate(self.marks.split(text))
         return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
 
     def sections(self, parts: Sequence[TextSpan]) -> Iterator[TurnSection]:
-        """Find the sections of the assistant's turns, in order."""
         index, continues = 0, False
         while index < len(parts):
             if not self._is_header(parts, index):
@@ -129,7 +125,6 @@ class TurnTemplate:
     # How the template writes turns, found out by rendering probes.
 
     def _find_turns(self, tokenizer: Tokenizer) -> None:
-        """Find the header of the assistant's turns, and the tokens that end them."""
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
         # The text that asks the model to speak is what the prompt adds to the same conversation without it.
@@ -166,14 +161,14 @@ class TurnTemplate:
         """Look for turns that added tokens mark. Only the ones that headers and ends need are left as marks."""
         if not tokenizer.in_text:
             return False
-        self.marks = _pattern([*tokenizer.special, *tokenizer.in_text])
+        self.marks = names_pattern([*tokenizer.special, *tokenizer.in_text])
         try:
             self._find_turns(tokenizer)
         except TokenizerError:
             return False  # the first error says more: it is about the tokens that usually mark turns
         needed = {part.text for part in self._header if part.special} | self._ends
         self.unsafe_marks = frozenset(needed & tokenizer.in_text.keys())
-        self.marks = _pattern([*tokenizer.special, *self.unsafe_marks])
+        self.marks = names_pattern([*tokenizer.special, *self.unsafe_marks])
         return True
 
     def _num_headers(self, text: str) -> int:
@@ -209,19 +204,13 @@ class TurnTemplate:
         try:
             return self.render(messages, self._tools, add_generation_prompt)
         except DataError as error:
-            if self._tools is None and not isinstance(error, TemplateLimitError):
+            if self._tools is None:
                 self._tools = [TOOL]  # some templates write only conversations that offer tools
                 try:
                     return self.render(messages, self._tools, add_generation_prompt)
                 except DataError:
                     self._tools = None
             raise TokenizerError(f"a plain question and answer cannot be written: {error}") from error
-
-
-def _pattern(names: Sequence[str] | Mapping[str, int]) -> re.Pattern[str]:
-    """Return the pattern of some tokens, the longest first, so that the longest one at a place is found."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

@@ -11,8 +11,7 @@ of an epoch apart in reading order, could otherwise come into one group, and so 
 
 The state is the reader's state at the group's start and how many sequences have left: a resumed run packs the group
 again. All documents of a group are read before its first sequence leaves, so a bad record stops a run at the start of
-its group. If a file has changed, the same group would be packed differently. For this case the state also names the
-parts of documents that have left: they are left out, and the rest of the group is packed anew (`in_changed_files`).
+its group.
 """
 
 from bisect import bisect_left, insort
@@ -23,51 +22,26 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.document_types import TokenIds
-from torchround.data.errors import DataError
-from torchround.data.packing.contiguous import (
-    PackedSequence,
-    TokenPiece,
-    joined,
-    learnt_mask,
-    positions_from,
-)
+from torchround.data.document_types import DataError, TokenIds
+from torchround.data.packing import PackedSequence, TokenPiece, learnt_mask
 from torchround.data.shuffling import shuffled
 from torchround.layer import IGNORED_LABEL
-from torchround.untrusted.data_position import check_group_growth
 
 GROUP_SEQUENCES = 64
 GROUPS_PER_EPOCH = 6
 LEAST_SEQUENCES = 4  # of a group: fewer would leave much padding
-PartId = tuple[int, int, int]
-"""Number of the source, of the document in that source, and of the part of that document."""
 
 
 @dataclass(frozen=True)
 class WholeDocument:
     """Inputs and labels `[n]` of a document, or of a part of one that fills a sequence.
 
-    `waited`: it was taken out of an earlier group, and must not wait again. `epoch` is None if it waited for the group
-    of a saved position.
+    `waited`: it was taken out of an earlier group, and must not wait again.
     """
 
     tokens: TokenIds
     labels: TokenIds
-    part_id: PartId
-    epoch: int | None = None
     waited: bool = False
-
-
-def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
-    """Adapt a packer's state to files in which records have changed.
-
-    The group then holds the documents with the same numbers as before, without the parts that have left it.
-    """
-    if not state["gone"]:
-        return state
-    # The group was read up to these documents. Its usual size in tokens would end it elsewhere if records changed size.
-    until = [source["drawn"] for source in state["so_far"]["reader"]["sources"]]
-    return {**state, "without": state["gone"], "until": until, "left": 0}
 
 
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
@@ -96,85 +70,60 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         self._epoch_documents = epoch_documents
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin empty, or in the middle of the group of the saved state."""
         super().reset(initial_state)
         state: dict[str, Any] = initial_state or {
             "reader": None,
             "waiting": [],
             "group": 0,
             "long": 0,
-            "without": [],
-            "until": None,
             "left": 0,
-            "gone": [],
         }
+        # Earlier versions have a third value, the number of the document.
         self._waiting = [
-            WholeDocument(
-                np.array(tokens, dtype=np.int64),
-                np.array(labels, dtype=np.int64),
-                tuple(part_id),
-                waited=True,
-            )
-            for tokens, labels, part_id in state["waiting"]
+            WholeDocument(np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), waited=True)
+            for tokens, labels, *_ in state["waiting"]
         ]
         self._group: int = state["group"]
         self._num_long: int = state["long"]
         # The reader goes back to the group's start, and the group is packed again when the first sequence is needed.
         self._source.reset(state["reader"])
-        self._begin_group(state["without"], state["until"])
-        self._left: int = state["left"]
-        self._gone = [tuple(part_id) for part_id in state["gone"]]
         self._rows: list[list[WholeDocument]] | None = None
+        self._begin_group()
+        self._left = state["left"]
         self._error: DataError | None = None
         self._ended = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state at the group's start, the documents that waited for it, and what has left it.
+        """Return the state at the group's start, the documents that waited for it, and how many sequences have left it.
 
-        `so_far` is for reports, and for files that change (`in_changed_files`): a run that resumes in unchanged files
-        counts the documents of the group again.
+        `so_far` is for reports: a run that resumes counts the documents of the group again.
         """
         so_far = {"long": self._num_long, "reader": self._source.state_dict()}
-        return {**self._group_start, "left": self._left, "gone": list(self._gone), "so_far": so_far}
+        return {**self._group_start, "left": self._left, "so_far": so_far}
 
     def next(self) -> PackedSequence | DataError:
-        """Return the next sequence. Raises `StopIteration` when the data has ended."""
         while True:
             if self._rows is None:
                 self._rows = self._pack_group()
                 if self._error is not None:
                     return self._error
             if self._left < len(self._rows):
-                row = self._rows[self._left]
                 self._left += 1
-                self._gone += [document.part_id for document in row]
-                return self._row(row)
+                return self._row(self._rows[self._left - 1])
             if self._ended:
                 raise StopIteration
             # The group is used up: its leftover documents begin the next one.
             self._waiting = self._next_waiting
             self._group += 1
-            self._begin_group([], None)
-            self._left, self._gone, self._rows = 0, [], None
+            self._begin_group()
 
-    def _begin_group(self, without: Iterable[Sequence[int]], until: list[int] | None) -> None:
-        """Note the state at the start of a group, for `get_state`.
-
-        The group leaves out the parts `without`. It is full at the usual size or, if `until` is given, at document
-        `until` of each source.
-        """
-        self._without, self._until = {tuple(part_id) for part_id in without}, until
-        waiting = [
-            (document.tokens.tolist(), document.labels.tolist(), document.part_id)
-            for document in self._waiting
-        ]
+    def _begin_group(self) -> None:
+        self._left, self._rows = 0, None
         self._group_start = {
             "reader": self._source.state_dict(),
-            "waiting": waiting,
+            "waiting": [(document.tokens.tolist(), document.labels.tolist()) for document in self._waiting],
             "group": self._group,
             "long": self._num_long,
-            "without": sorted(self._without),
-            "until": until,
         }
 
     def _pack_group(self) -> list[list[WholeDocument]]:
@@ -196,21 +145,19 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def _gather(self) -> list[WholeDocument]:
         """Read the documents of one group, and note if the data has ended.
 
-        Raises `DataError` for a bad record, for a forged group, and if no document fits.
+        Raises `DataError` for a bad record, and if no document of a whole pass over a source fits.
         """
         documents, pieces = list(self._waiting), list[TokenPiece]()
-        group_tokens = GROUP_SEQUENCES * self._seq_len
-        room = group_tokens - total(documents)
+        room = GROUP_SEQUENCES * self._seq_len - total(documents)
         fruitless: dict[int, int] = {}  # by source: the epoch since which it has given no document
         # A document that has begun is read to its end: no other group would have its first pieces.
-        while pieces or (not self._is_full(room) if self._until is None else self._is_before(self._until)):
+        while pieces or not self._is_full(room):
             item = next(self._source, None)
             if isinstance(item, DataError):
                 raise item
             if item is None:
                 self._ended = True
-                documents += self._parts(pieces)
-                break
+                return documents + self._parts(pieces)
             # A document whose last piece never came was broken off by a bad record: its beginning is kept.
             if item.starts_document and pieces:
                 documents += self._parts(pieces)
@@ -221,15 +168,13 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 documents += parts
                 room -= total(parts)
                 fruitless = {} if parts else fruitless
-                self._check_growth(-room, group_tokens)
+                # Without this error, an endless run would read the same too long documents forever.
                 if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
-                    raise self._nothing_fits()
-        return [document for document in documents if document.part_id not in self._without]
-
-    def _is_before(self, until: Sequence[int]) -> bool:
-        """Say whether any source has not yet reached its last document of the group."""
-        sources = self._source.state_dict()["sources"]
-        return any(source["drawn"] < end for source, end in zip(sources, until, strict=True))
+                    raise DataError(
+                        "no document of a whole pass over a source fits into a sequence: training.seq_len is "
+                        f'{self._seq_len}, and data.long_documents = "skip" leaves out what is longer'
+                    )
+        return documents
 
     def _is_full(self, room: int) -> bool:
         """Say whether a group with room for `room` more tokens has all its documents."""
@@ -241,44 +186,23 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         begun, now = self._group_start["reader"]["sources"], self._source.state_dict()["sources"]
         return any(map(_has_its_share, self._epoch_documents, begun, now))
 
-    def _check_growth(self, excess_tokens: int, group_tokens: int) -> None:
-        if self._until is not None:
-            try:
-                check_group_growth(excess_tokens, group_tokens, self._until)
-            except ValueError as error:
-                raise DataError(error) from error
-
-    def _nothing_fits(self) -> DataError:
-        # Without this error, an endless run would read the same too long documents forever.
-        return DataError(
-            "no document of a whole pass over a source fits into a sequence: training.seq_len is "
-            f'{self._seq_len}, and data.long_documents = "skip" leaves out what is longer'
-        )
-
     def _parts(self, pieces: Sequence[TokenPiece]) -> list[WholeDocument]:
-        """Return the parts that are used of the document in `pieces`: none, the whole, its beginning, or all parts."""
         if not pieces:
             return []
-        tokens = joined([piece.tokens for piece in pieces])
+        tokens = np.concatenate([piece.tokens for piece in pieces])
         labels = np.empty_like(tokens)
         labels[:-1], labels[-1] = tokens[1:], IGNORED_LABEL
         if any(piece.learn is not None for piece in pieces):
-            learn = joined([learnt_mask(piece) for piece in pieces])
+            learn = np.concatenate([learnt_mask(piece) for piece in pieces])
             labels[:-1][~learn[1:]] = IGNORED_LABEL
         starts = range(0, len(tokens), self._seq_len)
         if len(starts) > 1:
             self._num_long += 1
             kept = {"cut": 1, "skip": 0, "split": len(starts)}[self._long_documents]
             starts = starts[:kept]
-        source, number = pieces[0].source, pieces[0].number
         return [
-            WholeDocument(
-                tokens[low : low + self._seq_len],
-                labels[low : low + self._seq_len],
-                (source, number, part),
-                pieces[0].epoch,
-            )
-            for part, low in enumerate(starts)
+            WholeDocument(tokens[low : low + self._seq_len], labels[low : low + self._seq_len])
+            for low in starts
         ]
 
     def _take_emptiest(self, packed: list[list[WholeDocument]]) -> list[WholeDocument]:
@@ -295,24 +219,15 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def _row(self, documents: Sequence[WholeDocument]) -> PackedSequence:
         """Join documents to a sequence; padding is one more document, whose labels are ignored."""
         missing = self._seq_len - total(documents)
-        tokens, labels = (
-            [document.tokens for document in documents],
-            [document.labels for document in documents],
-        )
+        tokens = [document.tokens for document in documents]
+        labels = [document.labels for document in documents]
         if missing:
             tokens.append(np.full(missing, self._pad_id, dtype=np.int64))
             labels.append(np.full(missing, IGNORED_LABEL, dtype=np.int64))
         begins = np.zeros(self._seq_len, dtype=np.bool_)
         begins[np.cumsum([0, *map(len, tokens[:-1])])] = True
         return PackedSequence(
-            tokens=np.concatenate(tokens),
-            labels=np.concatenate(labels),
-            positions=positions_from(begins),
-            document_ids=np.cumsum(begins, dtype=np.int64) - 1,
-            origins=tuple(
-                (document.part_id[0], -1 if document.epoch is None else document.epoch)
-                for document in documents
-            ),
+            np.concatenate(tokens).astype(np.int32), np.concatenate(labels).astype(np.int32), begins
         )
 
 
@@ -345,5 +260,4 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def total(documents: Iterable[WholeDocument]) -> int:
-    """Count the tokens of several documents."""
     return sum(len(document.tokens) for document in documents)
