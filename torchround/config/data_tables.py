@@ -54,6 +54,10 @@ class SourceTable(Table):
     `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's
     name (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
 
+    module: Name | None = None
+    """Python module of your own that reads the files, in place of `format`: `read(path)` yields a table of fields for each record
+    (docs/data.md). It is looked up where Python looks, and then in the working directory."""
+
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
     """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
     `{from, value}` (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`.

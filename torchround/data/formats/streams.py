@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchround.config import SourceTable
+from torchround.config import SourceTable, users_module
 from torchround.data.document_types import DataError, DataFileError, Document, Record, cannot_be_read
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.files import (
@@ -55,6 +55,8 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
     if table.format == "dataset":
         return RecordStream(table, records, _dataset_parts(table))
     paths = find_files(table.path)
+    if table.module is not None:
+        return RecordStream(table, records, [_users_part(table.module, path) for path in paths])
     kinds = {path: kind_of(path, table.format) for path in paths}
     for path, kind in kinds.items():
         if kind == "text" and table.content != "text":
@@ -74,6 +76,19 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
     return RecordStream(
         table, records, [part for path in paths for part in _file_parts(path, kinds[path], records)]
     )
+
+
+def _users_part(module: str, path: Path) -> StreamPart:
+    """Return a part whose records the user's module reads: `read(path)` yields a mapping for each."""
+    try:
+        read = users_module(module).read
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"source module {module}: it gives no read(path) ({type(error).__name__}: {error})"
+        ) from error
+    file_bytes = size_bytes(path)
+    documents = partial(_documents, path, partial(read, path), "record", 0, file_bytes)
+    return StreamPart(documents, lambda: sum(1 for _ in read(path)), file_bytes)
 
 
 def _file_parts(path: Path, kind: str, records: RecordReader) -> list[StreamPart]:

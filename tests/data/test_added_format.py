@@ -1,0 +1,43 @@
+"""A format that a user's module reads."""
+
+import pytest
+
+from tests.support.batch_contents import texts_of
+from torchround.config import SourceTable
+from torchround.data import DataError
+from torchround.data.formats.streams import open_source
+from torchround.data.shuffling import EpochKey
+
+MODULE = """
+def read(path):
+    for paragraph in path.read_text().split("\\n\\n"):
+        if paragraph == "broken":
+            raise ValueError("no such paragraph")
+        yield {"text": paragraph}
+"""
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paragraphs.py").write_text(MODULE)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(f"{number}.{record}" for record in range(4)))
+    return lambda **keys: open_source(SourceTable(path="*.txt", **{"module": "paragraphs"} | keys))
+
+
+def test_every_record_of_every_file_is_read_once_in_each_pass(source):
+    expected = [f"{number}.{record}" for number in range(3) for record in range(4)]
+    assert texts_of(source()) == expected and source().count() == 12
+    assert sorted(texts_of(source(), EpochKey("0/0/0"))) == expected
+
+
+def test_an_exception_of_the_module_is_a_bad_record_with_its_file_and_number(source, tmp_path):
+    (tmp_path / "1.txt").write_text("good\n\nbroken\n\nunread")
+    with pytest.raises(DataError, match=r"1.txt, record 2: cannot be read from here on: ValueError: no such paragraph"):
+        texts_of(source())
+
+
+def test_a_module_without_the_function_is_one_message(source):
+    with pytest.raises(DataError, match=r"source module json: it gives no read\(path\)"):
+        source(module="json")
