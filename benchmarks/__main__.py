@@ -17,7 +17,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
     "optimizer-speed": ("optimizer", "SPEED"),
-    "tokenizer": ("data", "TOKENIZER"),
     "loader": ("data", "LOADER"),
     "data-wait": ("data", "WAIT"),
     "machines": ("machines", "MACHINES"),

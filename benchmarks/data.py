@@ -1,4 +1,4 @@
-"""How fast data comes: encoding text, file to batch, and the share of a step that waits."""
+"""How fast data comes: file to batch, and the share of a step that waits."""
 
 import argparse
 import json
@@ -7,11 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.frame import ROOT, Benchmark, Option, Report, in_turns, timed
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from benchmarks.frame import ROOT, Benchmark, Option, Report
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.planning.cards import find_device
@@ -20,119 +21,33 @@ SEQ_LEN = 2048
 LLAMA_3_2_1B_PARAMETERS = 1_235_814_400  # as released, the tied embedding counted once
 MOST_WAITING_SHARE = 0.01
 
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT_OSS_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-USUAL_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA_3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = {
-    "llama3": USUAL_PATTERN.replace("DIGITS", r"\p{N}{1,3}"),
-    "qwen3": USUAL_PATTERN.replace("DIGITS", r"\p{N}"),
-    "gpt_oss": GPT_OSS_PATTERN,
-}
-QWEN_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def standard_library(files: int | None = None) -> list[str]:
+def standard_library() -> list[str]:
     """Read files of Python's standard library: text that is on every machine."""
-    paths = sorted(Path(os.__file__).parent.glob("*.py"))
-    return [path.read_text(encoding="utf-8") for path in paths[:files]]
+    return [path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))]
 
 
-def train_vocabulary(family: str, vocab_size: int, folder: Path) -> Any:
-    """Train a byte-level BPE with the family's pattern on the standard library, and write it as a release has it.
-
-    Returns the tokenizer of the package tokenizers.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    # Each process of the package would otherwise use all cores, and ours one.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PATTERNS[family]), "isolated")
+def train_vocabulary(vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE with Llama 3's pattern on the standard library, and write it as a release has it."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    if family == "qwen3":
-        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(standard_library(), trainer)
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    if family == "qwen3":
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return tokenizer
-
-
-# Encoding.
-
-
-def tokenizer_speeds(options: argparse.Namespace) -> Report:
-    """Measure million characters per second on one thread, for each family's pattern."""
-    texts = standard_library(options.files)
-    figures: Report = {}
-    for family in options.families:
-        with tempfile.TemporaryDirectory() as folder:
-            reference = train_vocabulary(family, options.vocab_size, Path(folder))
-            ours = build_tokenizer(TokenizerTable(path=folder))
-        # The speed of other tokens would say nothing.
-        for text in texts:
-            assert ours.encode(text) == reference.encode(text).ids, f"other tokens of {text[:50]!r}"
-        figures[family] = encoding_speeds(ours, reference, texts, options.turns)
-    return {"million_characters_per_s": figures}
-
-
-def encoding_speeds(ours: Tokenizer, reference: Any, texts: list[str], turns: int) -> dict[str, float]:
-    """Encode the texts with both in turns; the fastest turn of each counts."""
-
-    def encode_all(encode: Callable[[str], object]) -> float:
-        return timed(lambda: [encode(text) for text in texts])
-
-    seconds = in_turns(
-        {
-            "torchround": lambda: encode_all(ours.encode_array),
-            "tokenizers": lambda: encode_all(reference.encode),
-        },
-        turns,
-    )
-    characters = sum(map(len, texts))
-    return {name: characters / min(times) / 1e6 for name, times in seconds.items()}
-
-
-def tokenizer_headline(figures: Report) -> tuple[str, str]:
-    """Name the speeds with each pattern."""
-    found = figures["million_characters_per_s"]
-    ours, theirs = (
-        ", ".join(f"{family} {speeds[side]:.2f}" for family, speeds in found.items())
-        for side in ("torchround", "tokenizers")
-    )
-    return f"{ours} M characters/s", f"tokenizers: {theirs}"
-
-
-TOKENIZER = Benchmark(
-    """Speed of encoding beside the package tokenizers, with each family's pattern, on one thread.
-
-Trains a vocabulary for each family on Python's standard library and checks that both give the same tokens.""",
-    {
-        "--families": Option(list(PATTERNS), "families", list(PATTERNS)),
-        "--vocab-size": Option(32_000, "tokens of the trained vocabularies"),
-        "--files": Option(None, "files of the standard library to encode (default: all)", type=int),
-        "--turns": Option(3, "turns, of which the fastest counts"),
-    },
-    tokenizer_speeds,
-    tokenizer_headline,
-    "--families llama3 --vocab-size 400 --files 3 --turns 1",
-)
 
 
 # From file to batch.
@@ -142,7 +57,7 @@ def loader_speeds(options: argparse.Namespace) -> Report:
     """Measure tokens per second of loaders from file to batch, and compare with the most that a card can take."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_vocabulary("llama3", options.vocab_size, folder)
+        train_vocabulary(options.vocab_size, folder)
         tokenizer = build_tokenizer(TokenizerTable(path=str(folder)))
         chats = write_chats(folder / "chats.jsonl", standard_library())
         sources = {

@@ -1,6 +1,7 @@
 """Messages as their authors mark them, which template writes a conversation, and what its own checks see."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,36 @@ def test_a_message_of_reasoning_or_calls_needs_no_content(templates, field):
     record = {"messages": [question("one"), {"role": "assistant", "content": None, field: value}]}
     text = "".join(span.text for span in reader.read(Document("x.jsonl", number=1), record))
     assert ("weather" if field == "tool_calls" else "the thought") in text
+
+
+# Fields that a template drops.
+
+WITH_FIELDS = (
+    question("one"),
+    answer("", tool_calls=[call("weather"), call("now")], reasoning="Hm."),
+    {"role": "tool", "content": "rain"},
+    answer("two"),
+)
+
+
+def warnings_of(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return sorted(text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts)
+
+
+def test_each_kind_of_field_that_a_template_drops_is_said_once_and_no_other(chat_tokenizers, caplog):
+    drops = with_templates(chat_tokenizers["qwen3"], LOOP)
+    first_call = with_templates(chat_tokenizers["gpt_oss"], released("gpt_oss"))
+    every = with_templates(chat_tokenizers["qwen3"], released("qwen3"))
+    for template, tools, expected in (
+        (drops, (TOOL,), ["reasoning", "tool calls", "tools"]),
+        (first_call, (), ["tool calls"]),
+        (every, (), []),
+    ):
+        caplog.clear()
+        for _ in range(3):
+            template(Conversation(WITH_FIELDS, tools))
+        assert warnings_of(caplog) == expected
 
 
 DIALOGUE = [question("one"), answer("two")]

@@ -5,6 +5,8 @@ message that looks like a special token stays text, so no message can fake a tur
 learnt (`weight`, `train`) are found by rendering once more with marks in them.
 """
 
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,8 +16,14 @@ from torchround.data.document_types import Conversation, DataError, TextSpan, To
 from torchround.data.text.tokenizer import Tokenizer, splits_at
 from torchround.data.text.turns import TurnSection, TurnTemplate
 
+logger = logging.getLogger(__name__)
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that data sets use for the same thing; the first one with a value counts."""
+
+FIELDS = {"tool calls": ("tool_calls",), "reasoning": REASONING, "tools": ()}
+"""The fields of messages that a template may leave out, by their kind."""
+CONVERSATIONS_CHECKED = 100  # for each of these kinds
 
 Message = Mapping[str, Any]
 
@@ -67,6 +75,7 @@ class ChatTemplate:
         self._with_tools = compiled(sources.with_tools, " (tool_use)") or self._plain
         self._tokenizer = tokenizer
         self._learns_all = loss_on == "all"
+        self._unchecked = dict.fromkeys(FIELDS, CONVERSATIONS_CHECKED)
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         learnt = learnt_messages(conversation.messages, self._learns_all)
@@ -79,10 +88,35 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template wrote {num_turns} turns of the assistant for {len(learnt)} messages from it"
             )
+        self._warn_of_fields_left_out(template, written)
         wanted = [True] * len(sections)
         if not all(learnt):
             wanted = _wanted_sections(template, written, learnt, len(sections))
         return tuple(_unguarded(template, self._spans(template, parts, sections, wanted), written.guard))
+
+    def _warn_of_fields_left_out(self, template: TurnTemplate, written: Written) -> None:
+        """Warn once for each kind of field that has none of its marks in the text, or for tool calls not all."""
+        messages, tools, settings = written.inputs
+        for kind in [kind for kind, left in self._unchecked.items() if left]:
+            marked = [{**each, **_fields_marked(each, FIELDS[kind], written.spare)} for each in messages]
+            if kind == "tools":
+                offered = _fields_marked({"tool_calls": tools}, ("tool_calls",), written.spare)
+                tools = offered.get("tool_calls")
+            num_marks = json.dumps([marked, tools], ensure_ascii=False, default=str).count(written.spare)
+            if not num_marks:
+                continue
+            self._unchecked[kind] -= 1
+            try:
+                found = template.render(marked, tools, settings=settings).count(written.spare)
+            except DataError:
+                continue  # a template that fails at a mark has looked at the field
+            if found < (num_marks if kind == "tool calls" else 1):
+                self._unchecked[kind] = 0
+                logger.warning(
+                    "the chat template leaves out %s of a conversation, which the model then never sees; another template "
+                    "may write it (tokenizer.chat_template)",
+                    kind,
+                )
 
     def prompt(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """Render a conversation up to where the assistant's next turn begins. Raises `DataError`."""
@@ -215,6 +249,15 @@ def with_marks(message: Message, mark: str) -> dict[str, Any]:
     if isinstance(calls, (list, tuple)):
         texts["tool_calls"] = [put_in_call(call) for call in calls]
     return {**message, **texts}
+
+
+def _fields_marked(message: Message, names: Sequence[str], mark: str) -> dict[str, Any]:
+    """Return the message's fields of these names with marks. Of several calls, the last one is marked."""
+    fields = {name: message[name] for name in names if message.get(name)}
+    calls = fields.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        return with_marks(fields, mark)
+    return {"tool_calls": [*calls[:-1], *with_marks({"tool_calls": calls[-1:]}, mark)["tool_calls"]]}
 
 
 def _wanted_sections(
