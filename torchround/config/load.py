@@ -33,6 +33,9 @@ MOST_BASES = 20
 MOST_BYTES = 2**18
 """Legal size of a file: another kind of file, given by mistake, may be as large as a disk."""
 
+MOST_DOTS = 500
+"""Legal dots in a line: TOML's parser keeps every beginning of a dotted key, so memory grows with the square of its length."""
+
 Override = tuple[tuple[str, ...], Any]
 """A key path of a table and at least one key, and its value."""
 
@@ -150,6 +153,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"longer than {MOST_BYTES >> 10} KiB")
+        if any(line.count(b".") > MOST_DOTS for line in content.splitlines()):
+            raise ValueError(f"a line with over {MOST_DOTS} dots (an array may take several lines)")
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise config_error(str(file), "", f"not UTF-8 text: byte {error.start} is {error.reason}") from None
