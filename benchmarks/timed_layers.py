@@ -24,7 +24,7 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
-from torchround.planning.costs import Costs, KeptCost, LayerCost
+from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.plan import Plan
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
@@ -146,8 +146,8 @@ def empty_micro_batches(count: int) -> list[MicroBatch]:
     return [MicroBatch(zeros, zeros, zeros, zeros)] * count
 
 
-def block_costs(num_blocks: int, scale: float = 1.0, keepable: tuple[KeptCost, ...] = ()) -> Costs:
-    """Return blocks that can keep these parts, and a head, as the planner's costs. All times are multiplied by `scale`."""
+def block_costs(num_blocks: int, scale: float = 1.0) -> Costs:
+    """Return equal blocks and a head, as the planner's costs. All times are multiplied by `scale`."""
     sizes = [1.0] * num_blocks + [HEAD_BLOCKS]
     return Costs(
         tuple(
@@ -156,7 +156,6 @@ def block_costs(num_blocks: int, scale: float = 1.0, keepable: tuple[KeptCost, .
                 BLOCK_FORWARD_S * size * scale,
                 BLOCK_BACKWARD_S * size * scale,
                 activation_bytes=int(size * BLOCK_BYTES),
-                keepable=keepable if index < num_blocks else (),
             )
             for index, size in enumerate(sizes)
         )

@@ -180,6 +180,42 @@ def other_cells(result: ScheduleReport) -> list[str]:
     return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
 
 
+def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32) -> str:
+    """Simulate PipeOffload's Table 1 for equal chunks with T_F = T_B = T_W = 1: formula, then simulation."""
+    d, v = devices, chunks
+    model = d * v
+    formulas = {
+        "1f1b": (f"{model}", f"{v * (d - 1) * 3}"),
+        "interleaved_1f1b": (f"{model + d - 1}", f"{(d - 1) * 3}"),
+        "gis": (f"{model}", f"{(d - 1) * 2}"),
+        "gis_h": (f"{(v + 1) * d // 2}", f"{(d - 1) * 2 + (v - 1) * d // 2}"),
+        "po_h": (f"about {(v + 2) * d / 8:.0f}", f"< {v * (d - 1) * 3}"),
+        "po_f": ("constant", f"< {v * (d - 1) * 3}"),
+    }
+    rows = []
+    for name, (memory, bubble) in formulas.items():
+        result = equal_chunks(name, devices, chunks, micro_batches)
+        lost = result.makespan_s - 3 * micro_batches * chunks
+        rows.append([f"`{name}`", memory, f"{max(result.peak_activation_bytes)}", bubble, f"{lost:g}"])
+    return markdown(["", "chunks kept: formula", "simulated", "bubble: formula", "simulated"], rows)
+
+
+def offload_table(devices: int = 8, chunks: int = 16, micro_batches: int = 32) -> str:
+    """Show what is left of the activations by the chunks that go to the host (PipeOffload's figures 3 and 9), in %.
+
+    A chunk's share of the peak is that of its lifespan: chunk c of v lives v - c times as long as the last one.
+    """
+    budgets = (0, 2, 4, 8, 12, 16)
+    lifespans = [100 * sum(range(chunks - budget + 1)) / sum(range(chunks + 1)) for budget in budgets]
+    rows = [["sum of lifespans", *(f"{share:.0f}" for share in lifespans)]]
+    for ratio in (0.25, 1.0):
+        fields = {"chunks": chunks, "micro_batches": micro_batches, "offload_ratio": ratio}
+        reports = [equal_chunks("po_f", devices, offload_chunks=budget, **fields) for budget in budgets]
+        peaks = [max(report.peak_activation_bytes) for report in reports]
+        rows.append([f"simulated, k = {ratio:g}", *(f"{100 * peak / peaks[0]:.0f}" for peak in peaks)])
+    return markdown(["chunks offloaded of 16", *(f"{budget}" for budget in budgets)], rows)
+
+
 def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
     """Show the drift of PACI by its accumulation factor, and of asynchronous 1F1B, with equal stages."""
     cases = [(f"`paci`, a = {a}", "paci", -(-(devices - 1) // a), {"accumulate": a}) for a in (1, 2, 4, 8)]
@@ -388,6 +424,8 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "published": published_table,
         "bound": partial(compared_table, BOUND),
         "roundpipe": partial(compared_table, ROUNDPIPE),
+        "pipeoffload": pipeoffload_table,
+        "offload": offload_table,
         "paci": paci_table,
         "planned": planned_table,
         "bounded": bounded_table,

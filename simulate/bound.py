@@ -7,7 +7,7 @@ and dependencies to the actions.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torchround.engine.timeline import Task, TaskKind
@@ -30,10 +30,13 @@ class SimulationSetup:
     """The model, the devices and the options of a simulation; each schedule reads the options that concern it.
 
     - `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
-      layer's (the head). If False, activations are kept, as in the zero-bubble and PACI papers.
+      layer's (the head). If False, activations are kept, as in the zero-bubble, PipeOffload and PACI papers.
     - `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
     - `stages`: layers of each virtual stage, zeros allowed; None: the split whose slowest stage is fastest.
-    - `pcie_bytes_per_s`: one direction; if given, Mobius's transfers take the time of their bytes.
+    - `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
+    - `offload_ratio`: PipeOffload's k: round trip of a chunk's activations over its forward and backward time.
+    - `offload_chunks`: chunks per device that PipeOffload moves to the host; None: half or all of them.
+    - `pcie_bytes_per_s`: one direction; if given, transfers take the time of their bytes and k is not read.
     - `accumulate`: PACI's a: local backwards per update; None: all micro-batches of a step.
     - `partition`, `rounds`: RoundPipe's; None: the planner's choice within `limits`.
     - `limits`: memory limits of RoundPipe's plan, and how it recomputes.
@@ -45,6 +48,9 @@ class SimulationSetup:
     recompute: bool = True
     chunks: int | None = None
     stages: tuple[int, ...] | None = None
+    group: int | None = None
+    offload_ratio: float = 1.0
+    offload_chunks: int | None = None
     pcie_bytes_per_s: float | None = None
     accumulate: int | None = None
     partition: Partition | None = None
@@ -53,10 +59,12 @@ class SimulationSetup:
 
     def __post_init__(self) -> None:
         num_layers = len(self.costs.layers)
-        for name in ("num_devices", "num_micro_batches", "chunks", "accumulate", "rounds"):
+        for name in ("num_devices", "num_micro_batches", "chunks", "group", "accumulate", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScheduleError(f"{name} = {value} must be at least 1")
+        if self.offload_ratio <= 0:
+            raise ScheduleError(f"offload_ratio = {self.offload_ratio} must be above 0")
         if self.rounds is not None and self.rounds > self.num_micro_batches:
             raise ScheduleError(f"{self.rounds} rounds of only {self.num_micro_batches} micro-batches")
         if self.stages is not None and sum(self.stages) != num_layers:
@@ -172,44 +180,3 @@ def bound_tasks(
         after = tuple((index_of[action], lag_s) for action, lag_s in waits if action in index_of)
         tasks.append(replace(task, micro_batch=k, step=step, priority=position, after=after))
     return tasks
-
-
-def swap_weights(
-    tasks: Sequence[Task], setup: SimulationSetup, orders: Sequence[Sequence[Action]]
-) -> list[Task]:
-    """Keep weights and layer inputs on the host, as Mobius does: add an upload before each run of a chunk, a download after.
-
-    The download is of gradients, after a backward. A device has room for two chunks' weights, so one uploads while the other computes.
-    """
-    # Layer inputs go down after the forward and come up before the backward, instead of staying on the device.
-    swapped = []
-    for task in tasks:
-        held = max(task.holds_bytes, task.frees_bytes)
-        scratch, moved = task.scratch_bytes + held, task.moves_bytes + held
-        swapped.append(replace(task, holds_bytes=0, frees_bytes=0, scratch_bytes=scratch, moves_bytes=moved))
-    rate = setup.pcie_bytes_per_s or float("inf")
-    flat = [action for order in orders for action in order]
-    ends: list[list[int]] = [[] for _ in orders]  # the last task of each run of a chunk, by device
-    for _, group in groupby(range(len(flat)), key=lambda index: flat[index].stage):
-        run = list(group)
-        first, last = run[0], run[-1]
-        start, before = swapped[first], ends[swapped[first].device]
-        layers = setup.costs.layers[start.layers.start : start.layers.stop]
-        weights = sum(layer.weight_bytes for layer in layers)
-        gradients = sum(layer.gradient_bytes for layer in layers)
-        upload = replace(
-            start,
-            kind=TaskKind.WEIGHTS,
-            stream="upload",
-            duration_s=weights / rate,
-            after=((before[-2], 0.0),) if len(before) > 1 else (),
-            scratch_bytes=0,
-            moves_bytes=weights,
-        )
-        before.append(last)
-        swapped.append(upload)
-        swapped[first] = replace(start, after=(*start.after, (len(swapped) - 1, 0.0)))
-        if swapped[last].kind is BACKWARD:
-            download = replace(upload, kind=TaskKind.GRADIENTS, stream="download", moves_bytes=gradients)
-            swapped.append(replace(download, duration_s=gradients / rate, after=((last, 0.0),)))
-    return swapped

@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     add("--schedules", default="all", help=f"comma-separated: {', '.join(SCHEDULES)}")
     add("--no-recompute", action="store_true", help="bound schedules keep their activations")
     add("--chunks", type=int, help="virtual stages per device of looped schedules")
+    add("--group", type=int, help="GIS: micro-batches per group")
+    add("--offload-ratio", type=float, default=1.0, help="PipeOffload's k where no PCIe rate is known (1)")
+    add("--offload-chunks", type=int, help="PipeOffload: chunks of a device on the host (half or all)")
     add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
     add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
     add("--rounds", type=int, help="RoundPipe's rounds")
@@ -90,10 +93,10 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
     given = _read(options.partition, read_partition) if options.partition is not None else (None, None)
+    same = ("chunks", "group", "offload_ratio", "offload_chunks", "accumulate")
     return SimulationSetup(
         *(costs, options.devices, options.microbatches, not options.no_recompute),
-        chunks=options.chunks,
-        accumulate=options.accumulate,
+        **{name: getattr(options, name) for name in same},
         pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
         partition=given[0],
         rounds=options.rounds or given[1],

@@ -1,8 +1,8 @@
 """The schedules of other papers as one table, RoundPipe's two, and how each becomes tasks and a report.
 
 With a flush each step starts and ends with an empty pipeline: GPipe (Huang et al., 2019), 1F1B (PipeDream-flush),
-interleaved 1F1B (Megatron-LM), Looped BFS (Lamy-Poirier, 2023), zero bubble (Qi et al., 2023), and Mobius (Feng et al.,
-2023). Without one, stages take what arrives and
+interleaved 1F1B (Megatron-LM), Looped BFS (Lamy-Poirier, 2023), zero bubble (Qi et al., 2023), PipeOffload's GIS and
+its offloading forms (Wan et al., 2025), and Mobius (Feng et al., 2023). Without one, stages take what arrives and
 update on their own: PipeDream's asynchronous 1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on
 between a micro-batch's forward and its backward. docs/schedules.md has the formulas that each one reaches.
 """
@@ -20,13 +20,14 @@ from torchround.simulate.bound import (
     FORWARD,
     WEIGHT_GRADIENT,
     Action,
+    ScheduleError,
     SimulationSetup,
     bound_stages,
     bound_tasks,
-    swap_weights,
 )
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import Run, simulate, steady_state
+from torchround.simulate.transfers import offload_activations, swap_weights, uniform_grid
 
 
 class Sizes(NamedTuple):
@@ -49,6 +50,7 @@ class Rule:
     - `tail`: above 0 if steps flow into each other; the last `tail` x N micro-batches run ahead, as nothing follows them.
     - `admits(p, i)`: with so many unresolved micro-batches device i starts no forward. It takes what is ready.
     - `updates(setup)`: backwards per update of a stage.
+    - `offloaded(v)`: how many chunks PipeOffload moves to the host, in an order of its own.
     - `swapped`: weights and layer inputs are on the host, as Mobius keeps them.
     """
 
@@ -60,6 +62,7 @@ class Rule:
     tail: int = 0
     admits: Callable[[int, int], int | None] | None = None
     updates: Callable[[SimulationSetup], int] | None = None
+    offloaded: Callable[[int], int] | None = None
     swapped: bool = False
 
 
@@ -68,8 +71,23 @@ def _about_p(setup: SimulationSetup) -> list[range]:
     return split_evenly(setup.num_micro_batches, max(1, setup.num_micro_batches // setup.num_devices))
 
 
+def _of_size(setup: SimulationSetup, group: int | None) -> list[range]:
+    """Cut the step into groups of `ceil(p / 2)` to p. The last is filled up: a short one would reverse an order."""
+    least, most = -(-setup.num_devices // 2), setup.num_devices
+    group = group or least
+    if not least <= group <= most:
+        raise ScheduleError(f"a group of {group} micro-batches must be between {least} and {most}")
+    return [range(first, first + group) for first in range(0, setup.num_micro_batches, group)]
+
+
 _1F1B = Rule(lambda n, i: n.p - i)
 _BREADTH_FIRST = Rule(looped=True, last_first=True)
+_GIS = Rule(
+    lambda n, i: n.g * (n.v - 1) + n.p - i,
+    groups=lambda setup: _of_size(setup, setup.group or setup.num_devices),
+    delay=lambda i: 0,
+    looped=True,
+)
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "gpipe": Rule(),
@@ -79,6 +97,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "zb_h1": replace(_1F1B, delay=lambda i: i),
         # The paper checks the update afterwards instead of waiting for all devices, so steps flow into each other.
         "zb_h2": Rule(lambda n, i: 2 * (n.p - i) - 1, delay=lambda i: 2 * i, tail=2),
+        "gis": _GIS,
+        "gis_h": replace(_GIS, groups=lambda setup: _of_size(setup, None)),
+        # The first half of each device's chunks, which live longest, or all.
+        "po_h": Rule(looped=True, offloaded=lambda v: -(-v // 2)),
+        "po_f": Rule(looped=True, offloaded=lambda v: v),
         "mobius": replace(_BREADTH_FIRST, swapped=True),
         # A stage that has a forward and a backward alternates, as 1F1B's order and PACI's algorithm 1 do.
         "async_1f1b": replace(_1F1B, tail=1, admits=lambda p, i: None if i else p, updates=lambda setup: 1),
@@ -164,12 +187,18 @@ def simulate_schedule(name: str, setup: SimulationSetup) -> ScheduleReport:
 
 def _bound(name: str, rule: Rule, setup: SimulationSetup, chunks: int) -> Schedule:
     """Make the schedule of a rule with `chunks` stages on each device."""
-    stages = bound_stages(setup, chunks, is_split=rule.delay is not None)
+    is_split = rule.delay is not None or rule.offloaded is not None
+    stages = bound_stages(setup, chunks, is_split)
     p, m = setup.num_devices, setup.num_micro_batches
     groups = rule.groups(setup) if rule.groups else None
     sizes = Sizes(p, m, chunks, len(groups[0]) if groups else m)
 
     def tasks(steps: int) -> list[Task]:
+        if rule.offloaded:
+            grid = uniform_grid(p, m, chunks)
+            made = bound_tasks(setup, stages, [[action for _, action in planned] for planned in grid])
+            moved = rule.offloaded(chunks) if setup.offload_chunks is None else setup.offload_chunks
+            return offload_activations(made, setup, stages, grid, moved)
         # Devices that take what is ready see all steps as one.
         length = m * steps if rule.admits else m
         orders = []

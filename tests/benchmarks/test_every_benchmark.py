@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, find, main
 from benchmarks.frame import in_turns, median_ratio
-from benchmarks.kept_schedule import IDLE_LINK, compare
+from benchmarks.kept_schedule import IDLE_LINK, compare, kept_blocks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -76,7 +76,8 @@ def test_turns_begin_with_another_work_each_time_and_leave_warm_up_out():
 @pytest.mark.parametrize("link", [IDLE_LINK, pytest.param(3.0, marks=pytest.mark.nightly)])
 def test_a_step_that_keeps_is_as_simulated_and_shorter_than_recomputation(link):
     """In modelled time, so no machine makes it longer."""
-    found = compare(Namespace(devices=2, microbatches=4, blocks=6, stage_blocks=4, steps=2, link=link))
+    sizes = {"devices": 2, "microbatches": 4, "stage_blocks": 4, "steps": 2, "host_share": None}
+    found = compare(Namespace(**sizes, link=link), kept_blocks(6))
     assert found["kept"]["kept_parts"] > 0
     # The simulation takes the copies of a stage's first micro-batch as hidden: 0.1 % of these steps.
     assert found["difference"] == pytest.approx(0.0, abs=0.01)

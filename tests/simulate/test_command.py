@@ -103,10 +103,12 @@ def test_work_of_devices_for_an_update_is_in_picture_and_trace_and_has_no_micro_
 
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(small_costs, capsys):
     arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--device-memory-gib", "1e-9"]
-    assert main([*arguments, "--schedules", "1f1b,roundpipe_sync"]) == 0
+    arguments += ["--group", "3", "--offload-ratio", "1.5", "--offload-chunks", "5"]
+    assert main([*arguments, "--schedules", "gis,gis_h,po_f,roundpipe_sync"]) == 0
     captured = capsys.readouterr()
-    assert "roundpipe_sync left out: " in captured.err
-    assert "1f1b" in captured.out and "roundpipe" not in captured.out
+    reasons = ("gis left out: a group of 3", "po_f left out: offload_chunks = 5", "roundpipe_sync left out: ")
+    assert all(reason in captured.err for reason in reasons)
+    assert "gis_h" in captured.out and not re.search(r"^(gis|po_f|roundpipe_sync) ", captured.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for():
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (5, 15, 3), (8, 24, 4)])
 @pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (1.25, 1.5)])
 def test_equal_stages_have_the_bubble_and_the_activations_of_the_papers(p, m, v, f, b):
-    """Idle seconds of a device beyond the work, and what each rank keeps; w = b / 2, f >= w."""
-    w = b / 2
+    """Idle seconds of a device beyond the work, and what each rank keeps; w = b / 2, f >= w. PipeOffload, section 3."""
+    w, half = b / 2, -(-p // 2)
     rows = {
         # name: (chunks, idle seconds, kept by rank; None where no closed form holds)
         "gpipe": (1, (p - 1) * (f + b), [m] * p),
@@ -110,16 +110,44 @@ def test_equal_stages_have_the_bubble_and_the_activations_of_the_papers(p, m, v,
         "interleaved_1f1b": (v, (p - 1) * (f + b), None),
         "looped_bfs": (v, (p - 1) * (f + b), None),
         "zb_h1": (1, (p - 1) * (f + w - w), None),
+        "gis": (v, (p - 1) * (f + w), [p * (v - 1) + p - rank for rank in range(p)]),
+        "gis_h": (v, (p - 1) * (f + w) + (p - half) * (v - 1) * f, None),
     }
     for name, (chunks, idle_s, kept) in rows.items():
-        report = uniform(name, p, m, chunks, f, b)
-        assert report.makespan_s == pytest.approx(m * chunks * (f + b) + idle_s), name
+        size = m if name != "gis_h" else half * (m // half)  # whole groups
+        report = uniform(name, p, size, chunks, f, b)
+        assert report.makespan_s == pytest.approx(size * chunks * (f + b) + idle_s), name
         assert kept is None or list(report.peak_activation_bytes) == kept, name
     assert uniform("interleaved_1f1b", p, m, v).peak_activation_bytes[0] == p * v + p - 1
     assert peak(uniform("zb_h1", p, m, 1, f, b)) == p
+    assert peak(uniform("gis_h", p, half * (m // half), v)) == half * (v - 1) + p
     if f == w:
         report = uniform("zb_h2", p, m)
         assert report.bubble == pytest.approx(0, abs=1e-9) and report.drift == 0 and peak(report) == 2 * p - 1
+
+
+@pytest.mark.parametrize(("devices", "chunks"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.nightly)])
+def test_offloading_keeps_the_activations_of_table_1_and_transfers_take_turns_between_their_tasks(devices, chunks):
+    """Early chunks live longest. Those on their way out or in come on top of what stays: a constant for any d and v."""
+    found = [uniform("po_f", devices, 4 * devices, chunks, offload_chunks=moved) for moved in range(chunks + 1)]
+    for moved, report in enumerate(found):
+        stays = devices * sum(range(chunks - moved + 1)) / chunks
+        assert stays <= peak(report) <= stays + 4, moved
+        # 1F1B binds one stage, as large as all of a device's chunks.
+        assert report.makespan_s < chunks * 3 * (5 * devices - 1)
+    for name, moved in (("po_h", -(-chunks // 2)), ("po_f", chunks)):
+        assert uniform(name, devices, 4 * devices, chunks).timeline == found[moved].timeline, name
+    timeline = found[-1].timeline
+    for device in range(devices):
+        order = timeline.of_device(device, "offload")
+        assert all(timeline.end_s[a] <= timeline.start_s[b] + 1e-9 for a, b in pairwise(order))
+    spans = zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True)
+    when = {(task.kind, task.layers, task.micro_batch): (start, end) for task, start, end in spans}
+    reloads = [key[1:] for key in when if key[0] is TaskKind.RELOAD]
+    assert reloads, "nothing was offloaded"
+    for key in reloads:
+        kinds = (TaskKind.FORWARD, TaskKind.OFFLOAD, TaskKind.RELOAD, TaskKind.BACKWARD)
+        assert all(one[1] <= other[0] for one, other in pairwise([when[(kind, *key)] for kind in kinds]))
 
 
 def test_mobius_uploads_weights_one_chunk_ahead():
@@ -177,6 +205,10 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("gis", {"group": 1}, "group of 1 "),
+        ("gis", {"group": 5}, "group of 5 "),
+        ("po_f", {"offload_ratio": 1.5}, r"1\.50 x"),
+        ("po_f", {"offload_chunks": 3}, "offload_chunks = 3 must be between 0 and 2"),
         ("1f1b", {"stages": (3, 3, 2)}, "3 stages do not divide among 4 devices"),
         ("1f1b", {"stages": (1, 1, 1, 1)}, "stages hold 4 layers, the costs 8"),
     ],
