@@ -55,7 +55,6 @@ class AcceleratorKind:
     # Devices.
 
     def count(self) -> int:
-        """Return the number of devices of this kind that PyTorch sees here."""
         # PyTorch loads other makers' packages itself, if they are installed, and each then adds its module.
         module = getattr(torch, self.name, None)
         return module.device_count() if module is not None and module.is_available() else 0
@@ -122,7 +121,6 @@ class AcceleratorKind:
         """Set the switch for all devices and threads of the process, if there is one."""
 
     def has_triton(self) -> bool:
-        """Return whether kernels written in Triton run."""
         return False
 
     def missing_compiler(self) -> str | None:
@@ -207,7 +205,6 @@ class CudaKind(AcceleratorKind):
         return missing_for_triton()
 
     def _is_nvidia(self, least: tuple[int, int]) -> bool:
-        """Return whether the cards are NVIDIA's, of this capability or a higher one."""
         # AMD's numbers mean something else, and their kernels were not tried.
         return torch.version.hip is None and self._lowest_capability() >= least
 
@@ -273,7 +270,6 @@ def kind_of(device: str) -> AcceleratorKind:
 
 
 def known_kinds() -> list[str]:
-    """Return the names of all kinds of accelerators, whether they are here or not."""
     return list(_registered())
 
 
@@ -302,7 +298,6 @@ def _host() -> AcceleratorKind:
 
 @cache
 def _on_meta() -> ContextVar[AcceleratorKind | None]:
-    """Return the kind that models on `meta` choose for, by thread."""
     return ContextVar("kind of the device that meta stands for", default=None)
 
 
@@ -369,31 +364,26 @@ def is_accelerator(device: str) -> bool:
 
 @_constant
 def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether flash attention by document offsets runs on devices of this type."""
     return kind_of(device).has_offset_attention(dtype, head_dim)
 
 
 @_constant
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` takes the offsets of groups on devices of this type."""
     return kind_of(device).has_grouped_products(dtype)
 
 
 @_constant
 def has_float32_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether products of 16-bit matrices can give float32 on devices of this type."""
     return kind_of(device).has_float32_products(dtype)
 
 
 @_constant
 def has_triton(device: str) -> bool:
-    """Return whether Triton kernels run on devices of this type."""
     return kind_of(device).has_triton()
 
 
 @_constant
 def shares_kv_heads_under_mask(device: str) -> bool:
-    """Return whether attention with a mask takes shared kv heads on devices of this type without more memory."""
     return kind_of(device).shares_kv_heads_under_mask
 
 

@@ -308,7 +308,6 @@ class _PartMode(TorchDispatchMode):
         raise AssertionError("both modes have one of their own")
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run any other operation."""
         return func(*args, **kwargs)
 
 
@@ -379,12 +378,10 @@ class _Replaying(_PartMode):
         return args[0].new_empty(result.shape, dtype=result.dtype)
 
     def take_all(self) -> Sequence[Tensor]:
-        """Return and take the tensors that are left."""
         left, self._next = self._tensors[self._next :], len(self._tensors)
         return left
 
     def check_used_up(self) -> None:
-        """Check that the layer has taken all tensors."""
         if self._next < len(self._tensors):
             raise KeptActivationError(
                 f"the layer took {self._next} of its {len(self._tensors)} kept activations in its recomputation"

@@ -52,7 +52,6 @@ def names_in(tensors: HFTensors) -> tuple[str, ...]:
 
 
 def renamed(tensors: HFTensors, change: Callable[[str], str]) -> HFTensors:
-    """Return the same form with each tensor's name changed."""
     if isinstance(tensors, str):
         return change(tensors)
     changed = tuple(change(one) if isinstance(one, str) else tuple(map(change, one)) for one in tensors)
@@ -172,7 +171,6 @@ class LayeredModel:
             raise ValueError(f"decayed names parameters that the model does not store: {unknown[:5]}")
 
     def constants(self) -> list[Tensor]:
-        """Return the buffers of all layers, each once."""
         return list({id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}.values())
 
     def constant_bytes(self) -> int:

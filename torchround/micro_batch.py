@@ -22,14 +22,12 @@ class Batch(Protocol):
     def shape(self) -> torch.Size:
         """The sizes that decide what buffers a pass needs: `[B, T]` of a `MicroBatch`."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that travel to each device."""
+    def tensors(self) -> tuple[Tensor, ...]: ...
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "Batch"]:
         """Return what makes the same batch from the tensors on a device. It must not refer to this one's tensors."""
 
-    def for_layer(self, index: int) -> "Batch":
-        """Return the batch that layer `index` gets."""
+    def for_layer(self, index: int) -> "Batch": ...
 
     def for_training(self, loss_factor: float) -> "Batch":
         """Return the batch of a forward whose backward follows at once and multiplies the loss by `loss_factor`."""
@@ -37,8 +35,7 @@ class Batch(Protocol):
     def num_labels(self) -> int:
         """Count the labels; summed over a step they are the loss divisor."""
 
-    def problem(self) -> str | None:
-        """Return what is wrong with the batch, or None."""
+    def problem(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class MicroBatch:
 
     @property
     def shape(self) -> torch.Size:
-        """`[B, T]`."""
         return self.tokens.shape
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -98,11 +94,9 @@ class MicroBatch:
         return self._derived[key]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors in field order, as the engine packs and uploads them."""
         return (self.tokens, self.labels, self.positions, self.document_ids)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that travel beside the tensors, by field name."""
         return {
             "dropout_seed": self.dropout_seed,
             "max_documents": self.max_documents,
@@ -117,7 +111,6 @@ class MicroBatch:
         return MicroBatch(*tensors, **self.facts())
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "MicroBatch"]:
-        """Return what makes the same micro-batch from tensors in field order."""
         return partial(_rebuilt, self.facts())
 
     def for_layer(self, index: int) -> "MicroBatch":
@@ -133,15 +126,12 @@ class MicroBatch:
         return replace(self, dropout_seed=own, cache=cache)
 
     def for_training(self, loss_factor: float) -> "MicroBatch":
-        """Return the same micro-batch with this `loss_factor`."""
         return replace(self, loss_factor=loss_factor)
 
     def num_labels(self) -> int:
-        """Count the labels that enter the loss; summed over a step they are the loss divisor."""
         return int((self.labels != IGNORED_LABEL).sum())
 
     def problem(self) -> str | None:
-        """Return what is wrong with the tensors, or None."""
         names = ("tokens", "labels", "positions", "document_ids")
         for name, tensor in zip(names, self.tensors(), strict=True):
             if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != self.shape:

@@ -19,10 +19,10 @@ class ShapeTable(Table):
     """
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Blocks, 1 to 10000."""
+    """Blocks."""
 
     hidden_size: Size | None = None
-    """Width of the residual stream, at least 1. Multiples of 64 are fast."""
+    """Width of the residual stream. Multiples of 64 are fast."""
 
     num_heads: Size | None = None
     """Heads of attention, a multiple of `num_kv_heads`."""
@@ -37,17 +37,17 @@ class ShapeTable(Table):
     """Width of the feed-forward; in a model with experts, of each expert."""
 
     vocab_size: Size | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the
-    flavor's, or as many as the tokenizer has tokens if these are more, or if there is no flavor."""
+    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the flavor's, or
+    as many as the tokenizer has tokens if these are more, or if there is no flavor."""
 
     max_positions: Positions | None = None
     """Longest sequence that the model is meant for, in tokens. Nothing is allocated for it. Default: the family's."""
 
     rope_theta: Annotated[float, Field(gt=1)] | None = None
-    """Base of the rotary embedding, above 1. The scaling of a flavor stays. Default: the family's."""
+    """Base of the rotary embedding. The scaling of a flavor stays. Default: the family's."""
 
     norm_eps: Annotated[float, Field(gt=0)] | None = None
-    """Epsilon of the norms, above 0. Default: the family's."""
+    """Epsilon of the norms. Default: the family's."""
 
     tied_embeddings: bool | None = None
     """Use of the embedding as the head's projection too, which saves `vocab_size` x `hidden_size` parameters. Default: the

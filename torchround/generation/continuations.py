@@ -106,7 +106,6 @@ class _Group:
         return all(sequence.ended for sequence in self.sequences)
 
     def micro_batch(self) -> MicroBatch:
-        """Return the micro-batch of the next pass."""
         texts = [sequence.tokens for sequence in self.sequences]
         if self.cache is not None and self._is_begun:
             last = torch.tensor([[text[-1]] for text in texts])

@@ -21,7 +21,6 @@ class DecodingCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of device memory that it holds."""
         return sum(part.nbytes for part in self._of_layers if part is not None)
 
     def for_layer(self, index: int) -> Any:

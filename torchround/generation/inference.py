@@ -83,7 +83,6 @@ class TextEngine:
         stop_tokens: Sequence[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Return the continuation of each prompt, as `generate`."""
         return generate(
             self.engine,
             prompts,
@@ -95,7 +94,6 @@ class TextEngine:
         )
 
     def score(self, batches: Iterable[Sequence[MicroBatch]]) -> Score:
-        """Add up the token losses of batches, as `score`."""
         return score(self.engine, batches)
 
     def close(self) -> None:

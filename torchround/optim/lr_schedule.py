@@ -24,9 +24,7 @@ class LRSchedule:
 
     def __init__(self, table: "LRScheduleTable", lr: float, total_steps: int) -> None:
         if total_steps < 1:
-            raise ValueError(
-                f"a learning-rate schedule needs at least 1 step, got total_steps = {total_steps}"
-            )
+            raise ValueError(f"a learning rate needs at least 1 step, got total_steps = {total_steps}")
         self.table = table
         self.lr = lr
         self.total_steps = total_steps
