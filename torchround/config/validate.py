@@ -13,8 +13,8 @@ from torchround.config.conflicts import find_conflicts
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import Table
-from torchround.config.model_shape import ShapeTable
 from torchround.config.optimizer_tables import optimizer_tables, table_for
+from torchround.config.tables import ShapeTable
 from torchround.config.usual_names import nearest_value, other_way, usual_key
 
 DEFAULT_STEPS = 1000
