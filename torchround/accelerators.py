@@ -125,7 +125,7 @@ class AcceleratorKind:
 
     def missing_compiler(self) -> str | None:
         """Return what Inductor lacks to compile for this kind, None if nothing."""
-        return f"Inductor is not used for {self.name} devices"
+        return missing_for_triton() if self.compiles else f"Inductor is not used for {self.name} devices"
 
 
 class CudaKind(AcceleratorKind):
@@ -169,12 +169,8 @@ class CudaKind(AcceleratorKind):
 
     def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
         # The kernel's own limits: heads of whole 16 bytes up to 256 channels, Ampere or later.
-        fits = dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256
-        return (
-            fits
-            and self._is_nvidia((8, 0))
-            and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
-        )
+        fits = dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256 and self._is_nvidia((8, 0))
+        return fits and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
         # It runs from 8.0 on, by torch's documentation. Except on Hopper and datacentre Blackwell, it waits for the
@@ -201,9 +197,6 @@ class CudaKind(AcceleratorKind):
         # Older cards have no instructions for bfloat16, which Triton then cannot compile.
         return self._lowest_capability() >= (8, 0) and (not self._is_here() or missing_for_triton() is None)
 
-    def missing_compiler(self) -> str | None:
-        return missing_for_triton()
-
     def _is_nvidia(self, least: tuple[int, int]) -> bool:
         # AMD's numbers mean something else, and their kernels were not tried.
         return torch.version.hip is None and self._lowest_capability() >= least
@@ -225,8 +218,7 @@ class CudaKind(AcceleratorKind):
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]
         if code != 0:
-            # CUDA reports a failed call again at the thread's next kernel launch, in
-            # unrelated code: launch one here.
+            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch one here.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return int(code)
@@ -242,13 +234,10 @@ class XpuKind(AcceleratorKind):
         super().__init__("xpu")
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
-        return dtype in HALVES and _has_kernel("aten::addmm.dtype", "XPU")
+        return dtype in HALVES and torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype", "XPU")
 
     def has_triton(self) -> bool:
         return missing_for_triton() is None
-
-    def missing_compiler(self) -> str | None:
-        return missing_for_triton()
 
 
 # Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
@@ -417,7 +406,3 @@ def _adds_to_float32(device: str, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _has_kernel(operator: str, backend: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, backend)
