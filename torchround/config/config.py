@@ -50,15 +50,10 @@ class PlanTable(Table):
     """Layers of each further backward stage, from the deepest down to the first layer. Required, but may be empty."""
 
     rounds: PositiveInt | None = None
-    """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through all
-    stages one after the other. More rounds keep fewer boundary activations in host memory, but each uploads all weights again.
-    Above 1, the host adds the rounds' gradients in float32 (4 bytes more per trained parameter), so the last bits of a loss
-    depend on it. `auto`: the planner chooses for this number of devices, and a resumed run keeps its rounds. Default: 1, or the
-    plan's."""
+    """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
 
     kept: Many[Many[KeptPart]] | None = None
-    """For each layer the parts whose results are kept; an empty array for a layer that keeps nothing. Default: as
-    `engine.keep_activations` says."""
+    """The parts of each layer whose results are kept, which may be none. Default: as `engine.keep_activations` says."""
 
 
 class EngineTable(Table):
@@ -91,15 +86,15 @@ class EngineTable(Table):
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
     """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
     the last, embedding included. Losses depend on it, so a run keeps its number when it resumes. Each of these layers keeps its
-    input in host memory until its backward. `auto`: the fewest with which steps are not longer, chosen at a run's first start
-    for its number of devices."""
+    input in host memory until its backward. `auto`: the fewest with which steps are not longer, chosen at a run's first
+    start."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
-    """Correction of the delay in `async`. `auto`: `predict` in `async` (docs/staleness.md), and `none` with optimizers that
-    cannot predict (Muon). `predict`: devices compute with weights one update ahead of the newest, along the last update
-    (AdamW's moments, no weight decay). In bfloat16 it takes 2 bytes of host memory per trained parameter (docs/optimizers.md).
-    Checkpoints, exports and validations use the true weights; a validation writes the device weights twice more. Needs `update
-    = "async"`."""
+    """Correction of the delay in `async`, which it needs. `auto`: `predict` there (docs/staleness.md), and `none` with
+    optimizers that cannot predict (Muon). `predict`: devices compute with weights one update ahead of the newest, along the
+    last update (AdamW's moments, no weight decay). In bfloat16 it takes 2 bytes of host memory per trained parameter
+    (docs/optimizers.md). Checkpoints, exports and validations use the true weights; a validation writes the device weights
+    twice more."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
     """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through all
@@ -121,9 +116,8 @@ class EngineTable(Table):
     host memory, device memory and the link allow; nothing on virtual devices and on a card of unknown speed."""
 
     slower_for_memory: Fraction = 0.01
-    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory. The planner takes the
-    plan of least host memory within this share. `keep_activations = "auto"` takes memory only for steps that get shorter by
-    more. 0: the fastest plan within the limits."""
+    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory. `keep_activations =
+    "auto"` takes memory only for steps that get shorter by more. 0: the fastest plan within the limits."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes more
@@ -134,17 +128,15 @@ class EngineTable(Table):
     but loses small contributions if there are many micro-batches."""
 
     plan: PlanTable | Name | None = None
-    """Partition to use instead of the planner's: a path to a `plan.json`, or `{forward = [2, 2], fused = 2, backward = [2, 2],
-    rounds = 1}`. Default: the planner decides."""
+    """Partition in place of the planner's: a path to a `plan.json`, or a table `{forward = [2, 2], fused = 2, backward = [2,
+    2]}`."""
 
     measure_steps: NonNegativeInt = 3
     """Steps at the start of a run that measure every layer's time, under the plan from FLOPs and bytes. Then the planner plans
-    again from the medians and writes `plan.json`, which a resumed run keeps. Losses do not depend on it. 0: plan from FLOPs and
-    bytes alone. Not used with `plan`."""
+    again and writes `plan.json`, which a resumed run keeps. Losses do not depend on it. 0: plan from FLOPs and bytes alone."""
 
     hang_timeout_s: PositiveFloat = 300.0
-    """Seconds without progress of a worker after which the run stops and reports what each thread waits for. Longer than the
-    longest stage takes for one micro-batch."""
+    """Seconds without progress of a worker that stop the run, with a report. Longer than a stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
     """Code that is compiled. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
@@ -156,8 +148,7 @@ class EngineTable(Table):
     uncompiled ones, so a run should keep this setting. Compiled layers are cached in `TORCHINDUCTOR_CACHE_DIR`, the optimizer
     there or in `~/.cache/torchround`. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's
     headers (`python3-dev`). Code that cannot be compiled runs uncompiled, with one warning. With `auto` so do layers that take
-    too much device memory while they are compiled, and blocks in micro-batches of more than 8192 tokens, which they compute in
-    chunks."""
+    too much device memory while they are compiled, and blocks in micro-batches of more than 8192 tokens."""
 
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation of the host: the optimizer's update, initial weights. Bits do not depend

@@ -25,8 +25,8 @@ class TokenizerTable(Table):
     """The tokenizer. Default: the one in `model.hf_path`."""
 
     path: Name | None = None
-    """Tokenizer file (a byte-level BPE tokenizer.json, or Llama 3's tokenizer.model), or a folder that holds one. Give either
-    this or `name`. Default: `model.hf_path`."""
+    """Tokenizer file (a byte-level BPE tokenizer.json, or Llama 3's tokenizer.model), or a folder that holds one. Default:
+    `model.hf_path`."""
 
     name: Literal["bytes"] | None = None
     """Built-in tokenizer. `bytes`: one token per UTF-8 byte, plus special ones. It needs no file."""
@@ -60,16 +60,16 @@ class SourceTable(Table):
     completion is learnt. `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None
-    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`, `messages`
-    (or `conversations`) or `tokens`, as `content` says."""
+    """Field of each record that holds the content. Default: `text`, `messages` (or `conversations`) or `tokens`, as `content`
+    says."""
 
     weight: PositiveFloat = 1.0
     """Share of documents drawn from this source, relative to the other sources' weights."""
 
     special_tokens: bool = False
     """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has already
-    written. `false` reads them as plain text, so that no document can fake a turn. Only read with `content = "text"` and with
-    `prompt_completion` that are strings."""
+    written. `false` reads them as plain text, so that no document can fake a turn. Only for `text`, and `prompt_completion` of
+    strings."""
 
     split: Name = "train"
     """Split of a dataset. Only read with `format = "dataset"`."""
@@ -100,12 +100,12 @@ class DataTable(Table):
 
     weight_by: Literal["source", "size"] = "source"
     """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of the source's number of
-    documents, so that with weights of 1 every document is visited equally often; compressed files are read once at the start to
-    count them."""
+    documents, so that with weights of 1 every document is visited equally often; compressed files are read once to count
+    them."""
 
     packing: Literal["auto", "contiguous", "best_fit"] = "auto"
     """How documents fill sequences. `contiguous`: end to end, cut every `training.seq_len` tokens, without padding. `best_fit`:
-    whole documents, combined so that little padding is left. `auto`: `best_fit` if a source holds conversations, otherwise
+    whole documents, combined with little padding. `auto`: `best_fit` if a source holds conversations, otherwise
     `contiguous`."""
 
     long_documents: Literal["cut", "skip", "split"] = "cut"
@@ -113,13 +113,11 @@ class DataTable(Table):
     out. `split`: keep everything, in parts that do not attend to each other. The log counts such documents."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of a conversation that the loss counts. `assistant`: the assistant's turns, each with the token that ends it.
-    `all`: every token."""
+    """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
 
     on_bad_record: Literal["stop", "skip"] = "stop"
     """Reaction to a record that cannot be used: broken JSON, a missing field, invalid UTF-8, a truncated archive, an error in
-    the chat template. `stop`: the run ends after a checkpoint. `skip`: it is left out and counted, and a warning names file and
-    line."""
+    the chat template. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and named."""
 
     max_bad_fraction: Fraction = 0.01
     """Fraction of a source's records that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1 after a
@@ -132,12 +130,11 @@ class DataTable(Table):
     warning says how many documents may be repeated or skipped."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents held out from training. `validation` without sources uses it. A document's content decides whether
-    it is held out, so that its copies are held out too."""
+    """Share of the documents held out from training. `validation` without sources uses it. Copies of a document are held out
+    with it."""
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Threads that read and tokenise ahead of the training loop. With 0 the loop does it itself. The order of the data does not
-    depend on this key."""
+    """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
 
     streams: Annotated[int, Field(ge=1, le=1024)] = 1
     """Streams that the documents are dealt to. Each packs and shuffles its own documents and makes an equal part of every

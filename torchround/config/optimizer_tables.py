@@ -24,8 +24,7 @@ class OptimizerTable(Table):
     """Peak learning rate, reached after `lr_schedule.warmup_steps`."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, as a factor of the learning rate per step. Applies to matrices only, not to norms, biases or
-    sinks."""
+    """Decoupled weight decay, as a factor of the learning rate per step. Applies to matrices, not to norms, biases or sinks."""
 
     state: Literal["exact", "compact"] = "exact"
     """How the optimizer's state is kept in host memory. `exact`: float32, 4 bytes for each value. `compact`: 8-bit codes with a

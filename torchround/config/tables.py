@@ -47,8 +47,7 @@ class RunTable(Table):
     """The folder of the run's files, and the seed of everything random."""
 
     name: RunName = "run"
-    """Name of the run. Its files are in `<folder>/<name>/`, and a run that finds checkpoints there resumes. Default: the name
-    of the TOML file without `.toml`."""
+    """Name of the run, whose files are in `<folder>/<name>/` and resume it. Default: the TOML file's name without `.toml`."""
 
     folder: Name = "outputs"
     """Folder that holds all runs. It needs free space for `checkpoint.keep_latest_k` + 1 checkpoints."""
@@ -97,8 +96,7 @@ class ShapeTable(Table):
     """Epsilon of the norms. Default: the family's."""
 
     tied_embeddings: bool | None = None
-    """Use of the embedding as the head's projection too, which saves `vocab_size` x `hidden_size` parameters. Default: the
-    flavor's, otherwise false."""
+    """Use of the embedding as the head's projection too, which saves its parameters. Default: the flavor's, or false."""
 
     num_experts: Size | None = None
     """Experts in each block, in families that have them. Default: the flavor's, otherwise a dense feed-forward."""
@@ -110,8 +108,7 @@ class ShapeTable(Table):
     """Factor of the penalty for an unequal load of the experts. 0: no penalty. Default: the flavor's, otherwise 0.001."""
 
     window: Size | None = None
-    """Tokens that a token sees in blocks with a sliding window, itself included, in families that have them. Default: the
-    family's."""
+    """Tokens that a token sees in blocks with a sliding window, in families that have them. Default: the family's."""
 
 
 class ModelTable(Table):
@@ -122,15 +119,13 @@ class ModelTable(Table):
     name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder too."""
 
     module: Name | None = None
-    """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md). It is looked up where
-    Python looks, and then in the working directory."""
+    """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
 
     flavor: Name | None = None
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
     shape: ShapeTable | None = None
-    """Sizes of one's own, `[model.shape]`, initialised at random: instead of a flavor, or in place of some of a flavor's sizes.
-    Not used with `hf_path`."""
+    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not with `hf_path`."""
 
     hf_path: Name | None = None
     """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
@@ -153,14 +148,12 @@ class TrainingTable(Table):
 
     micro_batch_size: PositiveInt = 1
     """Most sequences that a stage runs at once. The batch is cut into `ceil(global_batch_size / micro_batch_size)`
-    micro-batches; the first ones may be longer by one. Device memory for activations grows linearly with it. Fewer
-    micro-batches make larger pipeline bubbles."""
+    micro-batches. Memory for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number format of activations and of the weights that devices compute with. The optimizer updates weights with all bits of
     float32 (docs/optimizers.md). `float32` doubles device memory, boundary activations and transfers. `float16`, for GPUs
-    without bfloat16, scales the loss: by 65536 at first, half after each gradient that is not finite, whose update is skipped,
-    and double after 2000 good steps."""
+    without bfloat16, scales the loss: by 65536 at first, half after each overflow, double after 2000 good steps."""
 
     fp16_accumulation: bool = False
     """Whether matrix products of `float16` add up in float16 instead of float32: up to twice as fast on GeForce cards, no gain
@@ -183,20 +176,18 @@ class TrainingTable(Table):
     on_spike: Literal["off", "skip", "stop"] = "off"
     """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left out.
     `stop`: also, the run ends with exit code 1 after a checkpoint. In `engine.update = "bounded"` the loss alone is compared.
-    Updates whose loss or gradient is not finite are always left out, in `bounded` layer by layer if the loss is finite. See
-    docs/faults.md."""
+    Updates whose loss or gradient is not finite are always left out, in `bounded` layer by layer if the loss is finite."""
 
     spike_factor: PositiveFloat = 10.0
     """Size of a spike: more than this many median absolute deviations (at least 1 % of the median) above the median of the last
-    `spike_window` good steps."""
+    `spike_window`."""
 
     spike_window: Annotated[int, Field(ge=10, le=1000)] = 100
     """Number of good steps that a spike is compared with. Before a run has had that many, no step is a spike."""
 
     max_skipped_steps: PositiveInt = 10
     """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint. A bad step is a
-    spike, or has a loss or gradient that is not finite. A `float16` overflow does not count while the loss scale can still
-    fall."""
+    spike, or has a loss or gradient that is not finite. A `float16` overflow counts only at the lowest loss scale."""
 
     @property
     def num_steps(self) -> int:
@@ -212,8 +203,7 @@ class LRScheduleTable(Table):
     """Steps over which the learning rate rises linearly to `optimizer.lr`, at least 0 and below `training.steps`."""
 
     decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth of
-    the steps after the warm-up."""
+    """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth."""
 
     min_lr_factor: Fraction = 0.1
     """Learning rate at the end of the decay, as a fraction of `optimizer.lr`. Not used by `none`."""
@@ -225,23 +215,20 @@ class CheckpointTable(Table):
     interval_steps: NonNegativeInt = 500
     """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12 bytes of disk per
     trained parameter, 6.03 if `optimizer.state` is "compact"; Muon's matrices take 8 and 5.02. 16-bit async adds 2. A frozen
-    parameter takes 2 or 4, unless `lora.map_base` leaves it in its own file. Training waits for a save only if a step is
-    shorter than the writing."""
+    parameter takes 2 or 4, unless `lora.map_base` leaves it in its own file. Training goes on during a save."""
 
     keep_latest_k: NonNegativeInt = 2
     """Number of newest complete checkpoints that are kept; 0 keeps all."""
 
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step this number divides are kept for ever, besides the newest ones; 0 keeps no others. Choose a
-    multiple of `interval_steps`."""
+    """Checkpoints whose step this number divides are kept for ever, if they are saved at all; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
     """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
     adapters. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf` exports any checkpoint."""
 
     load_path: Name | None = None
-    """Folder of a checkpoint to start from if the run's own folder holds none. Default: weights are initialised from
-    `run.seed`."""
+    """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
 
     load: Literal["all", "weights"] = "all"
     """The part of `load_path` that is used. `all`: the run continues from that step, in the same data. `weights`: training
@@ -263,15 +250,13 @@ class MachinesTable(Table):
     on each machine's own disk and holds that machine's parts, from which as many machines resume."""
 
     share_host: bool = False
-    """Whether several processes may run on one host, each as a machine with a share of its accelerators and free memory. Meant
-    for tests: one process for all devices is faster."""
+    """Whether several processes may run on one host, each as a machine with a share of it. Slower, and meant for tests."""
 
     planned: PositiveInt = 1
     """Machines that `--dry-run` and `torchround plan` plan for. A run counts its own."""
 
     card: Name | None = None
-    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md), for `--dry-run` and `torchround plan`. Default: a
-    dry run plans for the machine that it runs on."""
+    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md), for dry runs. Default: this machine."""
 
     num_cards: PositiveInt | None = None
     """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
@@ -281,8 +266,7 @@ class MachinesTable(Table):
     limit; then a plan takes the least among the fastest, and keeps nothing for backward stages."""
 
     gbit_per_s: PositiveFloat | None = None
-    """Rate of the network between two machines, in Gb/s each way, for `--dry-run` and `torchround plan`. A run measures its
-    own. Default: plans are made for 10, 25 and 100."""
+    """Rate of the network between two machines, in Gb/s each way, for dry runs. Default: plans are made for 10, 25 and 100."""
 
 
 class ValidationTable(Table):
@@ -292,8 +276,7 @@ class ValidationTable(Table):
     """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
-    """Array of sources as in `data.sources`. If it is empty, validation uses the share `data.validation_fraction` of the
-    training sources. Validation needs one of the two."""
+    """Array of sources as in `data.sources`. If it is empty, validation needs a `data.validation_fraction`."""
 
     max_batches: PositiveInt = 10
     """Global batches per validation. Each takes about a third of a training step."""
@@ -310,7 +293,7 @@ class ValidationTable(Table):
     """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. If a source of
     `data.sources` holds conversations (`messages` or `alpaca`), each text is a user's message, which the chat template writes.
     The continuations are on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass through all
-    stages. Needs `interval_steps`. Default: none."""
+    stages."""
 
     prompt_tokens: PositiveInt = 64
     """Most tokens of a continuation. A token that ends a document or a turn ends it earlier."""
@@ -330,8 +313,8 @@ class LoraTable(Table):
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear maps of each block that get an adapter, as Hugging Face names them: `q_proj`, `k_proj`, `v_proj`, `o_proj`,
-    `gate_proj`, `up_proj`, `down_proj`. `gpt_oss` has `gate_up_proj` in place of `gate_proj` and `up_proj`. In models with
-    experts every expert gets its own adapter."""
+    `gate_proj`, `up_proj`, `down_proj`. `gpt_oss` has `gate_up_proj` in place of `gate_proj` and `up_proj`. Every expert gets
+    its own."""
 
     path: Name | None = None
     """Folder with adapters in PEFT's format that a new run starts from. They must have the same rank and alpha. Needs
@@ -340,24 +323,21 @@ class LoraTable(Table):
     map_base: bool = False
     """Leave frozen weights in the files of `model.hf_path`, which must not change, and read them when they are used. The frozen
     base then takes no host memory and no room in checkpoints. Weights in another format than `training.dtype` (MXFP4 too) are
-    still copied. Each accelerator takes 32 MiB of host memory to read ahead. Uploads come from disk if the base is larger than
-    free memory."""
+    still copied. Each accelerator takes 32 MiB of host memory to read ahead."""
 
 
 class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between lines on the console and in `metrics.jsonl`. A line's loss is the mean over these steps. The last step of a
-    run always has a line."""
+    """Steps between lines on the console and in `metrics.jsonl`, each the mean over them. The last step has a line too."""
 
     wandb: Literal["off", "online", "offline"] = "off"
-    """Logging to Weights & Biases. `offline` writes a local run that `wandb sync` can send later. A failure of the logger never
-    stops training."""
+    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops
+    training."""
 
     wandb_project: ProjectName = "torchround"
-    """Weights & Biases project of the run. Entity, group and tags are the library's own environment variables (`WANDB_ENTITY`,
-    `WANDB_RUN_GROUP`, `WANDB_TAGS`)."""
+    """Weights & Biases project of the run. Environment variables such as `WANDB_ENTITY` set the rest."""
 
     module: Name | None = None
     """Python module of your own that reports the run elsewhere: `make_writer(folder, config)` (docs/metrics.md). It is looked
@@ -368,9 +348,7 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One after the last is a
-    warning."""
+    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One too late is a warning."""
 
     profiler: bool = False
-    """Also write what `torch.profiler` records: operators, kernels and copies by CUDA stream, allocations. It slows the
-    steps."""
+    """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""
