@@ -50,6 +50,5 @@ def _shape(decay: str, progress: float) -> float:
         return 1.0 - progress
     if decay == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    if decay == "wsd":
-        return min(1.0, (1.0 - progress) / WSD_DECAY_FRACTION)
-    raise ValueError(f"lr_schedule.decay = {decay!r} is not one of none, linear, cosine, wsd")
+    assert decay == "wsd", f"a config has no other decay, got {decay}"
+    return min(1.0, (1.0 - progress) / WSD_DECAY_FRACTION)
