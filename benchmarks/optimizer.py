@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks.frame import Benchmark, Option, Report, in_turns
 from torchround.optim import COMPACT, EXACT, StateFormat, UpdateBuffers, UpdateKernel, update_
-from torchround.optim.kernel import get_kernels
-from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.kernel import KernelKind, get_kernels
 from torchround.optim.range_threads import Range, RangeThreads
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.optim.split_weights import split

@@ -38,10 +38,9 @@ BELOW_RUN = BELOW_ENGINE | set(
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),
     "accelerators": set(),
-    "micro_batch": set(),
     "layer_work": set(),
     "kept_operations": set(),
-    "layer": {"accelerators", "layer_work", "micro_batch", "untrusted"},
+    "layer": {"accelerators", "layer_work", "untrusted"},
     "keeping": {"kept_operations"},
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},

@@ -55,7 +55,6 @@ class AcceleratorKind:
     # Devices.
 
     def count(self) -> int:
-        """Return the number of devices of this kind that PyTorch sees here."""
         # PyTorch loads other makers' packages itself, if they are installed, and each then adds its module.
         module = getattr(torch, self.name, None)
         return module.device_count() if module is not None and module.is_available() else 0
@@ -122,12 +121,11 @@ class AcceleratorKind:
         """Set the switch for all devices and threads of the process, if there is one."""
 
     def has_triton(self) -> bool:
-        """Return whether kernels written in Triton run."""
         return False
 
     def missing_compiler(self) -> str | None:
         """Return what Inductor lacks to compile for this kind, None if nothing."""
-        return f"Inductor is not used for {self.name} devices"
+        return missing_for_triton() if self.compiles else f"Inductor is not used for {self.name} devices"
 
 
 class CudaKind(AcceleratorKind):
@@ -171,12 +169,8 @@ class CudaKind(AcceleratorKind):
 
     def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
         # The kernel's own limits: heads of whole 16 bytes up to 256 channels, Ampere or later.
-        fits = dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256
-        return (
-            fits
-            and self._is_nvidia((8, 0))
-            and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
-        )
+        fits = dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256 and self._is_nvidia((8, 0))
+        return fits and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
         # It runs from 8.0 on, by torch's documentation. Except on Hopper and datacentre Blackwell, it waits for the
@@ -203,11 +197,7 @@ class CudaKind(AcceleratorKind):
         # Older cards have no instructions for bfloat16, which Triton then cannot compile.
         return self._lowest_capability() >= (8, 0) and (not self._is_here() or missing_for_triton() is None)
 
-    def missing_compiler(self) -> str | None:
-        return missing_for_triton()
-
     def _is_nvidia(self, least: tuple[int, int]) -> bool:
-        """Return whether the cards are NVIDIA's, of this capability or a higher one."""
         # AMD's numbers mean something else, and their kernels were not tried.
         return torch.version.hip is None and self._lowest_capability() >= least
 
@@ -228,8 +218,7 @@ class CudaKind(AcceleratorKind):
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]
         if code != 0:
-            # CUDA reports a failed call again at the thread's next kernel launch, in
-            # unrelated code: launch one here.
+            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch one here.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return int(code)
@@ -245,13 +234,10 @@ class XpuKind(AcceleratorKind):
         super().__init__("xpu")
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
-        return dtype in HALVES and _has_kernel("aten::addmm.dtype", "XPU")
+        return dtype in HALVES and torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype", "XPU")
 
     def has_triton(self) -> bool:
         return missing_for_triton() is None
-
-    def missing_compiler(self) -> str | None:
-        return missing_for_triton()
 
 
 # Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
@@ -273,7 +259,6 @@ def kind_of(device: str) -> AcceleratorKind:
 
 
 def known_kinds() -> list[str]:
-    """Return the names of all kinds of accelerators, whether they are here or not."""
     return list(_registered())
 
 
@@ -302,7 +287,6 @@ def _host() -> AcceleratorKind:
 
 @cache
 def _on_meta() -> ContextVar[AcceleratorKind | None]:
-    """Return the kind that models on `meta` choose for, by thread."""
     return ContextVar("kind of the device that meta stands for", default=None)
 
 
@@ -369,31 +353,26 @@ def is_accelerator(device: str) -> bool:
 
 @_constant
 def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether flash attention by document offsets runs on devices of this type."""
     return kind_of(device).has_offset_attention(dtype, head_dim)
 
 
 @_constant
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` takes the offsets of groups on devices of this type."""
     return kind_of(device).has_grouped_products(dtype)
 
 
 @_constant
 def has_float32_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether products of 16-bit matrices can give float32 on devices of this type."""
     return kind_of(device).has_float32_products(dtype)
 
 
 @_constant
 def has_triton(device: str) -> bool:
-    """Return whether Triton kernels run on devices of this type."""
     return kind_of(device).has_triton()
 
 
 @_constant
 def shares_kv_heads_under_mask(device: str) -> bool:
-    """Return whether attention with a mask takes shared kv heads on devices of this type without more memory."""
     return kind_of(device).shares_kv_heads_under_mask
 
 
@@ -427,7 +406,3 @@ def _adds_to_float32(device: str, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _has_kernel(operator: str, backend: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, backend)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torchround.kept_operations import ATTENTION_KERNELS, PRODUCTS, CollectedResult, Results, unused_result
 
 Result = TypeVar("Result")
-
-# Runs the part of a name: its function and arguments.
-_RunPart = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class KeptActivationError(RuntimeError):
@@ -60,7 +57,7 @@ def _run_part(name: str, function: Callable[..., Result], args: tuple[Any, ...])
     active = _thread.active
     if active is None or name not in active.names:
         return function(*args)
-    return active.run(name, function, args)
+    return cast(Result, active.run(name, function, args))
 
 
 @contextmanager
@@ -110,13 +107,9 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
     Raises `KeptActivationError` at the end if the layer wrote into a collected tensor.
     """
     record = ActivationRecord()
-    mode = _Recording(record)
-
-    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return _run_with_gradients(mode.of(name), function, args)
-
+    mode = _Recording(names, record)
     try:
-        with _parts_run_by(_Active(frozenset(names), run, record=record)):
+        with _parts_run_by(mode):
             yield record
         mode.check_untouched()
     except BaseException:
@@ -133,16 +126,9 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
     `tensors` must stay as they are until the backward of the layer has ended. Raises `KeptActivationError` for tensors that
     are not those of this layer's operations.
     """
-    mode = _Replaying(tensors)
-
-    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if not torch.is_grad_enabled():  # the first of two recomputations, with `recompute = "layer"`
-            return _run_with_gradients(mode.of(name), function, args)
-        with mode.of(name):
-            return function(*args)
-
+    mode = _Replaying(names, tensors)
     try:
-        with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
+        with _parts_run_by(mode):
             yield
         mode.check_used_up()
     finally:
@@ -155,13 +141,13 @@ def whole_record(names: Iterable[str]) -> ActivationRecord | None:
     Such a layer may leave it empty, and is then recomputed.
     """
     active = _thread.active
-    return active.record if active is not None and active.names.issuperset(names) else None
+    return active.record if isinstance(active, _Recording) and active.names.issuperset(names) else None
 
 
 def whole_replay() -> Sequence[Tensor]:
     """Return and take all tensors that this thread replays, for a layer that is one piece of code; () without a replay."""
     active = _thread.active
-    return () if active is None or active.replay is None else active.replay.take_all()
+    return active.take_all() if isinstance(active, _Replaying) else ()
 
 
 def rest_of_replay() -> Callable[[], AbstractContextManager[None]]:
@@ -170,9 +156,9 @@ def rest_of_replay() -> Callable[[], AbstractContextManager[None]]:
     For the last parts of a layer, if they run more than once. Without a replay the context changes nothing.
     """
     active = _thread.active
-    if active is None or active.replay is None:
+    if not isinstance(active, _Replaying):
         return nullcontext
-    names, tensors = active.names, active.replay.take_all()
+    names, tensors = active.names, active.take_all()
 
     @contextmanager
     def replayed() -> Iterator[None]:
@@ -207,18 +193,9 @@ def suspended() -> Iterator[None]:
         _thread.active = before
 
 
-@dataclass(frozen=True)
-class _Active:
-    """What the running `recording` or `replaying` of a thread does with named parts."""
-
-    names: frozenset[str]
-    run: _RunPart
-    record: ActivationRecord | None = None
-    replay: "_Replaying | None" = None
-
-
 class _Thread(threading.local):
-    active: _Active | None = None
+    # The mode of the recording or replay that runs, and the same while a part of it runs.
+    active: "_PartMode | None" = None
     mode: "_PartMode | None" = None
     mark: Callable[[str], None] | None = None
     reads_output: bool = True
@@ -228,20 +205,13 @@ _thread = _Thread()
 
 
 @contextmanager
-def _parts_run_by(active: _Active) -> Iterator[None]:
+def _parts_run_by(mode: "_PartMode") -> Iterator[None]:
     assert _thread.active is None, "a layer runs in one recording or replay at a time"
-    _thread.active = active
+    _thread.active = mode
     try:
         yield
     finally:
         _thread.active = None
-
-
-def _run_with_gradients(mode: "_PartMode", function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a part as the recomputation before a backward does. PyTorch may choose other kernels without gradients."""
-    with torch.enable_grad(), mode:
-        found = function(*map(_as_leaf, args))
-    return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
 
 def _as_leaf(value: Any) -> Any:
@@ -256,8 +226,9 @@ class _PartMode(TorchDispatchMode):
     `passes` is true inside of `passing`, `joins` until the operation of a `joined` has been seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
+        self.names = frozenset(names)
         self.of("")
 
     @classmethod
@@ -276,6 +247,12 @@ class _PartMode(TorchDispatchMode):
     def __exit__(self, *_: object) -> None:
         _pop_mode()
         _thread.mode = None
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a part as the recomputation before a backward does. PyTorch may choose other kernels without gradients."""
+        with torch.enable_grad(), self.of(name):
+            found = function(*map(_as_leaf, args))
+        return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
     def of(self, name: str) -> "_PartMode":
         """Return this mode, ready for the part `name`."""
@@ -305,19 +282,18 @@ class _PartMode(TorchDispatchMode):
 
     def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         """Handle an operation whose results are not kept because only a joined one reads them."""
-        raise AssertionError("both modes have one of their own")
+        return func(*args, **kwargs)
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run any other operation."""
         return func(*args, **kwargs)
 
 
 class _Recording(_PartMode):
     """Compute every operation, and collect the results that are kept."""
 
-    def __init__(self, record: ActivationRecord) -> None:
-        super().__init__()
-        self._record = record
+    def __init__(self, names: Iterable[str], record: ActivationRecord) -> None:
+        super().__init__(names)
+        self.record = record
         self._found: list[tuple[Any, Tensor]] = []
 
     def forget(self) -> None:
@@ -327,15 +303,11 @@ class _Recording(_PartMode):
     def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
         found = func(*args, **kwargs)
         outputs = found if isinstance(found, tuple) else (found,)
-        for output, result in zip(
-            outputs, results or (CollectedResult(),), strict=False
-        ):  # those behind are not kept
-            self._record.tensors.append(result.in_memory_order(output))
+        # The outputs behind the described ones are not kept.
+        for output, result in zip(outputs, results or (CollectedResult(),), strict=False):
+            self.record.tensors.append(result.in_memory_order(output))
             self._found.append((func, output))
         return found
-
-    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
-        return func(*args, **kwargs)
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
@@ -357,10 +329,16 @@ class _Recording(_PartMode):
 class _Replaying(_PartMode):
     """Return kept tensors instead of running the operations that made them."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, names: Iterable[str], tensors: Sequence[Tensor]) -> None:
+        super().__init__(names)
         self._tensors = tensors
         self._next = 0
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not torch.is_grad_enabled():  # the first of two recomputations, with `recompute = "layer"`
+            return super().run(name, function, args)
+        with self.of(name):
+            return function(*args)
 
     def forget(self) -> None:
         """Drop the tensors: after a fault its traceback keeps this object."""
@@ -379,12 +357,10 @@ class _Replaying(_PartMode):
         return args[0].new_empty(result.shape, dtype=result.dtype)
 
     def take_all(self) -> Sequence[Tensor]:
-        """Return and take the tensors that are left."""
         left, self._next = self._tensors[self._next :], len(self._tensors)
         return left
 
     def check_used_up(self) -> None:
-        """Check that the layer has taken all tensors."""
         if self._next < len(self._tensors):
             raise KeptActivationError(
                 f"the layer took {self._next} of its {len(self._tensors)} kept activations in its recomputation"

@@ -30,13 +30,11 @@ class CollectedResult:
         return (output.detach() if self.order is None else output.permute(self.order)).contiguous()
 
     def as_returned(self, kept: Tensor) -> Tensor:
-        """Return the operation's output of a collected tensor."""
         if self.order is None:
             return kept.detach()
         return kept.permute([self.order.index(dimension) for dimension in range(len(self.order))])
 
     def fits(self, kept: Tensor) -> bool:
-        """Return whether a tensor can be this result."""
         return self.shape in (None, tuple(kept.shape)) and self.dtype in (None, kept.dtype)
 
 

@@ -59,8 +59,8 @@ def test_help_names_every_flag_and_key_and_ends_well(flag, capsys):
     assert text.startswith(USAGE)
     for table, keys in all_keys().items():
         # A table may have several sections, one for each optimizer.
-        section = "".join(part for part in text.split("\n[") if part.startswith(f"{table}]"))
-        assert all(f"\n  {key}: " in section for key in keys), table
+        section = "".join(part for part in text.split("\n## ") if part.startswith(f"`[{table}]"))
+        assert all(f"\n**`{key}`**: " in section for key in keys), table
 
 
 @pytest.mark.parametrize(

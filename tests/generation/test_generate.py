@@ -15,8 +15,8 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ASYNC_PREDICT
 from torchround.engine.store.host_store import HostStore
-from torchround.generation import Sampling, TextEngine, inference_store, samples
-from torchround.generation.decoding_cache import can_decode
+from torchround.generation import Sampling, TextEngine, generate, inference_store
+from torchround.generation.continuations import can_decode
 from torchround.generation.inference import cut_evenly
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -225,7 +225,8 @@ def run(partition, num_devices, with_samples):
             result = engine.forward_backward(batches(step))
             engine.step(lr=3e-2)
             if with_samples:
-                texts += samples(engine, TEXTS, max_tokens=5)
+                with engine.true_device_weights():
+                    texts += generate(engine, TEXTS, max_tokens=5)
             losses.append(result.loss())
     return texts, losses
 

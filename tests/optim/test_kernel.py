@@ -17,10 +17,17 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.support.kernel_kinds import ADAMW, BF16, KINDS, SPLIT, cut_out, kind_of
-from torchround.optim import UpdateProgress, kernel, kernel_kind, update_
-from torchround.optim.kernel import CompiledUpdate, get_kernels
-from torchround.optim.kernel_check import copy_of, example_buffers, have_same_bits, written_in_place
-from torchround.optim.kernel_kind import KernelError, KernelKind
+from torchround.optim import UpdateProgress, kernel, update_
+from torchround.optim.kernel import (
+    CompiledUpdate,
+    KernelError,
+    KernelKind,
+    copy_of,
+    example_buffers,
+    get_kernels,
+    have_same_bits,
+    written_in_place,
+)
 from torchround.optim.range_threads import RangeThreads
 from torchround.optim.rules.adamw import AdamWRule
 
@@ -138,7 +145,7 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
     libraries = [kind.library() for kind in KINDS]
     assert len(set(libraries)) == len(KINDS)
     assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
-    monkeypatch.setattr(kernel_kind, "FLAGS", ("-O0",))
+    monkeypatch.setattr(kernel, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
     buffers = example_buffers(SPLIT[0], 10)
     assert KernelKind.of(buffers, predicts=False) == SPLIT[0]

@@ -6,7 +6,7 @@ import torch
 
 from torchround.optim import COMPACT, EXACT, StateValue, UpdateRule
 from torchround.optim.formats import exact_root
-from torchround.optim.kernel_kind import KernelKind
+from torchround.optim.kernel import KernelKind
 from torchround.optim.rules.adamw import AdamWRule
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -72,7 +72,7 @@ def kind_of(rule=ADAMW, state=EXACT, gradient=BF16, written=BF16, splits=False, 
 
 SPLIT = [kind_of(state=state, splits=True) for state in (EXACT, COMPACT)]
 # What engines ask for: gradients in the device weight's dtype, or in fp32 if they are added up on the host. Every
-# other kind is compared with the plain pass when a run gets it (`kernel_check.check_bits`).
+# other kind is compared with the plain pass when a run gets it (`kernel.check_bits`).
 KINDS = [
     *SPLIT,
     *(kind_of(state=state, gradient=F32, splits=True) for state in (EXACT, COMPACT)),

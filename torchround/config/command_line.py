@@ -76,8 +76,9 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
 def _unknown_argument(argument: str) -> ConfigError:
     flag, equals, value = argument.partition("=")
     if not flag.startswith("--") and "." in flag and equals:
-        text = f"unexpected argument {argument}; a key is written --{flag} {value}"
-        return config_error(COMMAND_LINE, "", text)
+        return config_error(
+            COMMAND_LINE, "", f"unexpected argument {argument}; a key is written --{flag} {value}"
+        )
     name = flag.lstrip("-").rpartition(".")[2]
     keys = [f"--{table}.{key}" for table, names in all_keys().items() for key in names if key == name]
     if not keys and (meant := usual_key(name)):
@@ -85,7 +86,6 @@ def _unknown_argument(argument: str) -> ConfigError:
     hint = f"; nearest: {', '.join(keys)}" if keys else other_way(name) or nearest(flag, FLAGS)
     if not flag.startswith("--"):
         text = f"unexpected argument {flag}; a file is given as --config {flag}, a key as --table.key VALUE"
-        return config_error(COMMAND_LINE, "", f"{text}{hint}")
-    return config_error(
-        COMMAND_LINE, "", f"unknown flag {flag}; legal: {', '.join(FLAGS)}, --table.key{hint}"
-    )
+    else:
+        text = f"unknown flag {flag}; legal: {', '.join(FLAGS)}, --table.key"
+    return config_error(COMMAND_LINE, "", f"{text}{hint}")

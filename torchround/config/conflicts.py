@@ -37,10 +37,8 @@ def _model(config: Config) -> Iterator[Conflict]:
 def _training(config: Config) -> Iterator[Conflict]:
     training, warmup = config.training, config.lr_schedule.warmup_steps
     if training.micro_batch_size > training.global_batch_size:
-        yield (
-            "training.micro_batch_size training.global_batch_size",
-            "a micro-batch of at most global_batch_size sequences",
-        )
+        legal = "a micro-batch of at most global_batch_size sequences"
+        yield "training.micro_batch_size training.global_batch_size", legal
     if training.global_batch_size % config.data.streams:
         yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
     if training.fp16_accumulation and training.dtype != "float16":
@@ -48,10 +46,8 @@ def _training(config: Config) -> Iterator[Conflict]:
     # Steps that data.epochs make are checked once they are counted.
     if training.steps is not None and warmup >= training.steps:
         most = training.steps - 1
-        yield (
-            "lr_schedule.warmup_steps training.steps",
-            f"a warm-up of at most steps - 1 = {most}; for example --lr_schedule.warmup_steps {min(most, training.steps // 10)}",
-        )
+        legal = f"a warm-up of at most steps - 1 = {most}; for example --lr_schedule.warmup_steps {min(most, training.steps // 10)}"
+        yield "lr_schedule.warmup_steps training.steps", legal
     if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
         yield "checkpoint.load checkpoint.load_path", "the folder of the checkpoint that holds them"
 
@@ -68,10 +64,8 @@ def _rounds(config: Config) -> Iterator[Conflict]:
     if plan.rounds is not None and engine.rounds not in (None, "auto", plan.rounds):
         yield "engine.rounds engine.plan", 'the same, or rounds = "auto"'
     if sum(plan.forward) != sum(plan.backward):
-        yield (
-            "engine.plan",
-            f"the same number of layers in forward and backward stages, not {sum(plan.forward)} and {sum(plan.backward)}",
-        )
+        legal = f"the same number of layers in forward and backward stages, not {sum(plan.forward)} and {sum(plan.backward)}"
+        yield "engine.plan", legal
     if plan.kept is not None and engine.keep_activations != "auto":
         yield "engine.keep_activations engine.plan", '"auto" beside a plan that says what is kept'
 
@@ -83,66 +77,48 @@ def _bounded(config: Config) -> Iterator[Conflict]:
             yield "engine.stale_layers engine.update", '"auto", or update = "bounded"'
         return
     if training.dtype == "float16":
-        yield (
-            "engine.update training.dtype",
-            '"bfloat16" or "float32", because overflows of float16 skip whole steps',
-        )
+        legal = '"bfloat16" or "float32", because overflows of float16 skip whole steps'
+        yield "engine.update training.dtype", legal
     if training.max_norm and training.clip == "global":
-        yield (
-            "engine.update training.clip training.max_norm",
-            'training.clip = "layer", or training.max_norm = 0',
-        )
+        legal = 'training.clip = "layer", or training.max_norm = 0'
+        yield "engine.update training.clip training.max_norm", legal
     rounds = engine.plan.rounds if isinstance(engine.plan, PlanTable) else None
     for key, value in (("engine.rounds", engine.rounds), ("engine.plan", rounds)):
         if value not in (None, 1, "auto"):
             yield f"{key} engine.update", "1 round, because the first gradients would wait for the last round"
     if not config.optimizer.updates_by_layer:
-        yield (
-            "engine.update optimizer.name",
-            '"sync" or "async": updates of this optimizer need the devices, which would wait for each gradient',
-        )
+        legal = '"sync" or "async": updates of this optimizer need the devices, which would wait for each gradient'
+        yield "engine.update optimizer.name", legal
 
 
 def _delay_correction(config: Config) -> Iterator[Conflict]:
     if config.engine.delay_correction != "predict":
         return
     if config.engine.update == "bounded":
-        yield (
-            "engine.delay_correction engine.update",
-            '"auto" or "none": "bounded" has one copy of the weights, and the backward still reads those before the update',
-        )
+        legal = '"auto" or "none": "bounded" has one copy of the weights, and the backward still reads those before the update'
+        yield "engine.delay_correction engine.update", legal
     elif config.engine.update != "async":
-        yield (
-            "engine.delay_correction engine.update",
-            '"auto" or "none", or update = "async", which has the delay',
-        )
+        legal = '"auto" or "none", or update = "async", which has the delay'
+        yield "engine.delay_correction engine.update", legal
     elif not config.optimizer.can_predict:
-        yield (
-            "engine.delay_correction optimizer.name",
-            '"auto" or "none", because the state of this optimizer does not tell its next step',
-        )
+        legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
+        yield "engine.delay_correction optimizer.name", legal
 
 
 def _validation(config: Config) -> Iterator[Conflict]:
     table = config.validation
     is_on = table.interval_steps > 0
     if is_on and not table.sources and not config.data.validation_fraction:
-        yield (
-            "validation.interval_steps validation.sources data.validation_fraction",
-            "at least one source, or a data.validation_fraction above 0, or an interval of 0 for off",
-        )
+        legal = "at least one source, or a data.validation_fraction above 0, or an interval of 0 for off"
+        yield "validation.interval_steps validation.sources data.validation_fraction", legal
     for key in ("keep_best", "patience", "prompts"):
         if getattr(table, key) and not is_on:
-            yield (
-                f"validation.{key} validation.interval_steps",
-                "an interval above 0, which switches validation on",
-            )
+            legal = "an interval above 0, which switches validation on"
+            yield f"validation.{key} validation.interval_steps", legal
     of_ids = any(source.content == "tokens" for source in (*config.data.sources, *table.sources))
     if table.prompts and of_ids and config.tokenizer.name == "bytes":
-        yield (
-            "validation.prompts data.sources validation.sources tokenizer.name",
-            "the tokenizer that made the token ids, because prompts are text",
-        )
+        legal = "the tokenizer that made the token ids, because prompts are text"
+        yield "validation.prompts data.sources validation.sources tokenizer.name", legal
 
 
 def _lora(config: Config) -> Iterator[Conflict]:

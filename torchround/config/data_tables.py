@@ -36,46 +36,44 @@ class TokenizerTable(Table):
     beside the tokenizer, in `chat_template.jinja` or in `tokenizer_config.json`."""
 
     chat_template_kwargs: TemplateVariables | None = None
-    """Further variables for chat templates, as `apply_chat_template` of transformers takes them, for example
-    `{ enable_thinking = false }`. A record's field `chat_template_kwargs` goes before them."""
+    """Further variables for chat templates, as `apply_chat_template` of transformers takes them, for example `{ enable_thinking
+    = false }`. A record's field `chat_template_kwargs` goes before them."""
 
 
 class SourceTable(Table):
     """One source of documents, an element of `data.sources` or `validation.sources`."""
 
     path: Name
-    """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`, the source files of the running Python's standard library:
-    real text that every machine has. With `format = "dataset"`, a folder or a name that the package datasets loads.
-    Required."""
+    """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`, the source files of the running Python's standard library: real
+    text that every machine has. With `format = "dataset"`, a folder or a name that the package datasets loads. Required."""
 
     format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
-    """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one JSON
-    object per line, compressed if the name ends in `.gz` or `.zst`. `csv`, `tsv`: a header, and one document per row.
-    `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's
-    name (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
+    """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one JSON object
+    per line, compressed if the name ends in `.gz` or `.zst`. `csv`, `tsv`: a header, and one document per row. `parquet`: one
+    document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's name (`.json`,
+    `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
 
     module: Name | None = None
     """Python module of your own that reads the files, in place of `format`: `read(path)` yields a table of fields for each record
     (docs/data.md). It is looked up where Python looks, and then in the working directory."""
 
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
-    """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
-    `{from, value}` (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`.
-    `prompt_completion`: fields `prompt` (or `question`) and `completion` (or `response`, `answer`), each a string or a list of
-    messages; the completion is learnt.
-    `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
+    """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of `{from, value}`
+    (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`. `prompt_completion`:
+    fields `prompt` (or `question`) and `completion` (or `response`, `answer`), each a string or a list of messages; the
+    completion is learnt. `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None
-    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`,
-    `messages` (or `conversations`) or `tokens`, as `content` says."""
+    """Field of each record that holds the content. Default: `text`, `messages` (or `conversations`) or `tokens`, as `content`
+    says."""
 
     weight: PositiveFloat = 1.0
-    """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""
+    """Share of documents drawn from this source, relative to the other sources' weights."""
 
     special_tokens: bool = False
-    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has
-    already written. `false` reads them as plain text, so that no document can fake a turn. Only read with `content =
-    "text"` and with `prompt_completion` that are strings."""
+    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has already
+    written. `false` reads them as plain text, so that no document can fake a turn. Only for `text`, and `prompt_completion` of
+    strings."""
 
     split: Name = "train"
     """Split of a dataset. Only read with `format = "dataset"`."""
@@ -88,61 +86,56 @@ class DataTable(Table):
     """The training data. Documents are packed to `training.seq_len` tokens. Attention stays inside each document."""
 
     sources: Annotated[Many[SourceTable], Field(min_length=1)]
-    """Array of at least one source, each `{path, format, content, field, weight, special_tokens,
-    split, subset}`. Required."""
+    """Array of sources, each a table as below. Required."""
 
     shuffle: bool = True
-    """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
-    files, parquet files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
+    """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed files, parquet
+    files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
 
     shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
-    """Packed sequences of a shuffle window, 0 to 65536. They are put into a random order, fixed by `run.seed`; 0 leaves them
-    in the order in which they were packed. It spreads a long document over many batches. `auto`: windows of about 16 Mi
-    tokens, at most 4096 sequences; 0 if documents stay whole or `shuffle` is off. A window ends early after an epoch.
-    Host memory: 9 bytes per token of a window, 72 MiB at 2048 tokens per sequence. A resumed run packs its window again."""
+    """Packed sequences of a shuffle window, which are put into a random order fixed by `run.seed`; 0 leaves their order. It
+    spreads a long document over many batches. `auto`: windows of about 16 Mi tokens, at most 4096 sequences; 0 if documents
+    stay whole or `shuffle` is off. A window ends early after an epoch. Host memory: 9 bytes per token of a window, 72 MiB at
+    2048 tokens per sequence. A resumed run packs its window again."""
 
     epochs: PositiveInt | None = None
-    """Passes over each source, at least 1. After them the run ends with its final checkpoint. `training.steps` can be left
-    out then. Default: sources start over until `training.steps` is reached."""
+    """Passes over each source, after which the run ends with its final checkpoint. `training.steps` can be left out then.
+    Default: sources start over until `training.steps` is reached."""
 
     weight_by: Literal["source", "size"] = "source"
     """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of the source's number of
-    documents, so that with weights of 1 every document is visited equally often. To count documents, compressed files
-    are read once at the start."""
+    documents, so that with weights of 1 every document is visited equally often; compressed files are read once to count
+    them."""
 
     packing: Literal["auto", "contiguous", "best_fit"] = "auto"
-    """How documents fill sequences. `contiguous`: end to end, cut every `training.seq_len` tokens, without padding.
-    `best_fit`: whole documents, combined so that little padding is left. `auto`: `best_fit` if a source holds
-    conversations, otherwise `contiguous`."""
+    """How documents fill sequences. `contiguous`: end to end, cut every `training.seq_len` tokens, without padding. `best_fit`:
+    whole documents, combined with little padding. `auto`: `best_fit` if a source holds conversations, otherwise
+    `contiguous`."""
 
     long_documents: Literal["cut", "skip", "split"] = "cut"
-    """Treatment of documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave
-    them out. `split`: keep everything, in parts that do not attend to each other. The log counts such documents."""
+    """Treatment of documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave them
+    out. `split`: keep everything, in parts that do not attend to each other. The log counts such documents."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of a conversation that the loss counts. `assistant`: the assistant's turns, each with the token that ends it.
-    `all`: every token."""
+    """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
 
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Reaction to a record that cannot be used: broken JSON, a missing field, invalid UTF-8, a truncated archive, an error
-    in the chat template. `stop`: the run ends after a checkpoint. `skip`: the record is left out and counted, and a
-    warning names file and line."""
+    """Reaction to a record that cannot be used: broken JSON, a missing field, invalid UTF-8, a truncated archive, an error in
+    the chat template. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and named."""
 
     max_bad_fraction: Fraction = 0.01
-    """Fraction of a source's records, 0 to 1, that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1
-    after a checkpoint once more are, and more than 10 in each pass. A file that cannot be read is no bad record: it always
-    ends the run."""
+    """Fraction of a source's records that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1 after a
+    checkpoint once more are, and more than 10 in each pass. A file that cannot be read always ends the run."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents held out from training, at least 0 and below 1. `validation` without sources uses it. A
-    document's content decides whether it is held out, so that its copies are held out too."""
+    """Share of the documents held out from training. `validation` without sources uses it. Copies of a document are held out
+    with it."""
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Threads that read and tokenise ahead of the training loop, 0 to 256. With 0 the loop does it itself. The order of
-    the data does not depend on this key."""
+    """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
 
     streams: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Streams that the documents are dealt to, 1 to 1024. Each packs and shuffles its own documents and makes an equal part
-    of every batch, so `training.global_batch_size` must be a multiple. Another number gives other batches. A machine of
-    several reads only the streams that its sequences come from: with as many streams as all machines have rounds in a step,
-    or a multiple of that, each sequence is read on one machine. With 1, every machine reads all sequences."""
+    """Streams that the documents are dealt to. Each packs and shuffles its own documents and makes an equal part of every
+    batch, so `training.global_batch_size` must be a multiple. Another number gives other batches. A machine of several reads
+    only the streams that its sequences come from: with a multiple of all machines' rounds in a step, each sequence is read on
+    one machine. With 1, every machine reads all sequences."""

@@ -68,11 +68,13 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
     _merge_file(raw, file, chain=[])
-    raw.digest = _digest(raw.tables)
+    # TOML has dates, which JSON has not.
+    content = json.dumps(raw.tables, sort_keys=True, default=str).encode()
+    raw.digest = xxhash.xxh3_128_hexdigest(content)
     # Before the overrides, so that `--run.name` wins over the file's name.
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
-        run.setdefault("name", _run_name(file))
+        run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run")
     for key_path, value in parse_overrides(overrides):
         apply_override(raw, key_path, value)
     return raw
@@ -96,15 +98,6 @@ def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
     return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
 
 
-def _digest(tables: dict[str, Any]) -> str:
-    # TOML has dates, which JSON has not.
-    return xxhash.xxh3_128_hexdigest(json.dumps(tables, sort_keys=True, default=str).encode())
-
-
-def _run_name(file: Path) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run"
-
-
 def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
     """Merge the file's base, then the file. `chain` holds the files that led here, for messages about cycles."""
     data = _read_toml(file)
@@ -126,28 +119,24 @@ def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
 
 
 def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
+    given = f"given {show(base)}"
     if not isinstance(base, str):
-        raise config_error(str(file), BASE, f"given {show(base)}; legal: a string, the path of a TOML file")
+        raise config_error(str(file), BASE, f"{given}; legal: a string, the path of a TOML file")
     if len(chain) > MOST_BASES:
-        raise config_error(
-            str(file), BASE, f"given {show(base)}; legal: a chain of at most {MOST_BASES} files"
-        )
+        raise config_error(str(file), BASE, f"{given}; legal: a chain of at most {MOST_BASES} files")
     found, looked_up = _look_up(file.parent / base, base)
     if found is None:
-        raise config_error(
-            str(file), BASE, f"given {show(base)}, but there is no such file; looked for {looked_up}"
-        )
+        raise config_error(str(file), BASE, f"{given}, but there is no such file; looked for {looked_up}")
     if found.resolve() in [link.resolve() for link in chain]:
         path = " -> ".join(str(link) for link in [*chain, found])
-        raise config_error(str(file), BASE, f"given {show(base)}, which is based on this file: {path}")
+        raise config_error(str(file), BASE, f"{given}, which is based on this file: {path}")
     return found
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
     if file.suffix in (".yaml", ".yml", ".json"):
-        raise config_error(
-            str(file), "", f"a config is TOML, not {file.suffix[1:].upper()}; write key = value"
-        )
+        text = f"a config is TOML, not {file.suffix[1:].upper()}; write key = value"
+        raise config_error(str(file), "", text)
     try:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
@@ -190,23 +179,16 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[Override]:
     """
     rest = list(arguments)
     while rest:
-        flag, value = take_flag(rest)
+        flag, has_value, value = rest.pop(0).partition("=")
+        # An argument that begins with `--` is a value only after `=`.
+        if not has_value and rest and not rest[0].startswith("--"):
+            has_value, value = "=", rest.pop(0)
         path = tuple(flag.removeprefix("--").split("."))
         if not flag.startswith("--") or len(path) < 2 or not all(path):
             raise config_error(COMMAND_LINE, "", f"given {flag}; a key is written --table.key VALUE")
-        if value is None:
+        if not has_value:
             raise config_error(COMMAND_LINE, flag.removeprefix("--"), f"no value; write {flag} VALUE")
         yield path, parse_value(flag.removeprefix("--"), value)
-
-
-def take_flag(rest: list[str]) -> tuple[str, str | None]:
-    """Remove a flag and its value from the front. An argument that begins with `--` is a value only after `=`."""
-    flag, equals, value = rest.pop(0).partition("=")
-    if equals:
-        return flag, value
-    if rest and not rest[0].startswith("--"):
-        return flag, rest.pop(0)
-    return flag, None
 
 
 def parse_value(key: str, text: str) -> Any:

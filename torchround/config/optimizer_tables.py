@@ -21,15 +21,14 @@ class OptimizerTable(Table):
     """Optimizer, which decides the other keys that are legal here."""
 
     lr: PositiveFloat = 3e-4
-    """Peak learning rate, reached after `lr_schedule.warmup_steps`. Above 0."""
+    """Peak learning rate, reached after `lr_schedule.warmup_steps`."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, as a factor of the learning rate per step. At least 0. Applies to matrices only, not to norms,
-    biases or sinks."""
+    """Decoupled weight decay, as a factor of the learning rate per step. Applies to matrices, not to norms, biases or sinks."""
 
     state: Literal["exact", "compact"] = "exact"
-    """How the optimizer's state is kept in host memory. `exact`: float32, 4 bytes for each value. `compact`: 8-bit codes with
-    a scale for each 128, about 1 byte for each value; deterministic, but not the same losses as `exact`."""
+    """How the optimizer's state is kept in host memory. `exact`: float32, 4 bytes for each value. `compact`: 8-bit codes with a
+    scale for each 128, about 1 byte for each value; deterministic, but not the same losses as `exact`."""
 
 
 class AdamWTable(OptimizerTable):
@@ -41,10 +40,10 @@ class AdamWTable(OptimizerTable):
     """Optimizer, which decides the other keys that are legal here. `adamw`: AdamW for all parameters."""
 
     betas: Pair[Beta] = (0.9, 0.95)
-    """Decay rates of the first and the second moment, each at least 0 and below 1."""
+    """Decay rates of the first and the second moment."""
 
     eps: PositiveFloat = 1e-8
-    """Number added to the root of the second moment, above 0."""
+    """Number added to the root of the second moment."""
 
 
 class MuonTable(OptimizerTable):
@@ -57,7 +56,7 @@ class MuonTable(OptimizerTable):
     and the last, each expert a matrix of its own; AdamW for the others."""
 
     momentum: Beta = 0.95
-    """Decay rate of Muon's momentum, at least 0 and below 1."""
+    """Decay rate of Muon's momentum."""
 
     nesterov: bool = True
     """Whether the orthogonalised matrix is the momentum after one more step along the gradient."""
@@ -67,13 +66,13 @@ class MuonTable(OptimizerTable):
     are as large as AdamW's and its learning rates fit. `original`: sqrt(max(1, rows / columns))."""
 
     adamw_lr: PositiveFloat | None = None
-    """Peak learning rate of the parameters that AdamW updates, above 0. The schedule is the same. Default: `lr`."""
+    """Peak learning rate of the parameters that AdamW updates. The schedule is the same. Default: `lr`."""
 
     betas: Pair[Beta] = (0.9, 0.95)
-    """AdamW's decay rates of the first and the second moment, each at least 0 and below 1."""
+    """AdamW's decay rates of the first and the second moment."""
 
     eps: PositiveFloat = 1e-8
-    """AdamW's number added to the root of the second moment, above 0."""
+    """AdamW's number added to the root of the second moment."""
 
 
 def optimizer_tables() -> dict[str, type[OptimizerTable]]:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from textwrap import dedent, indent, wrap
+from textwrap import dedent
 from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
@@ -13,8 +13,8 @@ from torchround.config.config import Config, PlanTable
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import MAX_INT, Table
-from torchround.config.model_shape import ShapeTable
 from torchround.config.optimizer_tables import optimizer_tables
+from torchround.config.tables import ShapeTable
 
 USAGE = """\
 usage: python train.py --config NAME.toml [--table.key VALUE ...]
@@ -47,53 +47,42 @@ file's. A bare word that is not TOML is a string. `--print-config` prints the re
 
 
 def usage() -> str:
-    """Write the flags, then each key with what is legal, its default and its documentation."""
-    return USAGE + "".join(_usage_table(title, table) for title, table in _tables())
+    """Write the flags, then all tables and keys."""
+    return USAGE + _reference()
 
 
 def page() -> str:
     """Write the content of docs/configuration.md."""
-    inner: list[tuple[str, type[Table]]] = [
-        ("`model.shape`", ShapeTable),
-        ("Elements of `data.sources` and `validation.sources`", SourceTable),
-        ("`engine.plan`", PlanTable),
-    ]
-    sections = [(f"`{title}`", table) for title, table in _tables()]
-    return PAGE_HEAD + "".join(_page_table(title, table) for title, table in [*sections, *inner])
+    return PAGE_HEAD + _reference()
+
+
+def _reference() -> str:
+    """Write each table, and each of its keys with what is legal, its default and its documentation."""
+    return "".join(text for title, table in _tables() for text in _texts(title, table))
 
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
     """Yield each table with its title. The optimizers' follow each other."""
     for name, info in Config.model_fields.items():
         if name != "optimizer":
-            yield f"[{name}]", cast(type[Table], info.annotation)
+            yield f"`[{name}]`", cast(type[Table], info.annotation)
             continue
         for optimizer, its_table in optimizer_tables().items():
             # A program's own optimizers are not part of this documentation.
             if its_table.__module__.startswith("torchround."):
-                yield f'[{name}], name = "{optimizer}"', its_table
+                yield f'`[{name}], name = "{optimizer}"`', its_table
+    yield "`model.shape`", ShapeTable
+    yield "Elements of `data.sources` and `validation.sources`", SourceTable
+    yield "`engine.plan`", PlanTable
 
 
-def _usage_table(title: str, table: type[Table]) -> str:
-    lines = [f"\n{title}  {documentation(table.__doc__).partition(chr(10))[0]}\n"]
-    for key, legal, text in _keys(table):
-        lines.append(f"  {key}: {legal}\n")
-        lines.append(indent("\n".join(wrap(" ".join(text.split()), 100)), "      ") + "\n")
-    return "".join(lines)
-
-
-def _page_table(title: str, table: type[Table]) -> str:
-    blocks = [f"\n**`{key}`**: {legal}\n\n{text}\n" for key, legal, text in _keys(table)]
-    return f"\n## {title}\n\n{documentation(table.__doc__)}\n" + "".join(blocks)
-
-
-def _keys(table: type[Table]) -> Iterator[tuple[str, str, str]]:
-    """Yield each key, what is legal with the default, and its documentation."""
+def _texts(title: str, table: type[Table]) -> Iterator[str]:
+    yield f"\n## {title}\n\n{documentation(table.__doc__)}\n"
     schemas = table.model_json_schema()["properties"]
     for key, info in table.model_fields.items():
         is_set = info.default is not PydanticUndefined and info.default is not None
         default = f" (default {show(info.default)})" if is_set else ""
-        yield key, describe(schemas[key]) + default, documentation(info.description)
+        yield f"\n**`{key}`**: {describe(schemas[key])}{default}\n\n{documentation(info.description)}\n"
 
 
 def documentation(text: str | None) -> str:

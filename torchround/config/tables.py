@@ -23,7 +23,6 @@ from torchround.config.key_types import (
     Table,
     matching,
 )
-from torchround.config.model_shape import ShapeTable
 
 RunName = Annotated[
     str,
@@ -39,40 +38,94 @@ ProjectName = Annotated[
     ),
 ]
 
+# Bounds far above any model. They keep a slip of the keyboard from becoming a plan of a week.
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Positions = Annotated[int, Field(ge=1, le=2**40)]
+
 
 class RunTable(Table):
     """The folder of the run's files, and the seed of everything random."""
 
     name: RunName = "run"
-    """Name of the run. Its files are in `<folder>/<name>/`, and a run that finds checkpoints there resumes. Default: the
-    name of the TOML file without `.toml`."""
+    """Name of the run, whose files are in `<folder>/<name>/` and resume it. Default: the TOML file's name without `.toml`."""
 
     folder: Name = "outputs"
     """Folder that holds all runs. It needs free space for `checkpoint.keep_latest_k` + 1 checkpoints."""
 
     seed: NonNegativeInt = 0
-    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses on
-    virtual devices, and on GPUs with `training.deterministic`."""
+    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses on virtual devices, and
+    on GPUs with `training.deterministic`."""
+
+
+class ShapeTable(Table):
+    """Sizes of a model of one's own, which begins at random. With `model.flavor` they replace the flavor's. Alone they need
+    `num_layers`, `hidden_size`, `num_heads` and `ffn_size`; what else is missing is as in the family's models.
+
+    `config.json` of an export holds them under Hugging Face's names. A run cannot be resumed with another shape.
+    """
+
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Blocks."""
+
+    hidden_size: Size | None = None
+    """Width of the residual stream. Multiples of 64 are fast."""
+
+    num_heads: Size | None = None
+    """Heads of attention, a multiple of `num_kv_heads`."""
+
+    num_kv_heads: Size | None = None
+    """Heads of keys and values. Default: the flavor's, otherwise `num_heads`."""
+
+    head_dim: Size | None = None
+    """Channels of a head, an even number. Default: the flavor's, otherwise `hidden_size / num_heads`."""
+
+    ffn_size: Size | None = None
+    """Width of the feed-forward; in a model with experts, of each expert."""
+
+    vocab_size: Size | None = None
+    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the flavor's, or
+    as many as the tokenizer has tokens if these are more, or if there is no flavor."""
+
+    max_positions: Positions | None = None
+    """Longest sequence that the model is meant for, in tokens. Nothing is allocated for it. Default: the family's."""
+
+    rope_theta: Annotated[float, Field(gt=1)] | None = None
+    """Base of the rotary embedding. The scaling of a flavor stays. Default: the family's."""
+
+    norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the norms. Default: the family's."""
+
+    tied_embeddings: bool | None = None
+    """Use of the embedding as the head's projection too, which saves its parameters. Default: the flavor's, or false."""
+
+    num_experts: Size | None = None
+    """Experts in each block, in families that have them. Default: the flavor's, otherwise a dense feed-forward."""
+
+    num_chosen: Size | None = None
+    """Experts that serve a token, 1 to `num_experts`."""
+
+    balance_coefficient: Annotated[float, Field(ge=0)] | None = None
+    """Factor of the penalty for an unequal load of the experts. 0: no penalty. Default: the flavor's, otherwise 0.001."""
+
+    window: Size | None = None
+    """Tokens that a token sees in blocks with a sliding window, in families that have them. Default: the family's."""
 
 
 class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `models/` (for example `llama3`). Required. `transformers`: a decoder that the
-    package of that name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder
-    too."""
+    """Model family, a package of `models/` (for example `llama3`). Required. `transformers`: a decoder that the package of that
+    name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder too."""
 
     module: Name | None = None
-    """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md). It is looked up where
-    Python looks, and then in the working directory."""
+    """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
 
     flavor: Name | None = None
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
     shape: ShapeTable | None = None
-    """Sizes of one's own, `[model.shape]`, initialised at random: instead of a flavor, or in place of some of a flavor's
-    sizes. Not used with `hf_path`."""
+    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not with `hf_path`."""
 
     hf_path: Name | None = None
     """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
@@ -87,60 +140,54 @@ class TrainingTable(Table):
     counted at the start by one reading of the data; 1000 without `data.epochs`."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
-    than the model's positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
+    """Tokens per packed sequence. Activation memory grows linearly with it, attention time quadratically. More than the model's
+    positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
 
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""
 
     micro_batch_size: PositiveInt = 1
     """Most sequences that a stage runs at once. The batch is cut into `ceil(global_batch_size / micro_batch_size)`
-    micro-batches; if it does not divide evenly, the first ones are longer by one. Device memory for activations grows
-    linearly with it. Fewer micro-batches make larger pipeline bubbles."""
+    micro-batches. Memory for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number format of activations and of the weights that devices compute with. The optimizer updates weights with all
-    bits of float32 (docs/optimizers.md). `float32` doubles device memory, boundary activations and transfers. `float16`,
-    for GPUs without bfloat16, scales the loss. The scale begins at 65536. It halves after each gradient that is not finite,
-    whose update is skipped, and doubles after 2000 good steps."""
+    """Number format of activations and of the weights that devices compute with. The optimizer updates weights with all bits of
+    float32 (docs/optimizers.md). `float32` doubles device memory, boundary activations and transfers. `float16`, for GPUs
+    without bfloat16, scales the loss: by 65536 at first, half after each overflow, double after 2000 good steps."""
 
     fp16_accumulation: bool = False
-    """Whether matrix products of `float16` add up in float16 instead of float32. GeForce cards are up to twice as fast that
-    way; others gain nothing. Sums lose bits and overflow earlier, which costs skipped updates or accuracy. Needs `dtype =
-    "float16"` and an NVIDIA GPU. Throughput that RoundPipe's authors published is of this setting."""
+    """Whether matrix products of `float16` add up in float16 instead of float32: up to twice as fast on GeForce cards, no gain
+    on others. Sums lose bits and overflow earlier, which costs skipped updates or accuracy. Needs `dtype = "float16"` and an
+    NVIDIA GPU. Throughput that RoundPipe's authors published is of this setting."""
 
     deterministic: bool = False
-    """Whether GPUs add up in a fixed order. Then the same seed gives the same bits on cards of one kind with the same
-    versions of all packages. Without it attention's backward adds atomically, and losses of two equal runs differ from the
-    last bits on. It costs time and device memory in attention's backward (the plan counts the memory), and an operation of
-    a borrowed model without such a form is refused at the first step. Virtual devices always have a fixed order."""
+    """Whether GPUs add up in a fixed order. Then the same seed gives the same bits on cards of one kind with the same versions
+    of all packages. It costs time and device memory in attention's backward (the plan counts the memory), and an operation of a
+    borrowed model without such a form is refused at the first step. Virtual devices always have a fixed order."""
 
     max_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm. A larger gradient is scaled down to it. 0 switches clipping off; the norm is still
-    measured. With Muon only the parameters that AdamW updates count, and only their gradient is scaled."""
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off. With Muon only the
+    parameters that AdamW updates count, and only their gradient is scaled."""
 
     clip: Literal["global", "layer"] = "global"
-    """The norm that `max_norm` bounds. `global`: the norm of the whole gradient. `layer`: each layer's gradient is scaled
-    down by its own norm. Its bound is `max_norm` times the root of its share of the trained parameters. A tied weight
-    counts as a layer of its own."""
+    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's gradient, by `max_norm` times
+    the root of its share of the trained parameters. A tied weight counts as a layer of its own."""
 
     on_spike: Literal["off", "skip", "stop"] = "off"
-    """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left
-    out. `stop`: it is left out, and the run ends with exit code 1 after a checkpoint. In `engine.update = "bounded"` the loss
-    alone is compared, because updates begin before the norm is known. Updates whose loss or gradient is not finite are
-    always left out, in `bounded` layer by layer if the loss is finite. See docs/faults.md."""
+    """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left out.
+    `stop`: also, the run ends with exit code 1 after a checkpoint. In `engine.update = "bounded"` the loss alone is compared.
+    Updates whose loss or gradient is not finite are always left out, in `bounded` layer by layer if the loss is finite."""
 
     spike_factor: PositiveFloat = 10.0
-    """Size of a spike: more than this many median absolute deviations above the median of the last `spike_window` good
-    steps. The deviation counts as at least 1 % of the median. Above 0."""
+    """Size of a spike: more than this many median absolute deviations (at least 1 % of the median) above the median of the last
+    `spike_window`."""
 
     spike_window: Annotated[int, Field(ge=10, le=1000)] = 100
-    """Number of good steps that a spike is compared with, 10 to 1000. Until a run has had that many, no step is a spike."""
+    """Number of good steps that a spike is compared with. Before a run has had that many, no step is a spike."""
 
     max_skipped_steps: PositiveInt = 10
-    """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint; at least 1.
-    A bad step is a spike, or has a loss or gradient that is not finite. A `float16` overflow is not a bad step while the
-    loss scale can still fall."""
+    """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint. A bad step is a
+    spike, or has a loss or gradient that is not finite. A `float16` overflow counts only at the lowest loss scale."""
 
     @property
     def num_steps(self) -> int:
@@ -156,81 +203,70 @@ class LRScheduleTable(Table):
     """Steps over which the learning rate rises linearly to `optimizer.lr`, at least 0 and below `training.steps`."""
 
     decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth
-    of the steps after the warm-up."""
+    """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth."""
 
     min_lr_factor: Fraction = 0.1
-    """Learning rate at the end of the decay, as a fraction of `optimizer.lr`, 0 to 1. Not used by `none`."""
+    """Learning rate at the end of the decay, as a fraction of `optimizer.lr`. Not used by `none`."""
 
 
 class CheckpointTable(Table):
     """Times of saving, the checkpoints that are kept, and the start of a run. A run always saves at its end."""
 
     interval_steps: NonNegativeInt = 500
-    """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12
-    bytes of disk per trained parameter, and 6.03 if `optimizer.state` is "compact"; Muon's matrices take 8 and 5.02. 16-bit
-    async adds 2. A frozen parameter takes 2 or 4, unless `lora.map_base` leaves it in its own file. Training
-    continues during a save, and waits only if a step is shorter than the writing."""
+    """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12 bytes of disk per
+    trained parameter, 6.03 if `optimizer.state` is "compact"; Muon's matrices take 8 and 5.02. 16-bit async adds 2. A frozen
+    parameter takes 2 or 4, unless `lora.map_base` leaves it in its own file. Training goes on during a save."""
 
     keep_latest_k: NonNegativeInt = 2
     """Number of newest complete checkpoints that are kept; 0 keeps all."""
 
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step this number divides are kept for ever, besides the newest ones; 0 keeps no others. Choose a
-    multiple of `interval_steps`: only steps that are saved can be kept."""
+    """Checkpoints whose step this number divides are kept for ever, if they are saved at all; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
     """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
-    adapters, as `transformers` loads it. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf`
-    exports any checkpoint."""
+    adapters. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf` exports any checkpoint."""
 
     load_path: Name | None = None
-    """Folder of a checkpoint to start from if the run's own folder holds none. Default: weights are initialised from
-    `run.seed`."""
+    """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
 
     load: Literal["all", "weights"] = "all"
-    """The part of `load_path` that is used. `all`: the run continues from that step, in the same data. `weights`: a new
-    stage of training begins at step 0 with those weights, a fresh optimizer and any data, as fine-tuning after
-    pre-training does."""
+    """The part of `load_path` that is used. `all`: the run continues from that step, in the same data. `weights`: training
+    begins at step 0 with those weights, a fresh optimizer and any data."""
 
 
 class MachinesTable(Table):
     """Several machines, each with its own devices, that train one model together. `torchrun` starts one process on each."""
 
     timeout_s: PositiveFloat = 60.0
-    """Seconds without a sign of life from a machine after which all others end with a message that names it. Above 0. A
-    machine that computes, saves or compiles gives signs of life; one that is stopped or has lost its network gives none.
-    A tensor that has begun to arrive may also take so long for each 8 MiB."""
+    """Seconds without a sign of life from a machine after which all others end with a message that names it. A machine that
+    computes, saves or compiles gives signs of life. A tensor that has begun to arrive may also take so long for each 8 MiB."""
 
     connections: Annotated[int, Field(ge=1, le=16)] = 4
-    """Connections between each two machines that carry gradients and weights, 1 to 16. One connection carries 15 to 19 Gb/s
-    at most."""
+    """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
 
     checkpoints: Literal["shared", "own"] = "shared"
-    """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it
-    is on each machine's own disk, and holds that machine's part of each, from which as many machines resume."""
+    """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is
+    on each machine's own disk and holds that machine's parts, from which as many machines resume."""
 
     share_host: bool = False
-    """Whether several processes may run on one host, each as a machine. They divide its accelerators and free memory. Meant
-    for tests: one process drives all devices of a host, and is faster."""
+    """Whether several processes may run on one host, each as a machine with a share of it. Slower, and meant for tests."""
 
     planned: PositiveInt = 1
     """Machines that `--dry-run` and `torchround plan` plan for. A run counts its own."""
 
     card: Name | None = None
-    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md). `--dry-run` and `torchround plan` then plan for such
-    machines. A run uses what it finds. Default: a dry run plans for the machine that it runs on."""
+    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md), for dry runs. Default: this machine."""
 
     num_cards: PositiveInt | None = None
     """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory of each planned machine, in GiB, above 0: 128 with modules of 128 GB. A plan uses at most 95 % of it. Default:
-    no limit; then a plan takes the least among the fastest, and keeps nothing for backward stages."""
+    """Host memory of each planned machine, in GiB: 128 with modules of 128 GB. A plan uses at most 95 % of it. Default: no
+    limit; then a plan takes the least among the fastest, and keeps nothing for backward stages."""
 
     gbit_per_s: PositiveFloat | None = None
-    """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `torchround plan` plan with.
-    A run measures its own. Default: plans are made for 10, 25 and 100."""
+    """Rate of the network between two machines, in Gb/s each way, for dry runs. Default: plans are made for 10, 25 and 100."""
 
 
 class ValidationTable(Table):
@@ -240,30 +276,27 @@ class ValidationTable(Table):
     """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
-    """Array of sources as in `data.sources`. If it is empty, validation uses the share `data.validation_fraction` of the
-    training sources. One of the two is required if `interval_steps` is above 0."""
+    """Array of sources as in `data.sources`. If it is empty, validation needs a `data.validation_fraction`."""
 
     max_batches: PositiveInt = 10
-    """Global batches per validation, at least 1. Each takes about a third of a training step."""
+    """Global batches per validation. Each takes about a third of a training step."""
 
     keep_best: bool = False
-    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best of them for ever, besides
-    the ones that `[checkpoint]` keeps. Takes the room of one more checkpoint. `checkpoint.export` then exports the best
-    one. Needs `interval_steps` above 0."""
+    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best one for ever, besides the ones
+    that `[checkpoint]` keeps. `checkpoint.export` then exports it. Needs `interval_steps`."""
 
     patience: NonNegativeInt = 0
-    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0
-    never ends it early. The count is part of checkpoints, so a resumed run ends at the same step. Needs
-    `interval_steps` above 0."""
+    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0 never
+    ends it early. A resumed run continues the count. Needs `interval_steps`."""
 
     prompts: Many[Name] = ()
     """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. If a source of
-    `data.sources` holds conversations (`messages` or `alpaca`), each text is a user's message, which the chat template
-    writes. The continuations are on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass
-    through all stages. Losses do not depend on it. Needs `interval_steps` above 0. Default: none."""
+    `data.sources` holds conversations (`messages` or `alpaca`), each text is a user's message, which the chat template writes.
+    The continuations are on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass through all
+    stages."""
 
     prompt_tokens: PositiveInt = 64
-    """Most tokens of a continuation, at least 1. A token that ends a document or a turn ends it earlier."""
+    """Most tokens of a continuation. A token that ends a document or a turn ends it earlier."""
 
 
 class LoraTable(Table):
@@ -273,41 +306,38 @@ class LoraTable(Table):
     """Rank of the adapters; 0 trains all weights. Usual ranks are 8 to 64. Memory grows linearly with it."""
 
     alpha: PositiveFloat = 16.0
-    """Scale of the adapters: their output is multiplied by `alpha / rank`. Above 0."""
+    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
 
     dropout: Beta = 0.0
-    """Probability that training zeroes an input of the adapter, at least 0 and below 1."""
+    """Probability that training zeroes an input of the adapter."""
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Linear maps of each block that get an adapter, at least one, as Hugging Face names them: `q_proj`, `k_proj`,
-    `v_proj`, `o_proj`, `gate_proj`, `up_proj`, `down_proj`. `gpt_oss` has `gate_up_proj` in place of `gate_proj` and
-    `up_proj`. In models with experts every expert gets its own adapter."""
+    """Linear maps of each block that get an adapter, as Hugging Face names them: `q_proj`, `k_proj`, `v_proj`, `o_proj`,
+    `gate_proj`, `up_proj`, `down_proj`. `gpt_oss` has `gate_up_proj` in place of `gate_proj` and `up_proj`. Every expert gets
+    its own."""
 
     path: Name | None = None
     """Folder with adapters in PEFT's format that a new run starts from. They must have the same rank and alpha. Needs
     `model.hf_path`. Default: new adapters, which begin without effect."""
 
     map_base: bool = False
-    """Leave frozen weights in the files of `model.hf_path` and read them when they are used. A run then starts at once, and
-    its frozen base takes no host memory and no room in checkpoints. Weights that the files hold in another format than
-    `training.dtype` (MXFP4 too) are still copied. Each accelerator takes 32 MiB of host memory to read ahead.
-    Uploads come from disk if the base is larger than free memory. The files must not change."""
+    """Leave frozen weights in the files of `model.hf_path`, which must not change, and read them when they are used. The frozen
+    base then takes no host memory and no room in checkpoints. Weights in another format than `training.dtype` (MXFP4 too) are
+    still copied. Each accelerator takes 32 MiB of host memory to read ahead."""
 
 
 class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between lines on the console and in `metrics.jsonl`, at least 1. A line's loss is the mean over these steps. The
-    last step of a run always has a line."""
+    """Steps between lines on the console and in `metrics.jsonl`, each the mean over them. The last step has a line too."""
 
     wandb: Literal["off", "online", "offline"] = "off"
-    """Logging to Weights & Biases. `offline` writes a local run that `wandb sync` can send later. A failure of the logger
-    never stops training."""
+    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops
+    training."""
 
     wandb_project: ProjectName = "torchround"
-    """Weights & Biases project of the run. Only read if `wandb` is not `off`. Entity, group and tags are the library's own
-    environment variables (`WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`)."""
+    """Weights & Biases project of the run. Environment variables such as `WANDB_ENTITY` set the rest."""
 
     module: Name | None = None
     """Python module of your own that reports the run elsewhere: `make_writer(folder, config)` (docs/metrics.md). It is looked
@@ -318,7 +348,7 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One after the last is a warning."""
+    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One too late is a warning."""
 
     profiler: bool = False
-    """Also write what `torch.profiler` records: operators, kernels and copies by CUDA stream, allocations. It slows the steps."""
+    """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""

@@ -75,16 +75,17 @@ USUAL_VALUES = MappingProxyType(
     }
 )
 
+_COMPACT = 'optimizer.state = "compact" beside name = "adamw"'
+_SIXTEEN_BITS = (
+    "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files"
+)
 # Another trainer's key or value, or a key of before -> what to write here, or that there is no such thing.
 OTHER_WAYS = MappingProxyType(
     {
         "trace.memory": "trace.profiler, whose file has the allocations",
-        "adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
-        "adamw_bnb_8bit": 'optimizer.state = "compact" beside name = "adamw"',
-        "paged_adamw_8bit": 'optimizer.state = "compact" beside name = "adamw"',
-        "load_in_4bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), _COMPACT),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit"), _SIXTEEN_BITS),
         "on_changed_files": "nothing: a run refuses files that have changed; put the old ones back, or take another run.folder",
-        "load_in_8bit": "nothing: frozen weights have 16 bits, and stay in host memory or, with lora.map_base, in their files",
     }
 )
 

@@ -13,8 +13,8 @@ from torchround.config.conflicts import find_conflicts
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import Table
-from torchround.config.model_shape import ShapeTable
 from torchround.config.optimizer_tables import optimizer_tables, table_for
+from torchround.config.tables import ShapeTable
 from torchround.config.usual_names import nearest_value, other_way, usual_key
 
 DEFAULT_STEPS = 1000
@@ -80,9 +80,8 @@ def _conflict(raw: RawConfig, config: Config, keys: list[str], legal: str) -> st
     tables = config.model_dump(exclude_none=True)
     values = [tables[table].get(key) for table, _, key in (key.partition(".") for key in keys)]
     shown = " and ".join("nothing" if value in (None, ()) else show(value) for value in values)
-    return mistake(
-        " and ".join(sources) or raw.main_source, ", ".join(keys), f"given {shown}; legal: {legal}"
-    )
+    source = " and ".join(sources) or raw.main_source
+    return mistake(source, ", ".join(keys), f"given {shown}; legal: {legal}")
 
 
 def _mistakes(raw: RawConfig, given: dict[str, Any], error: ValidationError) -> Iterator[str]:
@@ -128,10 +127,8 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
     text = " or ".join([first_text, *(other.removeprefix("Input should be ") for other in others)])
     text = f"given {show(given)}; {text[0].lower()}{text[1:]}"
     if isinstance(given, str):
-        choices = [
-            name for each in same for name in re.findall("'(.*?)'", each.get("ctx", {}).get("expected", ""))
-        ]
-        return text + nearest_value(given, choices)
+        expected = " ".join(each.get("ctx", {}).get("expected", "") for each in same)
+        return text + nearest_value(given, re.findall("'(.*?)'", expected))
     if first["type"] == "string_type" and raw.source_of(key) == COMMAND_LINE:
         text += f"; as a string: --{key} '\"{show(given)}\"'"
     return text
@@ -143,9 +140,7 @@ def _unknown(raw: RawConfig, key: str, given: Any) -> str:
     if outer == "optimizer":
         known: tuple[str, ...] = tuple(table_for(raw.tables["optimizer"]).model_fields)
     elif outer:
-        known = (
-            tables[outer] if outer in tables else tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
-        )
+        known = tables.get(outer) or tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
     else:
         known = tuple(tables)
     meant = usual_key(name)

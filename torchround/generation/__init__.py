@@ -4,8 +4,7 @@ Read `continuations.py` first. It sees a list of layers and an engine, as traini
 """
 
 from torchround.generation.continuations import generate
-from torchround.generation.inference import TextEngine, inference_store, samples
+from torchround.generation.inference import Score, TextEngine, inference_store, score
 from torchround.generation.sampling import Sampling
-from torchround.generation.scoring import Score, score
 
-__all__ = ["Sampling", "Score", "TextEngine", "generate", "inference_store", "samples", "score"]
+__all__ = ["Sampling", "Score", "TextEngine", "generate", "inference_store", "score"]

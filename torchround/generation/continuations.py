@@ -13,12 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchround.engine.engine import Engine
-from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
 from torchround.generation.sampling import Sampling, choose_token
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.planning.memory import size_text
@@ -33,6 +33,54 @@ PADDED_TOKENS = 32
 PADDED_DOCUMENTS = 2
 # More sequences than anything has room for.
 NO_LIMIT = 2**31
+
+
+class DecodingCache:
+    """Each layer's memory of a group's tokens so far, on the device that runs the layer.
+
+    A layer makes its own by `new_cache(capacity)`; `capacity` counts the tokens of a sequence. Layers without that
+    method, or whose `remembers` is false, see each token alone. A layer's thread uses its part alone, so the parts need no lock.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], capacity: int) -> None:
+        self._of_layers: list[Any] = [
+            layer.new_cache(capacity) if _remembers(layer) else None  # type: ignore[operator]
+            for layer in layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._of_layers if part is not None)
+
+    def for_layer(self, index: int) -> Any:
+        """Return the part of layer `index`; None if it remembers nothing."""
+        return self._of_layers[index]
+
+    def clear(self) -> None:
+        """Drop the memory, whatever refers to this object."""
+        for part in self._of_layers:
+            if part is not None:
+                part.clear()
+
+
+def can_decode(layers: Sequence[nn.Module]) -> bool:
+    """Return whether all layers between the first and the last remember earlier tokens.
+
+    A first layer looks tokens up, and a last one makes logits of one position.
+    """
+    return all(map(_remembers, layers[1:-1]))
+
+
+def sequence_bytes(layers: Sequence[nn.Module], tokens: int, element_bytes: int) -> list[int]:
+    """Return, by layer, the device memory that a sequence of `tokens` tokens takes."""
+    return [
+        int(layer.cache_bytes(1, tokens, element_bytes)) if _remembers(layer) else 0  # type: ignore[operator]
+        for layer in layers
+    ]
+
+
+def _remembers(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "remembers", hasattr(layer, "new_cache")))
 
 
 def generate(
@@ -52,8 +100,7 @@ def generate(
     all of them. The model's last layer must give logits (`MicroBatch.wants`). Raises `ValueError` for an empty prompt, for
     one that is too long for the model, and for logits that are not numbers.
     """
-    _check(prompts, max_tokens, batch_size)
-    _check_lengths(engine, prompts, max_tokens)
+    _check(engine, prompts, max_tokens, batch_size)
     sampling = sampling or Sampling()
     seen: Counter[tuple[int, ...]] = Counter()
     sequences = []
@@ -106,7 +153,6 @@ class _Group:
         return all(sequence.ended for sequence in self.sequences)
 
     def micro_batch(self) -> MicroBatch:
-        """Return the micro-batch of the next pass."""
         texts = [sequence.tokens for sequence in self.sequences]
         if self.cache is not None and self._is_begun:
             last = torch.tensor([[text[-1]] for text in texts])
@@ -200,7 +246,7 @@ def _asks_for_logits(
     )
 
 
-def _check(prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -> None:
+def _check(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -> None:
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {index} has no tokens; a continuation needs at least one before it")
@@ -208,10 +254,6 @@ def _check(prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -
         raise ValueError(f"max_tokens = {max_tokens}; legal: 0 or more")
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size}; legal: 1 or more")
-
-
-def _check_lengths(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raise `ValueError` if a sequence could be longer than a layer allows."""
     limits = [getattr(layer, "longest", None) for layer in engine.model.layers]
     most = min((limit for limit in limits if limit is not None), default=NO_LIMIT)
     longest = max(map(len, prompts), default=0)

@@ -4,8 +4,11 @@ All layers are frozen, so that the host store holds device weights only. If all 
 two stages in a pass, and both stay in their slots. Otherwise there are more stages, and each pass uploads them again.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from types import TracebackType
 
 import torch
@@ -16,10 +19,8 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
-from torchround.generation.continuations import GROUPS, generate
-from torchround.generation.decoding_cache import sequence_bytes
+from torchround.generation.continuations import GROUPS, generate, sequence_bytes
 from torchround.generation.sampling import Sampling
-from torchround.generation.scoring import Score, score
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
 from torchround.planning.memory import MIB, size_text, slot_space
 from torchround.planning.partition import Partition, Stage, StageKind
@@ -28,7 +29,7 @@ from torchround.planning.partition import Partition, Stage, StageKind
 STAGES_THAT_STAY = 2
 # Activations between stages: two buffers of a device for incoming ones, two for outgoing ones.
 STAGING_BUFFERS = 4
-# Keys and values that `samples` may keep on each device beside what a training run has planned.
+# Keys and values that continuations of a validation may keep on each device beside what a training run has planned.
 SAMPLE_CACHE_BYTES = 256 * MIB
 
 
@@ -46,6 +47,38 @@ def inference_store(
         layer.requires_grad_(False)
     pinned = any(device.pins_host_memory for device in devices)
     return HostStore(model, dtype, pinned=pinned, mapped=mapped)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The sum of the losses of `num_labels` tokens, in nats."""
+
+    loss_sum: float
+    num_labels: int
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a token, in nats."""
+        return self.loss_sum / max(self.num_labels, 1)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean loss; infinite if it is too large for a number."""
+        return math.exp(self.loss) if self.loss < 709.0 else math.inf
+
+
+def score(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> Score:
+    """Add up the token losses of batches of micro-batches, in fp64 and in their order.
+
+    The next batch is under way while the losses of one are read.
+    """
+    loss_sum, num_labels = 0.0, 0
+    results = map(engine.evaluate, batches)
+    for result, _ in pairwise(chain(results, (None,))):
+        assert result is not None, "the pair's second alone may be None"
+        loss_sum = sum(result.loss_sums(), start=loss_sum)
+        num_labels += result.num_labels
+    return Score(loss_sum, num_labels)
 
 
 class TextEngine:
@@ -83,7 +116,6 @@ class TextEngine:
         stop_tokens: Sequence[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Return the continuation of each prompt, as `generate`."""
         return generate(
             self.engine,
             prompts,
@@ -95,7 +127,6 @@ class TextEngine:
         )
 
     def score(self, batches: Iterable[Sequence[MicroBatch]]) -> Score:
-        """Add up the token losses of batches, as `score`."""
         return score(self.engine, batches)
 
     def close(self) -> None:
@@ -112,30 +143,6 @@ class TextEngine:
         trace: TracebackType | None,
     ) -> None:
         self.engine.__exit__(kind, error, trace)
-
-
-def samples(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    stop_tokens: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    cache_bytes: int | None = SAMPLE_CACHE_BYTES,
-) -> list[list[int]]:
-    """Return the continuation of each prompt in the middle of a training run, with the weights that a checkpoint holds.
-
-    Waits for all steps. The text does not depend on the partition or the devices, except for the rounding of logits.
-    """
-    with engine.true_device_weights():
-        return generate(
-            engine,
-            prompts,
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            sampling=sampling,
-            cache_bytes=cache_bytes,
-        )
 
 
 def plan_inference(
@@ -163,8 +170,13 @@ def plan_inference(
     besides = compute + staging + model.constant_bytes()
     wanted = [batch_size * size for size in sequence_bytes(model.layers, tokens, store.dtype.itemsize)]
     best: tuple[int, Partition] | None = None
-    for count in _stage_counts(len(sizes), num_devices):
-        partition = _partition(cut_evenly(sizes, count))
+    # Multiples of the devices, so that a layer stays with its device.
+    most = len(sizes) // num_devices
+    for multiple in range(min(STAGES_THAT_STAY, most), most + 1):
+        count = multiple * num_devices
+        *forward, fused = cut_evenly(sizes, count)
+        # Frozen layers have no backward, but a partition names one.
+        partition = Partition(tuple(forward), fused, tuple(forward[::-1]))
         if device_bytes is None:
             return partition, None
         left = device_bytes - besides - slot_space(partition, num_devices, store.stage_bytes)
@@ -190,14 +202,10 @@ def plan_inference(
 
 def cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Cut a list into `count` runs so that the largest sum of a run is as small as possible; returns their lengths."""
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_runs(sizes, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    starts = _runs(sizes, low)
+    sums = range(max(sizes), sum(sizes))
+    starts = _runs(
+        sizes, sums.start + bisect_left(sums, True, key=lambda most: len(_runs(sizes, most)) <= count)
+    )
     # Fewer runs may be enough for that; more of them hurt nothing.
     for cut in range(1, len(sizes)):
         if len(starts) < count and cut not in starts:
@@ -215,18 +223,6 @@ def _runs(sizes: Sequence[int], most: int) -> list[int]:
             taken = 0
         taken += size
     return starts
-
-
-def _stage_counts(num_layers: int, num_devices: int) -> list[int]:
-    """Return the numbers of stages to try: multiples of the devices, so that a layer stays with its device."""
-    most = num_layers // num_devices
-    return [num_devices * each for each in range(min(STAGES_THAT_STAY, most), most + 1)]
-
-
-def _partition(lengths: Sequence[int]) -> Partition:
-    # Frozen layers have no backward, but a partition names one.
-    forward = tuple(lengths[:-1])
-    return Partition(forward, lengths[-1], forward[::-1])
 
 
 def _work(layer: torch.nn.Module, rows: int, tokens: int, element_bytes: int, kind: str) -> LayerWork:

@@ -59,8 +59,7 @@ class StateFormat(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def parts(self, value: StateValue) -> tuple[StatePart, ...]:
-        """Return the buffers that a value needs."""
+    def parts(self, value: StateValue) -> tuple[StatePart, ...]: ...
 
     @abstractmethod
     def encode(self, value: StateValue, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +86,6 @@ class StateFormat(ABC):
             target.copy_(source)
 
     def element_bytes(self, value: StateValue) -> float:
-        """Return the bytes that a value takes per element."""
         return sum(part.dtype.itemsize / part.block for part in self.parts(value))
 
 
@@ -97,15 +95,12 @@ class ExactFormat(StateFormat):
     name = "exact"
 
     def parts(self, value: StateValue) -> tuple[StatePart, ...]:
-        """Return the one fp32 buffer, named like the value."""
         return (StatePart(value.name, torch.float32),)
 
     def encode(self, value: StateValue, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the numbers themselves."""
         return (numbers,)
 
     def decode(self, value: StateValue, kept: tuple[Tensor, ...]) -> Tensor:
-        """Return the numbers themselves."""
         return kept[0]
 
 
@@ -118,7 +113,6 @@ class CompactFormat(StateFormat):
     name = "compact"
 
     def parts(self, value: StateValue) -> tuple[StatePart, ...]:
-        """Return the codes, named like the value, and the scales."""
         codes = StatePart(value.name, torch.int8 if value.is_signed else torch.uint8)
         return codes, StatePart(f"{value.name}_scale", torch.bfloat16, BLOCK)
 

@@ -24,9 +24,7 @@ class LRSchedule:
 
     def __init__(self, table: "LRScheduleTable", lr: float, total_steps: int) -> None:
         if total_steps < 1:
-            raise ValueError(
-                f"a learning-rate schedule needs at least 1 step, got total_steps = {total_steps}"
-            )
+            raise ValueError(f"a learning rate needs at least 1 step, got total_steps = {total_steps}")
         self.table = table
         self.lr = lr
         self.total_steps = total_steps
@@ -52,6 +50,5 @@ def _shape(decay: str, progress: float) -> float:
         return 1.0 - progress
     if decay == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    if decay == "wsd":
-        return min(1.0, (1.0 - progress) / WSD_DECAY_FRACTION)
-    raise ValueError(f"lr_schedule.decay = {decay!r} is not one of none, linear, cosine, wsd")
+    assert decay == "wsd", f"a config has no other decay, got {decay}"
+    return min(1.0, (1.0 - progress) / WSD_DECAY_FRACTION)

@@ -21,6 +21,8 @@ from torch import Tensor
 from torchround.config.optimizer_tables import OptimizerTable
 from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
 
+Tensors = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class ParameterFacts:
@@ -55,24 +57,19 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
         """Return the new weight and the new values as fresh fp32 tensors; the arguments are only read.
 
         All are 1-D fp32 of equal length, `numbers` are `[]` fp32 tensors. Only exactly rounded operations are used, none
         fused, so that the compiled pass can give the same bits.
         """
 
-    def next_step(self, values: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> Tensor:
+    def next_step(self, values: Tensors, numbers: Tensors) -> Tensor:
         """Return the step, weight decay apart, that the values ask for, as a fresh tensor."""
         raise TypeError(f"{type(self).__name__} cannot predict a step from its values")
 
-    def look_ahead(self, values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+    def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
         """Return what devices turn into the direction, as a fresh fp32 tensor. The values stay as they are.
 
         The learning rate is not known yet: numbers that depend on it are not to be read.
@@ -94,14 +91,8 @@ class Optimizer(ABC):
         self.settings = settings
         self.format: StateFormat = FORMATS[settings.state]
 
-    @property
-    def name(self) -> str:
-        """Return the name in `optimizer.name`."""
-        return self.settings.name
-
     @abstractmethod
-    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
-        """Return the rule of a parameter."""
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule: ...
 
 
 def make_optimizer(table: OptimizerTable) -> Optimizer:
@@ -124,18 +115,11 @@ class Unchanged(UpdateRule):
     values = ()
 
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
-        """Return no numbers."""
         return ()
 
     def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Refuse: an engine with these weights has another way to update them, or none."""
+        self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
         raise TypeError("weights without state have no update")
 
 
@@ -147,13 +131,7 @@ class NoState(Optimizer):
     def __init__(self) -> None:
         self.format = EXACT
 
-    @property
-    def name(self) -> str:
-        """Return a name that no table has."""
-        return "none"
-
     def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
-        """Return the rule without values."""
         return Unchanged()
 
 
@@ -161,6 +139,6 @@ NO_STATE = NoState()
 
 
 @lru_cache(maxsize=64)  # all segments of one rule have the same numbers in a step
-def rounded_numbers(numbers: tuple[float, ...]) -> tuple[Tensor, ...]:
+def rounded_numbers(numbers: tuple[float, ...]) -> Tensors:
     """Round each number of an update once, to a `[]` fp32 tensor."""
     return tuple(torch.tensor(number, dtype=torch.float32) for number in numbers)

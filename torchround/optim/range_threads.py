@@ -77,7 +77,6 @@ class RangeThreads:
                 )
 
     def close(self) -> None:
-        """End the threads."""
         for thread in self._threads:
             thread.shutdown()
 

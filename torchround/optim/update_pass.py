@@ -42,7 +42,6 @@ class UpdateBuffers:
 
     @property
     def numel(self) -> int:
-        """Return the number of weights."""
         return self.written.numel()
 
     def weights(self, start: int, stop: int) -> Tensor:
@@ -53,7 +52,6 @@ class UpdateBuffers:
         return join(self.current[start:stop], self.residual[start:stop])
 
     def values(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the state's values of a chunk in fp32."""
         return tuple(self.format.read(value, self.parts, start, stop) for value in self.rule.values)
 
 
@@ -73,20 +71,8 @@ class UpdateProgress:
     """
 
     done: int = 0
-    _computed: tuple[int, Writes] | None = None
-
-    @property
-    def untouched(self) -> bool:
-        """Return whether nothing has been computed or written yet."""
-        return self.done == 0 and self._computed is None
-
-    def computed_at(self, start: int) -> Writes | None:
-        """Return the new content of the chunk at `start` if an earlier call has computed it."""
-        return self._computed[1] if self._computed is not None and self._computed[0] == start else None
-
-    def keep(self, start: int, writes: Writes) -> None:
-        """Remember the chunk's new content until `done` has moved past it."""
-        self._computed = (start, writes)
+    computed: tuple[int, Writes] | None = None
+    """Where the chunk begins that was computed last, and its new content."""
 
 
 def update_(
@@ -115,18 +101,16 @@ def update_(
     _check(buffers, update, predicts)
     progress = progress if progress is not None else UpdateProgress()
     numbers = rounded_numbers(buffers.rule.numbers(lr, update, float(gradient_scale)))
-    if kernel is not None and progress.untouched and buffers.numel:
+    if kernel is not None and progress.computed is None and not progress.done and buffers.numel:
         kernel(buffers, numbers)
         progress.done = buffers.numel
     while progress.done < buffers.numel:
         start = progress.done
         stop = min(start + CHUNK_ELEMENTS, buffers.numel)
         # The content of an interrupted chunk is reused: its old values may be half overwritten.
-        writes = progress.computed_at(start)
-        if writes is None:
-            writes = _new_content(buffers, start, stop, numbers, predicts)
-            progress.keep(start, writes)
-        commit_(writes)
+        if progress.computed is None or progress.computed[0] != start:
+            progress.computed = start, _new_content(buffers, start, stop, numbers, predicts)
+        commit_(progress.computed[1])
         progress.done = stop
 
 
@@ -184,7 +168,6 @@ def _new_content(
 
 
 def _check(buffers: UpdateBuffers, update: int, predicts: bool) -> None:
-    """Raise `ValueError` if the buffers do not fit together."""
     if update < 1:
         raise ValueError(f"update counts from 1, got {update}")
     rule, numel, written = buffers.rule, buffers.numel, buffers.written

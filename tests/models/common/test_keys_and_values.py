@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.toy_decoders import toy_config
-from torchround.generation.decoding_cache import DecodingCache, can_decode, sequence_bytes
+from torchround.generation.continuations import DecodingCache, can_decode, sequence_bytes
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.common.keys_and_values import KeysAndValues

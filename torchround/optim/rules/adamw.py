@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchround.config.optimizer_tables import AdamWTable
 from torchround.optim.formats import StateValue, exact_root
-from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
+from torchround.optim.optimizer import Optimizer, ParameterFacts, Tensors, UpdateRule
 
 # One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `AdamWRule`, in the same order.
 KERNEL_SOURCE = """
@@ -31,8 +31,6 @@ inline float updated_weight(float weight, const float *rooted, float, float, Num
 
 @dataclass(frozen=True)
 class AdamWRule(UpdateRule):
-    """AdamW of one weight decay."""
-
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -42,7 +40,6 @@ class AdamWRule(UpdateRule):
     can_predict = True
 
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
-        """Return the eight numbers of an update, in the order that `KERNEL_SOURCE` reads them."""
         beta1, beta2 = self.betas
         return (
             gradient_scale,
@@ -56,13 +53,8 @@ class AdamWRule(UpdateRule):
         )
 
     def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
         """Return the new weight, and the new first and second moment.
 
         g = gradient * gradient_scale
@@ -78,7 +70,7 @@ class AdamWRule(UpdateRule):
         second = exp_avg_sq.mul(beta2).add_(scaled.mul(new_share_of_squares).mul_(scaled))
         return weight.mul(decay).add_(self.next_step((first, second), numbers)), (first, second)
 
-    def next_step(self, values: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> Tensor:
+    def next_step(self, values: Tensors, numbers: Tensors) -> Tensor:
         """Return -lr * m_hat / (sqrt(v_hat) + eps) of the kept moments."""
         first, second = values
         root_scale, eps, minus_step = numbers[4], numbers[5], numbers[7]
@@ -96,6 +88,5 @@ class AdamW(Optimizer):
         self._betas, self._eps = settings.betas, settings.eps
 
     def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
-        """Return AdamW, without weight decay for vectors."""
         decay = self.settings.weight_decay if parameter.is_decayed else 0.0
         return AdamWRule(self._betas, self._eps, decay)

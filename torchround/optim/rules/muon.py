@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchround.config.optimizer_tables import MuonTable
 from torchround.optim.formats import StateValue
-from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
+from torchround.optim.optimizer import Optimizer, ParameterFacts, Tensors, UpdateRule
 from torchround.optim.rules.adamw import AdamWRule
 
 # One element's arithmetic, as `kernel.py` compiles it. Each operation is one of `MuonRule.new_values`.
@@ -42,17 +42,11 @@ class MuonRule(UpdateRule):
     uses_direction = True
 
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
-        """Return the four numbers of `new_values`."""
         return gradient_scale, 1.0 - self.momentum, 1.0 - lr * self.weight_decay, -lr * self.lr_ratio
 
     def new_values(
-        self,
-        weight: Tensor,
-        values: tuple[Tensor, ...],
-        gradient: Tensor,
-        numbers: tuple[Tensor, ...],
-        direction: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
         """Return the new weight and the new momentum.
 
         m = momentum + (1 - beta) * (gradient * gradient_scale - momentum)
@@ -63,7 +57,7 @@ class MuonRule(UpdateRule):
         updated = weight.mul(decay).add_(direction.mul(minus_step))
         return updated, (self._new_momentum(values, gradient, numbers)[0],)
 
-    def look_ahead(self, values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+    def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
         """Return what devices orthogonalise: the new momentum, with Nesterov's `m + (1 - beta) * (gradient - m)`."""
         momentum, scaled = self._new_momentum(values, gradient, numbers)
         if not self.nesterov:
@@ -71,10 +65,7 @@ class MuonRule(UpdateRule):
         return momentum.sub(momentum.sub(scaled).mul_(numbers[1]))
 
     @staticmethod
-    def _new_momentum(
-        values: tuple[Tensor, ...], gradient: Tensor, numbers: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new momentum, and the gradient with its scale."""
+    def _new_momentum(values: Tensors, gradient: Tensor, numbers: Tensors) -> tuple[Tensor, Tensor]:
         (momentum,) = values
         scaled = gradient.mul(numbers[0])
         return scaled.sub(momentum).mul_(numbers[1]).add_(momentum), scaled
@@ -87,7 +78,6 @@ class OtherRateRule(AdamWRule):
     lr_ratio: float = 1.0
 
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
-        """Return AdamW's numbers at its own rate."""
         return super().numbers(lr * self.lr_ratio, update, gradient_scale)
 
 
