@@ -19,10 +19,11 @@ from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
 from torchround.engine.store.host_store import HostStore
+from torchround.machines.group import LaunchError
 from torchround.optim.optimizer import make_optimizer
 from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
 from torchround.run.early_end import BadStepsError
-from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.run_folder import RunFolder
 from torchround.run.saved_forms import SavedForms
 from torchround.run.validation import joint_losses
 
@@ -119,7 +120,7 @@ def is_locked(folder):
 
 def refusals(function):
     def refused(group):
-        with pytest.raises(RunError) as caught:
+        with pytest.raises(LaunchError) as caught:
             function(group)
         return str(caught.value)
 

@@ -282,11 +282,11 @@ class Checkpointer(StepFolders):
                 raise kind(error if error.filename else error.strerror or error) from error
 
         def failed(kind: type[CheckpointError], reason: str) -> CheckpointError:
-            return (NoSpaceError if kind is NoSpaceError else CheckpointError)(
+            return kind(
                 f"{what} could not be written to {self.folder}: {reason}; earlier checkpoints are untouched"
             )
 
-        return self.team.together(attempt, f"how each saved {what}", failed)
+        return self.team.together(attempt, f"how each saved {what}", (NoSpaceError, CheckpointError), failed)
 
     def _common(self, step: int) -> Path:
         """Return this machine's folder of a step: of two, after a death in a save of that step again, the one all have."""

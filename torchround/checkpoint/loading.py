@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchround.checkpoint.conversion import Converter, Layout, ReadingPlan, layout_of
 from torchround.checkpoint.errors import (
-    CheckpointError,
     DamagedCheckpointError,
+    FolderError,
     ForeignCheckpointError,
     NoCheckpointError,
 )
@@ -185,12 +185,15 @@ def together(
     It names this machine's `path`. `state` goes with an error about another model.
     """
 
-    def failed(kind: type[CheckpointError], reason: str) -> CheckpointError:
-        if kind is ForeignCheckpointError:
-            return ForeignCheckpointError(path, reason, state)
-        return (NoCheckpointError if kind is NoCheckpointError else DamagedCheckpointError)(path, reason)
+    def failed(kind: type[FolderError], reason: str) -> FolderError:
+        return (
+            ForeignCheckpointError(path, reason, state)
+            if kind is ForeignCheckpointError
+            else kind(path, reason)
+        )
 
-    return team.together(work, f"how each {what} {path}", failed)
+    mistakes = (ForeignCheckpointError, NoCheckpointError, DamagedCheckpointError)
+    return team.together(work, f"how each {what} {path}", mistakes, failed)
 
 
 def _refuse_other_folders(path: Path, is_part: bool) -> None:

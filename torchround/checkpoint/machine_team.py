@@ -1,32 +1,14 @@
-"""The machines that save and load one checkpoint together.
+"""The machines that do a step of a run together: enter its folder, save or load a checkpoint.
 
-A save or load is a few steps that all machines take alike. After each, the machines exchange how it went, so that all
-of them continue or all of them fail. One machine is a team of one, which exchanges nothing.
+After each step the machines exchange how it went, so that all of them continue or all of them fail. One machine is a team
+of one, which exchanges nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchround.checkpoint.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    ForeignCheckpointError,
-    NoCheckpointError,
-    NoSpaceError,
-)
-from torchround.machines.group import MachineGroup
-
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        NoSpaceError,
-        DamagedCheckpointError,
-        ForeignCheckpointError,
-        NoCheckpointError,
-    )
-}
+from torchround.machines.group import LaunchError, MachineGroup
 
 
 def _gather_alone(value: Any, what: str) -> list[Any]:
@@ -49,11 +31,13 @@ class MachineTeam:
     gather: Callable[[Any, str], list[Any]] = _gather_alone
 
     @classmethod
-    def of(cls, group: MachineGroup | None, shares_folder: bool = True) -> "MachineTeam":
+    def of(
+        cls, group: MachineGroup | None, shares_folder: bool = True, channel: str = "saves"
+    ) -> "MachineTeam":
         """Return the team of a run's machines; a team of one for None. One thread at a time may use it."""
         if group is None:
             return cls(shares_folder=shares_folder)
-        return cls(group.rank, tuple(map(str, group.machines)), shares_folder, group.channel("saves").gather)
+        return cls(group.rank, tuple(map(str, group.machines)), shares_folder, group.channel(channel).gather)
 
     @property
     def size(self) -> int:
@@ -77,20 +61,36 @@ class MachineTeam:
         self,
         work: Callable[[], Any],
         what: str,
-        failed: Callable[[type[CheckpointError], str], CheckpointError],
+        mistakes: tuple[type[Exception], ...],
+        failed: Callable[[Any, str], Exception] | None = None,
     ) -> list[Any]:
-        """Do `work` on all machines, and return the JSON value that it returned on each.
+        """Do `work` on all machines, and return the JSON value that it returned on each. All raise if it raises on any.
 
-        If it raises a `CheckpointError` on any machine, all raise `failed(type, reason)` of the first one.
+        `mistakes` are the errors that are exchanged. All raise `failed(type, reason)` of the first machine's, where the
+        type is the first of `mistakes` that fits. Without `failed` one machine raises its own error, and several a
+        `LaunchError` with every machine's. `what` names the exchange in messages.
         """
         value, failure, cause = None, None, None
         try:
             value = work()
-        except CheckpointError as error:
-            cause, failure = error, [type(error).__name__, error.reason]
+        except mistakes as error:
+            kind = next(index for index, kind in enumerate(mistakes) if isinstance(error, kind))
+            reason = getattr(error, "reason", str(error)) if failed else str(error)
+            cause, failure = error, [kind, reason]
         outcomes = self.gather([value, failure], what)
+        names_by_reason: dict[str, list[str]] = {}
+        kinds = []
         for name, (_, found) in zip(self.names, outcomes, strict=True):
             if found is not None:
-                kind, reason = found
-                raise failed(_KINDS[kind], reason if self.is_alone else f"{name}: {reason}") from cause
-        return [value for value, _ in outcomes]
+                kinds.append(mistakes[found[0]])
+                names_by_reason.setdefault(found[1], []).append(name)
+        if not kinds:
+            return [value for value, _ in outcomes]
+        if cause is not None and self.is_alone and failed is None:
+            raise cause
+        # The same mistake everywhere reads as with one machine.
+        lines = [
+            reason if len(names) == self.size else f"{', '.join(names)}: {reason}"
+            for reason, names in names_by_reason.items()
+        ]
+        raise (failed(kinds[0], lines[0]) if failed else LaunchError("\n".join(lines))) from cause

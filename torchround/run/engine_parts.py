@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchround.accelerators import kind_of
+from torchround.checkpoint import checkpoint_name
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
 from torchround.data.loader import Loader, ValidationLoader
 from torchround.data.opening import reads_conversations
@@ -112,12 +113,12 @@ class RunParts:
     def closing_text(self, meter: StepMeter) -> str:
         """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
         folder, is_chat = self.folder, reads_conversations(self.config.data)
-        losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step()
+        losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step() or 0
         best = best_of(losses)
         step = newest if best is None else best
         of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
         option = " --chat" * is_chat + ("" if step == newest else f" --step {step}")
-        run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / f"step-{step}"
+        run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / checkpoint_name(step)
         # In an environment that is not activated the command is beside its Python.
         command = "torchround" if shutil.which("torchround") else Path(sys.executable).with_name("torchround")
         return (

@@ -24,6 +24,7 @@ from pathlib import Path
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import Config, RunTable, to_toml
+from torchround.machines.group import LaunchError
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
 from torchround.planning.run_question import RunQuestion
@@ -74,23 +75,19 @@ class RunFolder:
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":  # noqa: PYI034  (typing.Self needs Python 3.11)
-        error: RunError | None = None
         if not self.team.is_alone:
             require_one_folder_or_own(self.path, self.team)
         try:
-            if self.team.keeps_folder:
-                self._open()
-        except RunError as found:
-            error = found
-        try:
-            raise_on_all(self.team, error, f"whether {self.path} is free")
+            self.team.together(self._open, f"whether {self.path} is free", (RunError,))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def _open(self) -> None:
-        """Make the folder and lock it."""
+        """Make the folder and lock it, on the machine that keeps it."""
+        if not self.team.keeps_folder:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
@@ -187,50 +184,33 @@ class RunFolder:
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def raise_on_all(team: MachineTeam, error: RunError | None, what: str) -> None:
-    """Raise `error`, or on the other machines of the team one that tells the same. Returns if no machine has one."""
-    texts = team.gather(None if error is None else str(error), what)
-    told: dict[str, list[str]] = {}
-    for name, text in zip(team.names, texts, strict=True):
-        if text is not None:
-            told.setdefault(text, []).append(name)
-    if team.is_alone and error is not None:
-        raise error
-    if told:
-        # A mistake of all machines reads as it does on one.
-        is_common = len(told) == 1 and None not in texts
-        lines = (text if is_common else f"{', '.join(names)}: {text}" for text, names in told.items())
-        raise RunError("\n".join(lines)) from error
-
-
 def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
-    """Raise `RunError` unless the machines see one folder at `path`, or each its own, as the team has it.
+    """Raise `LaunchError` unless the machines see one folder at `path`, or each its own, as the team has it.
 
     Each machine puts a file there and looks for the files of the others. Raises the same error on all.
     """
     token = team.gather(secrets.token_hex(8), "the mark of the run's folder")[0]
     marks = [path / f".machine-{rank}-{token}" for rank in range(team.size)]
-    error = None
+
+    def leave_mark() -> None:
+        try:
+            # A network's file system may remember that the folder was not there; making it asks the server.
+            path.mkdir(parents=True, exist_ok=True)
+            marks[team.rank].touch()
+        except OSError as error:
+            raise RunError(f"run.folder: {path} cannot be used: {error}") from error
+
     try:
-        # A network's file system may remember that the folder was not there; making it asks the server.
-        path.mkdir(parents=True, exist_ok=True)
-        marks[team.rank].touch()
-    except OSError as found:
-        error = RunError(f"run.folder: {path} cannot be used: {found}")
-    try:
-        raise_on_all(team, error, f"the mark of each machine in {path}")
+        team.together(leave_mark, f"the mark of each machine in {path}", (RunError,))
         seen = team.gather([mark.exists() for mark in marks], f"whose marks each machine sees in {path}")
     finally:
         with suppress(OSError):
             marks[team.rank].unlink(missing_ok=True)
-    expected = [
-        [team.shares_folder or rank == other for other in range(team.size)] for rank in range(team.size)
-    ]
     wrong = [
         (rank, other)
-        for rank in range(team.size)
-        for other in range(team.size)
-        if seen[rank][other] != expected[rank][other]
+        for rank, marks_seen in enumerate(seen)
+        for other, is_seen in enumerate(marks_seen)
+        if is_seen != (team.shares_folder or rank == other)
     ]
     if not wrong:
         return
@@ -238,11 +218,11 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
         path.rmdir()  # it was made for the mark, if nothing is in it
     one, other = (team.names[rank] for rank in wrong[0])
     if team.shares_folder:
-        raise RunError(
+        raise LaunchError(
             f"run.folder: {path} on {one} is not the folder of {other}. Put it on a file system that all machines "
             "share, or keep each machine's part on its own disk (--machines.checkpoints own)"
         )
-    raise RunError(
+    raise LaunchError(
         f'run.folder: {path} is one folder on {one} and {other}, and machines.checkpoints is "own"; give each '
         "machine its own folder, or use this one together (--machines.checkpoints shared)"
     )

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from torchround.checkpoint import MachineTeam
 from torchround.config import Config
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
@@ -114,30 +115,15 @@ class RunMachines:
         return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
-        """Call `make` on all machines. If it raises one of `mistakes` on some, all raise.
+        """Call `make` on all machines, and return its value here. If it raises one of `mistakes` on some, all raise.
 
         One machine raises its own error. Several raise a `LaunchError` with the same text on each, which names the
         machines. `what` names the calls in messages.
         """
-        if self.group is None:
-            return make()
         made: list[T] = []
-        cause: Exception | None = None
-        try:
-            made.append(make())
-        except mistakes as error:
-            cause = error
-        texts = self.agree("start", None if cause is None else str(cause), what)
-        if all(text is None for text in texts):
-            return made[0]
-        # The same mistake everywhere reads as with one machine.
-        found = {
-            text: [name for name, other in zip(self.names, texts, strict=True) if other == text]
-            for text in texts
-            if text is not None
-        }
-        lines = (text if len({*texts}) == 1 else f"{', '.join(who)}: {text}" for text, who in found.items())
-        raise LaunchError("\n".join(lines)) from cause
+        team = MachineTeam.of(self.group, channel="start")
+        team.together(lambda: made.append(make()), what, mistakes)
+        return made[0]
 
     def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
         """Raise the same `LaunchError` on all machines if what they have opened differs.
