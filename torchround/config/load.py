@@ -5,7 +5,6 @@ in `configs/`. A key that the file gives replaces the base's whole value, includ
 is not taken from a base, so that two files never share a run's folder by accident. Overrides come last.
 """
 
-import json
 import os
 import re
 import sys
@@ -14,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import xxhash
 
 from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, config_error, show
@@ -65,7 +62,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
     _merge_file(raw, file, chain=[])
-    raw.digest = _digest(raw.tables)
     # Before the overrides, so that `--run.name` wins over the file's name.
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
@@ -91,11 +87,6 @@ def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
         candidates += [candidate.with_name(f"{candidate.name}.toml") for candidate in candidates]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
-
-
-def _digest(tables: dict[str, Any]) -> str:
-    # TOML has dates, which JSON has not.
-    return xxhash.xxh3_128_hexdigest(json.dumps(tables, sort_keys=True, default=str).encode())
 
 
 def _run_name(file: Path) -> str:
