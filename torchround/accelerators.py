@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -240,9 +239,6 @@ class XpuKind(AcceleratorKind):
         return missing_for_triton() is None
 
 
-# Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
-NO_ACCELERATORS = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})
-
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
 
@@ -267,11 +263,6 @@ def present_kind() -> AcceleratorKind | None:
     device = torch.accelerator.current_accelerator(check_available=True)
     kind = None if device is None else _registered().get(device.type)
     return kind if kind is not None and kind.count() else None
-
-
-def maker_of_build() -> str | None:
-    """Return the maker of the GPUs that this build of PyTorch is for, None for a build for the CPU."""
-    return "NVIDIA" if torch.version.cuda else "AMD" if torch.version.hip else None
 
 
 @cache

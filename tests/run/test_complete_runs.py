@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import train
 from tests.support.small_run import ASYNC, small_runs, write_text
 from torchround.checkpoint import Loaded
 from torchround.config import load_config
@@ -95,74 +94,3 @@ def test_a_checkpoint_to_start_from_that_is_not_used_is_named(small_runs, caplog
     caplog.clear()
     assert small_runs("second", "--training.steps=7", other) == 0, "said once: from now on it is the run's own setting"
     assert "is not used" not in caplog.text
-
-
-# Which config file a run belongs to.
-
-
-@pytest.fixture
-def write(small_runs):
-    """Write config files in folders of their own, which all run in the same working directory."""
-    text = (small_runs.folder / "small.toml").read_text()
-
-    def write(path, lr="1e-2", head=""):
-        file = small_runs.folder / path
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(head + text.replace("lr = 1e-2", f"lr = {lr}"))
-        return path
-
-    return write
-
-
-def trains(path, *overrides):
-    return train.main(["--config", path, *overrides])
-
-
-def test_another_file_does_not_continue_a_run_of_the_same_name(small_runs, write, capsys):
-    first, second, name = "a/lr 1e-4.toml", "b/lr+1e-4.toml", "lr-1e-4"
-    assert trains(write(first)) == 0
-    write(second, lr="1e-3")
-    for overrides in ([], ["--training.steps=6"], ["--dry-run"]):
-        capsys.readouterr()
-        assert trains(second, *overrides) == 2
-        printed = capsys.readouterr()
-        assert f"the run of {small_runs.folder / first}" in printed.err and f"--run.name {name}" in printed.err
-        assert printed.out == ""
-    assert small_runs.saved(name) == [5]
-    # The first file continues, and the second one does under a name of its own. A given name says that it is the same run.
-    assert trains(first, "--training.steps=6") == 0
-    assert trains(second, "--run.name=second") == 0
-    assert trains(second, "--training.steps=7", f"--run.name={name}") == 0
-    assert trains(second, "--training.steps=8") == 0, "the run is now this file's"
-    # Nor do files share it that name their run themselves.
-    named = 'run = { name = "second" }\n'
-    assert trains(write("a/two.toml", head=named), "--dry-run") == 2
-    assert "lr+1e-4.toml" in capsys.readouterr().err
-
-
-def test_a_file_that_was_edited_or_moved_or_seen_in_a_container_is_still_the_run_s(small_runs, write):
-    def moved(path, to):
-        (small_runs.folder / to).parent.mkdir(exist_ok=True)
-        (small_runs.folder / path).rename(small_runs.folder / to)
-        return to
-
-    assert trains(write("a/exp.toml"), "--training.steps=1") == 0
-    steps = [
-        lambda: moved("a/exp.toml", "b/exp.toml"),
-        lambda: write("b/exp.toml", lr="1e-3"),  # edited where it is now
-        lambda: moved("b/exp.toml", "c/exp.toml"),
-        lambda: "outputs/exp/config.toml",
-        lambda: "c/exp.toml",
-    ]
-    for number, change in enumerate(steps, 2):
-        assert trains(change(), f"--training.steps={number}") == 0, number
-
-
-def test_a_record_of_the_file_that_cannot_be_read_is_no_record(small_runs, write):
-    path = write("a/exp.toml")
-    folder = small_runs.path("exp")
-    folder.mkdir(parents=True)
-    for steps, content in enumerate(["", '{"path": 1}', "[" * 100_000], 1):
-        (folder / "config_source.json").write_text(content)
-        assert trains(path, f"--training.steps={steps}") == 0
-        assert str(small_runs.folder / path) in (folder / "config_source.json").read_text()

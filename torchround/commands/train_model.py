@@ -64,7 +64,7 @@ from torchround.run.resume import (
     require_steps_left,
     resumed_stale_layers,
 )
-from torchround.run.run_folder import ConfigSource, RunError, RunFolder, disk_need
+from torchround.run.run_folder import RunError, RunFolder, disk_need
 from torchround.run.several_machines import (
     RunMachines,
     is_first_process,
@@ -181,20 +181,16 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:
-    """Return the folder of the run, with the file that describes it."""
-    source = ConfigSource(os.path.abspath(options.raw.main_source), options.raw.digest)
     team = MachineTeam.of(machines.group, options.config.machines.checkpoints == "shared")
-    return RunFolder(options.config.run, source, team)
+    return RunFolder(options.config.run, team)
 
 
 def check_start(options: Options, machines: RunMachines) -> None:
-    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from.
+    """Raise `RunError` if there is no checkpoint to start from, or one of another optimizer.
 
     Only names, sizes and states of checkpoints are looked at; loading reads the tensors.
     """
     config, folder = options.config, run_folder(options, machines)
-    if not options.is_named_on_command_line:
-        folder.refuse_another_config()
     path, checkpointer = given_folder(config), folder.checkpointer()
     if path is not None and not checkpointer.checkpoints():
         step = None

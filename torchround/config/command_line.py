@@ -29,11 +29,6 @@ class Options:
     raw: RawConfig
     """The tables before they were checked, for the source of each key in a message."""
 
-    @property
-    def is_named_on_command_line(self) -> bool:
-        """Whether `--run.name` names the run. Otherwise a file does, by its own name or by the key."""
-        return self.raw.source_of("run.name") == COMMAND_LINE
-
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
         return config_error(self.raw.source_of(key), key, message)

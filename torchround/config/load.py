@@ -5,7 +5,6 @@ in `configs/`. A key that the file gives replaces the base's whole value, includ
 is not taken from a base, so that two files never share a run's folder by accident. Overrides come last.
 """
 
-import json
 import os
 import re
 import sys
@@ -14,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import xxhash
 
 from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, config_error, show
@@ -68,9 +65,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
     _merge_file(raw, file, chain=[])
-    # TOML has dates, which JSON has not.
-    content = json.dumps(raw.tables, sort_keys=True, default=str).encode()
-    raw.digest = xxhash.xxh3_128_hexdigest(content)
     # Before the overrides, so that `--run.name` wins over the file's name.
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):

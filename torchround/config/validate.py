@@ -44,9 +44,6 @@ class RawConfig:
     sources: dict[str, str] = field(default_factory=dict)
     """`table.key` -> the file, or `COMMAND_LINE`, that gave its value."""
 
-    digest: str = ""
-    """Checksum of what the file and its bases say, before overrides. Comments and the order of keys do not change it."""
-
     def source_of(self, key: str) -> str:
         """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
         parts = key.replace("[", ".[").split(".")

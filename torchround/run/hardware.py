@@ -1,12 +1,7 @@
-"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere.
-
-If PyTorch sees no accelerator, files of the system tell why. They know NVIDIA's and AMD's cards, so a card of another
-maker is never said to be absent.
-"""
+"""The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere."""
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +9,10 @@ import psutil
 import torch
 
 from torchround.accelerators import (
-    NO_ACCELERATORS,
     PLANNED_KIND,
     AcceleratorKind,
     kind_of,
     known_kinds,
-    maker_of_build,
     present_kind,
 )
 from torchround.config import EngineTable
@@ -46,6 +39,7 @@ MOST_VIRTUAL_DEVICES = 8
 # A container's control group: its memory limit, what is in use, and what of that the kernel gives back when memory runs
 # short.
 CGROUP = Path("/sys/fs/cgroup")
+VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"  # AMD's library reads it too
 
 
 @dataclass(frozen=True)
@@ -103,13 +97,13 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         note = ""
         if table.devices == "auto":
-            absence = why_no_accelerator(maker_of_build())
-            note = f": no accelerator found ({absence.reason})"
-            if absence.has_card:
+            reason = why_no_accelerator()
+            note = f": no accelerator found ({reason})"
+            if has_card():
                 logger.warning(
                     'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
                     'engine.devices = "cpu" asks for that without this warning',
-                    absence.reason,
+                    reason,
                 )
         return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
     cards, num_users = tuple(range(kind.count())), 1
@@ -166,60 +160,35 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
-        reason += f" ({why_no_accelerator(maker_of_build()).reason})"
+        reason += f" ({why_no_accelerator()})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 
-
-# Why PyTorch sees no accelerator.
 
 # Files of NVIDIA's driver once it is loaded: in the list of drivers, as a device, and as WSL shows it to Linux.
 _NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1")
 # AMD's driver shows the memory of each GPU. Processors hold a small one with a share of the host's, of no use for training.
 _AMD_FILES, _SMALLEST_AMD_BYTES = "sys/class/drm/card*/device/mem_info_vram_total", 4 * GIB
-_PLATFORM = {"NVIDIA": PLANNED_KIND.upper(), "AMD": "ROCm"}
 
 
-@dataclass(frozen=True)
-class Absence:
-    """Why PyTorch sees no accelerator. `has_card` is True if the machine has a card, so that the reason can be mended."""
+def has_card(root: Path = Path("/")) -> bool:
+    """Check whether a driver of an NVIDIA or AMD card is loaded. `root` holds `dev`, `proc` and `sys`."""
+    amd_bytes = (int(_read(path) or 0) for path in root.glob(_AMD_FILES))
+    return any((root / name).exists() for name in _NVIDIA_FILES) or any(
+        size >= _SMALLEST_AMD_BYTES for size in amd_bytes
+    )
 
-    reason: str
-    has_card: bool
 
-
-def why_no_accelerator(
-    target: str | None, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
-) -> Absence:
-    """Find the reason, with a PyTorch that is built for cards of the maker `target`. `root` holds `dev`, `proc`, `sys`."""
-    build = f"torch {torch.__version__}"
-    makers = ["NVIDIA"] if any((root / name).exists() for name in _NVIDIA_FILES) else []
-    if any(int(_read(path) or 0) >= _SMALLEST_AMD_BYTES for path in root.glob(_AMD_FILES)):
-        makers.append("AMD")
-    if not makers:
-        return Absence(f"{build} sees none, and no driver of an NVIDIA or AMD card is loaded", has_card=False)
-    # With cards of both makers, the one that this build can use is the one that is missed.
-    maker = target if target in makers else makers[0]
-    hidden = next((name for name in NO_ACCELERATORS if environment.get(name) in ("", "-1")), None)
-    if hidden is not None:
-        reason = f"{hidden} is set to {environment[hidden] or 'nothing'}, which hides the {maker} card"
-    elif target != maker:
-        platform = _PLATFORM[maker]
-        reason = (
-            f"this machine has an {maker} card, and {build} is built without {platform}; install a build for {platform} "
-            "(pytorch.org shows the command)"
-        )
-    else:
-        refusal = "PyTorch names no reason"
-        try:
-            torch.get_device_module(PLANNED_KIND).init()
-        except Exception as error:  # noqa: BLE001  (an error of any type is the reason)
-            refusal = (str(error) or type(error).__name__).splitlines()[0]
-        reason = (
-            f"the {maker} card cannot be used by {build}: {refusal} (a container needs an option that shows it the "
-            "card, such as Docker's --gpus all)"
-        )
-    return Absence(reason, has_card=True)
+def why_no_accelerator() -> str:
+    """Return PyTorch's reason for seeing no card of the known ones, with the variable that may hide them."""
+    reason = "it names no reason"
+    try:
+        torch.get_device_module(PLANNED_KIND).init()
+    except Exception as error:  # noqa: BLE001  (an error of any type is the reason)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+    shown = os.environ.get(VISIBLE_CARDS)
+    hidden = "" if shown is None else f"; {VISIBLE_CARDS} is {shown or 'empty'}"
+    return f"torch {torch.__version__}: {reason}{hidden}"
 
 
 def _read(path: Path) -> str:

@@ -1,8 +1,7 @@
 """A run's folder. One process at a time works in it, and its files describe the run.
 
-    config.toml         the resolved configuration; `--config` takes it
-    plan.json           the plan; `engine.plan` takes it
-    config_source.json  the file that the configuration came from, so that no other file continues the run by accident
+    config.toml  the resolved configuration; `--config` takes it
+    plan.json    the plan; `engine.plan` takes it
 
 The kernel holds the lock (`flock`), so the lock ends with the process, even if the process is killed.
 
@@ -12,13 +11,12 @@ files that describe the run.
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
@@ -33,9 +31,8 @@ from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE, SOURCE_FILE = "config.toml", "config_source.json"
+CONFIG_FILE = "config.toml"
 MOST_PLAN_BYTES = 2**24
-MOST_SOURCE_BYTES = 2**16
 # Errors of flock on file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -47,31 +44,19 @@ class RunError(Exception):
         super().__init__(terminal_safe(message))
 
 
-@dataclass(frozen=True)
-class ConfigSource:
-    """The file that a run's configuration came from: its absolute path, and a checksum of what it says."""
-
-    path: str
-    digest: str
-
-
 class RunFolder:
     """The folder `<run.folder>/<run.name>`. As a context manager it makes the folder and keeps other processes out.
 
-    `source` is remembered with the run; None if no file describes it. The machines of `team` enter it together. If they
-    share it, machine 0 locks it; otherwise each locks its own.
+    The machines of `team` enter it together. If they share it, machine 0 locks it; otherwise each locks its own.
     """
 
-    def __init__(
-        self, table: RunTable, source: ConfigSource | None = None, team: MachineTeam | None = None
-    ) -> None:
+    def __init__(self, table: RunTable, team: MachineTeam | None = None) -> None:
         folder = os.path.expanduser(table.folder)
         if folder.startswith("~"):
             raise RunError(f"run.folder: {folder}: there is no such user")
         self.path = Path(folder) / table.name
         self.checkpoints = self.path / "checkpoints"
         self.team = team or MachineTeam()
-        self._source = source
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":  # noqa: PYI034  (typing.Self needs Python 3.11)
@@ -112,31 +97,8 @@ class RunFolder:
         try:
             write_whole(self.path / CONFIG_FILE, to_toml(config))
             write_whole(self.path / "plan.json", plan.to_json() + "\n")
-            if self._source is not None and not self._is_own_config(self._source):
-                write_whole(self.path / SOURCE_FILE, json.dumps(asdict(self._source)) + "\n")
         except OSError as error:
             raise RunError(f"run.folder: {self.path} cannot be written: {error}") from error
-
-    def refuse_another_config(self) -> None:
-        """Raise `RunError` if the run in this folder came from another file than this one.
-
-        The same path is the same file, edited or not. A file of the same content has been moved or copied, or is seen
-        under another path in a container. The folder's own `config.toml` is the run's too.
-        """
-        source = self._source
-        try:
-            content = json.loads(read_regular(self.path / SOURCE_FILE, MOST_SOURCE_BYTES))
-            kept = ConfigSource(str(content["path"]), str(content["digest"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return  # no run is there, or no readable record of it
-        if source is None or self._is_own_config(source):
-            return
-        if source.path != kept.path and source.digest != kept.digest:
-            raise RunError(
-                f"{self.path} is the run of {kept.path}, and {source.path} is another file that names its run so too. "
-                f"Give this run a name of its own (--run.name NAME), or say that it is the same run "
-                f"(--run.name {self.path.name})"
-            )
 
     def kept_plan(self) -> Plan | None:
         """Return the plan that the run had last, None if it has no readable one."""
@@ -144,9 +106,6 @@ class RunFolder:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
         except (OSError, ValueError):
             return None
-
-    def _is_own_config(self, source: ConfigSource) -> bool:
-        return Path(source.path).resolve() == (self.path / CONFIG_FILE).resolve()
 
     def _refuse_links(self) -> None:
         """Raise `RunError` for links and pipes in the folder, which may come from another person.
