@@ -22,7 +22,7 @@ from torchround.models.common.packed_attention import Documents, attend_by_offse
 from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
-from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.operation import uses_triton
 from torchround.models.kernels.projections import Projection, project_all
 from torchround.models.kernels.rotary import rotate_heads
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         """Norm queries and keys if the block does, and rotate them by their positions."""
         norms, positions = (self.query_norm, self.key_norm), micro_batch.positions
         # Another class of norms may compute something else than the fused operation.
-        if uses_fused(query) and {type(norm) for norm in norms} <= {RMSNorm, type(None)}:
+        if uses_triton(query) and {type(norm) for norm in norms} <= {RMSNorm, type(None)}:
             frequencies = micro_batch.once(
                 (self.rope, self.head_dim),
                 lambda: inverse_frequencies(self.rope, self.head_dim, positions.device),

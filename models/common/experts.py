@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND, is_accelerator
+from torchround.accelerators import PLANNED_KIND, has_triton
 from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 from torchround.models.kernels.grouped import RowGroups, stack_product
-from torchround.models.kernels.operation import plain_bytes
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ExpertStack(Adaptable, ABC):
     """
 
     ffn_size: int
-    # Whether the CPU, which has no fused operation for it, adds a bias to gate and up before it saves them.
+    # Whether plain code, without a Triton kernel, adds a bias to gate and up before it saves them.
     biased = False
 
     @abstractmethod
@@ -113,8 +112,7 @@ class ExpertStack(Adaptable, ABC):
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
 
         Those are gate, up and their product (3 F elements a row), the output of each adapter's A, and with dropout the
-        adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size. A `device`
-        without a kernel for the product needs more.
+        adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size.
         """
         stacks = [getattr(self, name) for name in self.adaptable]
         row_flops = 2.0 * sum(stack[0].numel() for stack in stacks)
@@ -127,7 +125,6 @@ class ExpertStack(Adaptable, ABC):
             row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
             row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
-        scratch_bytes = kept_bytes + plain_bytes(num_rows * self.ffn_size, device)
         before_down = tuple(name for name in self.adaptable if name != "down")
         parts = (
             self._kept(
@@ -135,13 +132,13 @@ class ExpertStack(Adaptable, ABC):
                 before_down,
                 num_rows,
                 element_bytes,
-                saves_results=is_accelerator(device) or not self.biased,
+                saves_results=has_triton(device) or not self.biased,
             ),
             # The backward does not need the outputs of the projection down.
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
         products = Products(num_rows * row_flops, num_rows * frozen_row_flops, "grouped")
-        return LayerWork((products,), kept_bytes, 0, scratch_bytes, parts)
+        return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
 
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool

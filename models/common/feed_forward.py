@@ -21,7 +21,6 @@ from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import kept_linears, linear_work
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
-from torchround.models.kernels.operation import plain_bytes
 from torchround.models.kernels.projections import Projection, project_all
 
 # Kept per row: two permutations and the expert in int64, the weight in fp32.
@@ -53,26 +52,19 @@ class GatedMLP(nn.Module):
         init_linear_(self.down.weight, generator, output_scale)
 
     def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count three products. The backward needs gate, up and their product; the scratch is their gradients.
-
-        A `device` without a kernel for the product needs more scratch.
-        """
+        """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
         row_bytes = self.gate.in_features * element_bytes
-        return work_in_chunks(
-            lambda tokens: self._work_at_once(tokens, element_bytes, device), num_tokens, row_bytes
-        )
+        return work_in_chunks(lambda tokens: self._work_at_once(tokens, element_bytes), num_tokens, row_bytes)
 
-    def _work_at_once(self, num_tokens: int, element_bytes: int, device: str) -> LayerWork:
-        inner = num_tokens * self.gate.out_features
-        inner_bytes = 3 * inner * element_bytes
+    def _work_at_once(self, num_tokens: int, element_bytes: int) -> LayerWork:
+        inner_bytes = 3 * num_tokens * self.gate.out_features * element_bytes
         products = (
             kept_linears(
                 "gate_up", (self.gate, self.up), num_tokens, element_bytes, 2 * self.gate.out_features
             ),
             kept_linears("down", (self.down,), num_tokens, element_bytes),
         )
-        scratch_bytes = inner_bytes + plain_bytes(inner, device)
-        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=scratch_bytes))
+        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes))
 
 
 @dataclass(frozen=True)

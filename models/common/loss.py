@@ -25,7 +25,7 @@ from torchround.accelerators import has_float32_products, kind_of
 from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels.operation import uses_fused
 from torchround.models.kernels.projections import add_product_
-from torchround.models.kernels.softmax_loss import BLOCK_BYTES
+from torchround.models.kernels.softmax_loss import BLOCK_BYTES, softmax_loss_
 
 # fp32 logits of a chunk on the CPU. Larger chunks read and write the weight's gradient less often.
 CHUNK_BYTES = 1 << 28
@@ -69,7 +69,8 @@ def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute `token_loss_sum` by our own loop over chunks, for every device and dtype."""
-    return _ChunkedLoss.apply(hidden, weight, labels, torch.is_grad_enabled())
+    step = chunk_tokens(weight.shape[0])
+    return _ChunkedLoss.apply(hidden, weight, labels, None, None, torch.is_grad_enabled(), step)
 
 
 def fused_loss_sum(
@@ -78,7 +79,8 @@ def fused_loss_sum(
     """Compute `token_loss_sum` as accelerators do, with the fewest passes over logits and the weight's gradient."""
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = weight.grad if weight.is_leaf and loss_factor is not None else None
-    return _FusedLoss.apply(hidden, weight, labels, loss_factor, total, torch.is_grad_enabled())
+    step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
+    return _ChunkedLoss.apply(hidden, weight, labels, loss_factor, total, torch.is_grad_enabled(), step)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -108,7 +110,8 @@ def loss_workspace_bytes(
     """
     if kind_of(device).name != "cpu":
         chunk = min(num_tokens, accelerator_chunk_tokens(vocab_size, element_bytes)) * vocab_size
-        in_blocks = min(4 * chunk, max(BLOCK_BYTES, 4 * vocab_size))
+        # fp32 logits are their own scratch.
+        in_blocks = 0 if element_bytes == 4 else min(4 * chunk, max(BLOCK_BYTES, 4 * vocab_size))
         product_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
         return element_bytes * chunk + max(in_blocks, product_bytes)
     chunk_elements = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
@@ -120,24 +123,7 @@ def loss_workspace_bytes(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
-        wants = tuple(grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        loss, ctx.grad_hidden, ctx.grad_weight = _loss_and_gradients(hidden, weight, labels, *wants)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        found = (ctx.grad_hidden, ctx.grad_weight)
-        if found == (None, None):
-            raise RuntimeError(DIFFERENTIATED)
-        ctx.grad_hidden = ctx.grad_weight = None
-        grad_hidden, grad_weight = (None if grad is None else grad.mul_(grads[0]) for grad in found)
-        return grad_hidden, grad_weight, None, None
-
-
-class _FusedLoss(torch.autograd.Function):
-    """The loss on an accelerator; `total [V, D]` is the weight's gradient sum so far, None if there is none to add to."""
+    """The loss in chunks of `step` tokens; `total [V, D]` is the weight's gradient sum so far, None if there is none."""
 
     @staticmethod
     def forward(
@@ -148,43 +134,25 @@ class _FusedLoss(torch.autograd.Function):
         loss_factor: float | None,
         total: Tensor | None,
         grad_enabled: bool,
+        step: int,
     ) -> Tensor:
         wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         # Scaled where they are made: a pass over the finished gradients would cost as much as adding a chunk.
         ctx.is_scaled, factor = loss_factor is not None, 1.0 if loss_factor is None else loss_factor
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = None
-        if wants_weight and total is None:
-            total = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
-        # One buffer for all chunks: two of them would be alive while a name is bound anew.
-        scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
-        for start in range(0, len(labels), step):
-            part, part_labels = hidden[start : start + step], labels[start : start + step]
-            logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
-            torch.ops.torchround.softmax_loss_(
-                logits, part_labels, losses[start : start + step], factor, wants_hidden or wants_weight
-            )
-            if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[start : start + step])
-            if wants_weight:
-                assert total is not None, "a weight that wants a gradient has a sum to add to"
-                _add_product_(total, logits, part)
-        ctx.grad_hidden, ctx.grad_weight = grad_hidden, grad_weight
+        loss, *ctx.gradients = _loss_and_gradients(
+            hidden, weight, labels, wants_hidden, wants_weight, step, factor, total
+        )
         ctx.was_differentiated = not (wants_hidden or wants_weight)
-        return losses.sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.was_differentiated:
             raise RuntimeError(DIFFERENTIATED)
-        found = (ctx.grad_hidden, ctx.grad_weight)
-        ctx.grad_hidden = ctx.grad_weight = None
-        ctx.was_differentiated = True
-        if ctx.is_scaled:
-            return *found, None, None, None, None
-        return *(None if grad is None else grad.mul_(grads[0]) for grad in found), None, None, None, None
+        found, ctx.gradients, ctx.was_differentiated = ctx.gradients, None, True
+        if not ctx.is_scaled:
+            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
+        return *found, None, None, None, None, None
 
 
 class _OpaqueLoss(torch.autograd.Function):
@@ -210,7 +178,8 @@ class _OpaqueLoss(torch.autograd.Function):
 def _opaque_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, *gradients = _loss_and_gradients(hidden, weight, labels, wants_hidden, wants_weight)
+    step = chunk_tokens(weight.shape[0])
+    loss, *gradients = _loss_and_gradients(hidden, weight, labels, wants_hidden, wants_weight, step)
     return loss, *(loss.new_empty(0) if found is None else found for found in gradients)  # type: ignore[return-value]
 
 
@@ -225,41 +194,38 @@ def _opaque_loss_shapes(
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    wants_hidden: bool,
+    wants_weight: bool,
+    step: int,
+    factor: float = 1.0,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss `[]`, its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`."""
+    """Return the loss `[]`, and `factor` times its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`.
+
+    A `total` gets the weight's gradient added instead.
+    """
     grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-    # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+    grad_weight = None
+    if wants_weight and total is None:
+        # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
+        total = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
     losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-    step = chunk_tokens(weight.shape[0])
+    # One buffer for all chunks: two of them would be alive while a name is bound anew.
+    scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
     for start in range(0, len(labels), step):
         rows = slice(start, start + step)
-        grad_rows = grad_hidden[rows] if grad_hidden is not None else None
-        losses[rows] = _run_chunk(hidden[rows], weight, labels[rows], grad_rows, grad_weight)
-    return losses.sum(), grad_hidden, grad_weight
-
-
-def _run_chunk(
-    hidden: Tensor, weight: Tensor, labels: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
-) -> Tensor:
-    """Return the losses `[n]` fp32 of one chunk; write `grad_hidden [n, D]` and add to `grad_weight [V, D]`."""
-    logits = (hidden @ weight.T).float()  # [n, V], overwritten by its own gradient below
-    counted = labels != IGNORED_LABEL
-    index = labels.where(counted, 0)[:, None]
-    logits -= logits.amax(dim=-1, keepdim=True)  # so that no exponential overflows
-    chosen = logits.gather(1, index)
-    sums = logits.exp_().sum(dim=-1, keepdim=True)
-    if grad_hidden is not None or grad_weight is not None:
-        logits /= sums
-        # softmax - onehot(label). Each row gets one entry, so the scatter has no order that could vary.
-        logits.scatter_(1, index, logits.gather(1, index) - 1.0)
-        grad_logits = logits.mul_(counted[:, None]).to(weight.dtype)
+        part = hidden[rows]
+        logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
+        softmax_loss_(logits, labels[rows], losses[rows], factor, wants_hidden or wants_weight)
         if grad_hidden is not None:
-            torch.mm(grad_logits, weight, out=grad_hidden)
-        if grad_weight is not None:
-            _add_product_(grad_weight, grad_logits, hidden)
-    return (sums.log() - chosen)[:, 0].where(counted, 0.0)
+            torch.mm(logits, weight, out=grad_hidden[rows])
+        if wants_weight:
+            assert total is not None, "a weight that wants a gradient has a sum to add to"
+            _add_product_(total, logits, part)
+    return losses.sum(), grad_hidden, grad_weight
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

@@ -20,7 +20,7 @@ from torchround.models.common.chunks import holds_no_fp32
 from torchround.models.common.config import ModelConfigError
 from torchround.models.kernels.gated_products import fused_gated_product
 from torchround.models.kernels.norms import normed_sum
-from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.operation import uses_triton
 
 STANDARD_DEVIATION = 0.02
 CUT = 3.0  # truncated normals end at this many standard deviations
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        if uses_fused(x):
+        if uses_triton(x):
             return normed_sum(x, None, self.weight, self.eps)[1]
         return _RMSNorm.apply(x, self.weight, self.eps)
 
@@ -65,9 +65,9 @@ class RMSNorm(nn.Module):
 
 
 def add_and_norm(stream: Tensor, update: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """Return `stream + update`, or `stream` without an update, and its norm. On an accelerator that is one kernel."""
+    """Return `stream + update`, or `stream` without an update, and its norm. With Triton that is one kernel."""
     # A subclass may compute something else.
-    if type(norm) is RMSNorm and uses_fused(stream):
+    if type(norm) is RMSNorm and uses_triton(stream):
         return normed_sum(stream, update, norm.weight, norm.eps)
     if update is not None:
         stream = stream + update
@@ -105,7 +105,7 @@ def gated_product(
     With `silu` this is SwiGLU, with `gelu_tanh` GeGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and
     recomputes the activation: `6 B T F` bytes of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
     """
-    if uses_fused(gate):
+    if uses_triton(gate):
         return fused_gated_product(gate, up, weights, activation)
     return _GatedProduct.apply(gate, up, weights, activation)
 

@@ -27,7 +27,7 @@ from torchround.models.gpt_oss.config import (
     config_to_hf,
 )
 from torchround.models.kernels.gated_products import add_expert_bias, clamped_product
-from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.operation import uses_triton
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",
@@ -85,7 +85,7 @@ class GptOssExperts(ExpertStack):
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         gate_up = keep("gate_up", self.product, "gate_up", rows, routes)  # [R, 2 F]
-        if uses_fused(gate_up):
+        if uses_triton(gate_up):
             where = (routes.experts, routes.ends, weights)
             product = clamped_product(gate_up, self.gate_up_bias, *where, self.limit, self.alpha)  # [R, F]
             mixed = keep("down", self.product, "down", product, routes)

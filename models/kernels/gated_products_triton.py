@@ -8,10 +8,18 @@ They have been run in Triton's interpreter, not on a card.
 Shapes: R rows, F feed-forward width, E experts, Z width of a bias.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from torchround.models.kernels.gated_products import (
+    clamped_gradients,
+    clamped_result,
+    dot_result,
+    product_gradients,
+    product_result,
+    sum_result,
+)
 
 COLUMNS = 1024  # of a row at once
 SUM_ROWS, SUM_COLUMNS = 32, 128  # of a sum over rows at once
@@ -19,7 +27,7 @@ SUM_ROWS, SUM_COLUMNS = 32, 128  # of a sum over rows at once
 
 def launch_gated_product(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str) -> Tensor:
     """Return the product of `[..., F]`."""
-    product, rows = torch.empty_like(gate), _num_rows(gate)
+    product, rows = product_result(gate), _num_rows(gate)
     if rows:  # a grid without programs is refused
         _gated_product[(rows,)](
             *(gate, up, weights, product, gate.shape[-1]),
@@ -34,8 +42,8 @@ def launch_gated_product_backward(
     grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and weights."""
-    grad_gate, grad_up, rows = torch.empty_like(gate), torch.empty_like(up), _num_rows(gate)
-    grad_weights = gate.new_empty(0 if weights is None else rows, dtype=torch.float32)
+    grad_gate, grad_up, grad_weights = product_gradients(grad, gate, up, weights, activation)
+    rows = _num_rows(gate)
     if rows:
         _gated_product_backward[(rows,)](
             *(grad, gate, up, weights, grad_gate, grad_up, grad_weights, gate.shape[-1]),
@@ -51,7 +59,7 @@ def launch_clamped_product(
 ) -> Tensor:
     """Return GPT-OSS's product `[R, F]`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
-    product = gate_up.new_empty((rows, width))
+    product = clamped_result(gate_up)
     if rows:
         _clamped_product[(rows,)](
             *(gate_up, bias, experts, weights, product, width, limit, alpha), COLUMNS=_columns(width)
@@ -63,7 +71,7 @@ def launch_clamped_product_backward(
     grad: Tensor, gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor, limit: float, alpha: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate_up` and weights."""
-    found, grad_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+    found, grad_weights = clamped_gradients(grad, gate_up, bias, experts, weights)
     rows, width = grad.shape
     if rows:
         _clamped_product_backward[(rows,)](
@@ -75,7 +83,7 @@ def launch_clamped_product_backward(
 
 def launch_expert_bias(rows: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return the rows with their weighted biases."""
-    found = torch.empty_like(rows)
+    found = product_result(rows)
     if len(rows):
         _expert_bias[(len(rows),)](
             *(rows, bias, experts, weights, found, rows.shape[1]), COLUMNS=_columns(rows.shape[1])
@@ -85,7 +93,7 @@ def launch_expert_bias(rows: Tensor, bias: Tensor, experts: Tensor, weights: Ten
 
 def launch_dot_with_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
     """Return the product of each row with its expert's bias, `[R]`."""
-    found = grad.new_empty(len(grad), dtype=torch.float32)
+    found = dot_result(grad)
     if len(grad):
         _dot_with_bias[(len(grad),)](
             *(grad, bias, experts, found, grad.shape[1]), COLUMNS=_columns(grad.shape[1])
@@ -95,8 +103,7 @@ def launch_dot_with_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
 
 def launch_sum_by_expert(rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sums of each expert's rows, `[E, Z]`."""
-    width = rows.shape[1]
-    found = rows.new_empty((len(ends), width), dtype=torch.float32)
+    found, width = sum_result(rows, ends, weights), rows.shape[1]
     _sum_by_expert[(len(ends), triton.cdiv(width, SUM_COLUMNS))](
         *(rows, ends, weights, found, width),
         WEIGHS=weights is not None,

@@ -75,42 +75,22 @@ def _multiply_matrices(rows: Tensor, grad: Tensor, bounds: list[int]) -> Tensor:
     return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in pairwise(bounds)])
 
 
-def _rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def rows_result(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Make room for the products `[R, Z]`."""
     return rows.new_empty((rows.shape[0], weights.shape[2]))
 
 
-@operation("grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor", _rows_shape)
-def grouped_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with its matrix, `[R, A] x [E, A, Z] -> [R, Z]`, in any strides."""
-    if uses_triton(rows):
-        from torchround.models.kernels.grouped_triton import launch_rows
-
-        return launch_rows(rows, weights, ends)
-    return reference_rows(rows, weights, ends)
-
-
-@operation("grouped_gradient_(Tensor rows, Tensor grad, Tensor ends, Tensor(a!) total) -> ()", no_result)
-def grouped_gradient_(rows: Tensor, grad: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Add each expert's `rows [., A].T @ grad [., Z]` to its matrix of `total [E, A, Z]`, rounded once."""
-    if uses_triton(rows):
-        from torchround.models.kernels.grouped_triton import launch_gradient
-
-        launch_gradient(rows, grad, ends, total)
-    else:
-        reference_gradient_(rows, grad, ends, total)
-
-
-def reference_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_rows` by PyTorch's own operations. Brings the offsets to the host."""
-    bounds = pairwise([0, *ends.tolist()])
-    return torch.cat([rows[start:stop] @ weights[index] for index, (start, stop) in enumerate(bounds)])
-
-
-def reference_gradient_(rows: Tensor, grad: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Compute `grouped_gradient_` by PyTorch's own operations. Brings the offsets to the host."""
-    for index, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
-        if start < stop:
-            total[index] += rows[start:stop].float().T @ grad[start:stop].float()
+operation(
+    "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+    rows_result,
+    "grouped_triton.launch_rows",
+)
+# Adds each expert's `rows [., A].T @ grad [., Z]` to its matrix of `total [E, A, Z]`, rounded once.
+operation(
+    "grouped_gradient_(Tensor rows, Tensor grad, Tensor ends, Tensor(a!) total) -> ()",
+    no_result,
+    "grouped_triton.launch_gradient",
+)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -182,9 +162,7 @@ def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply_rows(rows, weights, [0, *ends.tolist()])
 
 
-@_loop_over_rows.register_fake
-def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weights.shape[2]))
+_loop_over_rows.register_fake(rows_result)
 
 
 @torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())

@@ -10,12 +10,12 @@ Shapes: B sequences, T tokens, N = B T, D model width, H heads, C channels of a 
 gradient.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchround.models.kernels.norms import num_partials, tokens_each
+from torchround.models.kernels.norms import norm_gradients, norm_results, num_partials, tokens_each
+from torchround.models.kernels.rotary import rotation_gradients, rotation_results
 
 ELEMENTS_OF_A_WARP = 512
 
@@ -23,9 +23,8 @@ ELEMENTS_OF_A_WARP = 512
 def launch_norm(
     stream: Tensor, update: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum (the stream itself if there is no update), its norm, and each token's fp32 scale."""
-    total = stream if update is None else torch.empty_like(stream)
-    normed, scales = torch.empty_like(stream), stream.new_empty(stream.shape[:-1], dtype=torch.float32)
+    """Run the kernel of `add_rms_norm`."""
+    total, normed, scales = norm_results(stream, update, weight, eps)
     block = triton.next_power_of_2(stream.shape[-1])
     if scales.numel():  # a grid without programs is refused
         _norm[(scales.numel(),)](
@@ -40,13 +39,12 @@ def launch_norm(
 def launch_norm_backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, scales: Tensor, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the sum, and `[P, D]` partial sums of the weight's gradient."""
-    found, tokens, width = torch.empty_like(total), scales.numel(), total.shape[-1]
-    programs = num_partials(tokens)
-    partials = scales.new_empty((programs if trains else 0, width))
+    """Run the kernel of `rms_norm_backward`."""
+    found, partials = norm_gradients(grad, grad_total, total, weight, scales, trains)
+    tokens, width = scales.numel(), total.shape[-1]
     block = triton.next_power_of_2(width)
     if tokens:
-        _norm_backward[(programs,)](
+        _norm_backward[(num_partials(tokens),)](
             *(grad, grad_total, total, weight, scales, found, partials, tokens, tokens_each(tokens), width),
             ADDS=grad_total is not None,
             TRAINS=trains,
@@ -135,11 +133,10 @@ def launch_rotation(
     magnitude: float,
     weight: Tensor | None,
     eps: float,
-    back: bool = False,
+    back: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the heads rotated, or rotated `back`, and each head's fp32 scale; no scale if there is no norm."""
-    rotated = torch.empty_like(heads)
-    scales = heads.new_empty(heads.shape[:-1] if weight is not None else (0,), dtype=torch.float32)
+    """Run the kernel of `rotate`: by the opposite angles if `back`, as the gradient is."""
+    rotated, scales = rotation_results(heads, positions, frequencies, magnitude, weight, eps, back)
     if positions.numel():  # a grid without programs is refused
         _rotate[(positions.numel(),)](
             *(heads, positions, frequencies, weight, rotated, scales, eps, magnitude),
@@ -161,12 +158,13 @@ def launch_rotation_backward(
     scales: Tensor,
     trains: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of normed and rotated heads, and `[P, C]` partial sums of the weight's gradient."""
-    found, tokens = torch.empty_like(heads), positions.numel()
-    programs = num_partials(tokens)
-    partials = scales.new_empty((programs if trains else 0, weight.numel()))
+    """Run the kernel of `norm_rotate_backward`."""
+    found, partials = rotation_gradients(
+        grad, positions, frequencies, magnitude, heads, weight, scales, trains
+    )
+    tokens = positions.numel()
     if tokens:
-        _rotate_backward[(programs,)](
+        _rotate_backward[(num_partials(tokens),)](
             *(grad, positions, frequencies, heads, weight, scales, found, partials, magnitude),
             *(tokens, tokens_each(tokens), heads.shape[2], heads.shape[3] // 2),
             TRAINS=trains,

@@ -1,41 +1,35 @@
 """Token losses from a chunk of logits, and the logits' gradient written over them.
 
-`torch.ops.torchround.softmax_loss_` is one operation. A kind with Triton runs it as one kernel, which reads the logits
-from memory once and writes them once. Every other kind runs the reference below, block by block in fp32.
+A kind with Triton runs it as one kernel, which reads the logits from memory once and writes them once. Every other kind
+computes it block by block in fp32.
 
 Shapes: n tokens of the chunk, V vocabulary.
 """
 
+import torch
 from torch import Tensor
 
 from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels.operation import no_result, operation, uses_triton
 
-# fp32 scratch of the reference.
+# fp32 scratch without Triton.
 BLOCK_BYTES = 1 << 26
 
-
-@operation(
+operation(
     "softmax_loss_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float factor, bool differentiate) -> ()",
     no_result,
+    "softmax_loss_triton.launch_softmax_loss",
 )
-def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
-    """Write `losses [n]` fp32 of `logits [n, V]`, 0 for an ignored label.
 
-    With `differentiate` the logits are replaced by their gradient times `factor`, rounded to their dtype once.
+
+def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+    """Write `losses [n]` fp32 of `logits [n, V]`, 0 for an ignored label. It uses up the logits.
+
+    With `differentiate` they are replaced by their gradient times `factor`, rounded to their dtype once.
     """
     if uses_triton(logits):
-        from torchround.models.kernels.softmax_loss_triton import launch_softmax_loss
-
-        launch_softmax_loss(logits, labels, losses, factor, differentiate)
-    else:
-        reference_softmax_loss_(logits, labels, losses, factor, differentiate)
-
-
-def reference_softmax_loss_(
-    logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool
-) -> None:
-    """Compute `softmax_loss_` by PyTorch's own operations, in blocks of `BLOCK_BYTES`."""
+        torch.ops.torchround.softmax_loss_(logits, labels, losses, factor, differentiate)
+        return
     rows = max(1, BLOCK_BYTES // (4 * logits.shape[1]))
     for part, index, found in zip(logits.split(rows), labels.split(rows), losses.split(rows), strict=True):
         _block_loss_(part, index, found, factor, differentiate)
@@ -45,8 +39,6 @@ def _block_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, 
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0)[:, None]
     wide = logits.float()
-    if wide is logits:
-        wide = logits.clone()  # fp32 logits of an evaluation stay as they are
     wide -= wide.amax(dim=-1, keepdim=True)  # so that no exponential overflows
     chosen = wide.gather(1, index)
     sums = wide.exp_().sum(dim=-1, keepdim=True)

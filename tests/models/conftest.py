@@ -19,7 +19,7 @@ def tools():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Let layers call fused operations on the CPU, which run their plain references."""
+    """Let layers take an accelerator's way on the CPU: one of a kind without Triton."""
     monkeypatch.setattr(operation, "is_accelerator", lambda kind: True)
 
 
