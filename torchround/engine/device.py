@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -158,15 +159,8 @@ class Device(ABC):
             self.uploaded_bytes += source.nbytes
         else:
             self.downloaded_bytes += source.nbytes
-        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
-        for watcher in self.watchers:
-            watcher.begins(self, stream, [source], [destination], source.nbytes)
-        self.inside = stream
-        self._copy(stream, destination, source)
-        self.inside = None
-        self.num_enqueued += 1
-        for watcher in self.watchers:
-            watcher.ends(self, stream, source.nbytes)
+        work = partial(destination.copy_, source, non_blocking=True)
+        self.run(stream, work, [source], [destination], source.nbytes)
 
     def run(
         self,
@@ -174,16 +168,18 @@ class Device(ABC):
         work: Callable[[], T],
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
+        copied_bytes: int = 0,
     ) -> T:
         """Enqueue the operations of `work`, which reads and writes these shared buffers."""
+        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
-            watcher.begins(self, stream, reads, writes, 0)
+            watcher.begins(self, stream, reads, writes, copied_bytes)
         self.inside = stream
         result = self._run(stream, work)
         self.inside = None
         self.num_enqueued += 1
         for watcher in self.watchers:
-            watcher.ends(self, stream, 0)
+            watcher.ends(self, stream, copied_bytes)
         return result
 
     def record(self, stream: Stream, what: str = "") -> Event:
@@ -230,9 +226,6 @@ class Device(ABC):
         """Record a timed point after everything enqueued on `stream` so far."""
         return Mark()
 
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        destination.copy_(source)
-
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         return work()
 
@@ -278,11 +271,7 @@ class CpuDevice(Device):
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
-            raise HostMemoryError(
-                f"the system refused {nbytes / GIB:.3f} GiB of host memory for {self.name}: other processes took it "
-                "meanwhile, or a limit of the process is lower than what is free (ulimit -v). Lower "
-                "engine.host_memory_gib so that the plan keeps within it, or free memory"
-            ) from error
+            raise HostMemoryError(nbytes, f" for {self.name}") from error
         self._peak_bytes = max(self._peak_bytes, allocated + nbytes)
         return buffer
 
@@ -337,10 +326,6 @@ class AcceleratorDevice(Device):
         for stream in self._streams.values():
             stream.wait_event(allocated)
         return buffer
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        with self._streams[stream]:
-            destination.copy_(source, non_blocking=True)
 
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         with self._streams[stream]:

@@ -40,7 +40,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Task, Tasks, Worker
+from torchround.engine.tasks import Task, Worker
 from torchround.engine.update import Updater
 from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
@@ -83,24 +83,23 @@ class Engine:
         self.partition = partition
         self.devices = list(devices)
         self._board = board = Board(observer)
-        self._tasks = Tasks(board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
         self._saves: list[PendingSave[Any]] = []
-        self._exchange = StepExchange(store, self._tasks, self.pool, machines, self._is_in_a_step)
+        self._exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
-            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange
+            store, board, self.pool, optimizer, self.settings, len(devices), self._exchange
         )
-        saver = Worker("torchround saver", "saver", self._tasks, saves=True)
+        saver = Worker("torchround saver", "saver", board, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
         self._program = Program(
-            store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
+            store, self._updater, saver, self._exchange, queues, self.settings.accumulates
         )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
         setup = WorkerSetup(
             store=store,
-            tasks=self._tasks,
+            board=board,
             pool=self.pool,
             model=model,
             sizes=sizes,
@@ -232,7 +231,7 @@ class Engine:
             if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._program.hand_out_late()
-            save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
+            save = PendingSave(self.store, self._board, write, self._wait_for_in_call)
             save.task = self._program.save(save.run)
             self._program.hand_out()
             # A long run must not keep every save that ended.
@@ -264,7 +263,7 @@ class Engine:
         under_way = [self._begin_rewrite()]
 
         def share() -> None:
-            self._tasks.finish(under_way[-1])
+            under_way[-1].finish(self._board)
             with self._call():
                 self._program.share_rewritten()
                 self._program.hand_out()
@@ -276,14 +275,14 @@ class Engine:
                 finally:  # evaluations may still read, also after an exception
                     under_way.append(self._begin_rewrite())
         finally:
-            self._tasks.finish(under_way[-1])
+            under_way[-1].finish(self._board)
 
     def _begin_rewrite(self) -> Task:
         """Wait until the device weights that are not the fp32 weights may be written."""
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
-                self._tasks.begin(access, self._watchdog.wait_for_access)
+                access.begin(self._board, self._watchdog.wait_for_access)
             return task
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Flag
+from torchround.engine.board import Board, Flag
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Access, Task, Tasks
+from torchround.engine.tasks import Access, Task
 
 T = TypeVar("T")
 
@@ -24,14 +24,13 @@ class SaveSource:
     `state` is what `HostStore.resume` needs besides `tensors`. `may_publish` lets the files appear.
     """
 
-    def __init__(self, store: HostStore, tasks: Tasks, task: Task, may_publish: Flag) -> None:
+    def __init__(self, store: HostStore, board: Board, task: Task, may_publish: Flag) -> None:
         self.step = task.step
         self.state = store.resume_state()
         records, *accesses = task.accesses
-        tasks.end(records)
+        records.end(board)
         self.tensors: dict[str, Tensor] = {}
-        self._tasks = tasks
-        self._board = tasks.board
+        self._board = board
         self._may_publish = may_publish
         # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
         self._unread: dict[str, tuple[set[str], list[Access]]] = {}
@@ -57,7 +56,7 @@ class SaveSource:
         unread, accesses = self._unread.pop(name, (set[str](), []))
         unread.discard(name)
         for access in accesses if not unread else ():
-            self._tasks.end(access)
+            access.end(self._board)
 
     def finish_reading(self) -> None:
         """Declare that tensors that were not read so far will not be."""
@@ -84,12 +83,12 @@ class PendingSave(Generic[T]):
     def __init__(
         self,
         store: HostStore,
-        tasks: Tasks,
+        board: Board,
         write: Callable[[SaveSource], T],
         wait: Callable[[Flag, object], None],
     ) -> None:
         self._store = store
-        self._tasks = tasks
+        self._board = board
         self._write = write
         self._wait = wait
         self._may_publish = Flag()
@@ -98,7 +97,7 @@ class PendingSave(Generic[T]):
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
         try:
-            source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
+            source = SaveSource(self._store, self._board, self.task, self._may_publish)
             self._outcome.set_result(self._write(source))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome.set_exception(error)
@@ -113,7 +112,7 @@ class PendingSave(Generic[T]):
 
         May be called again, and after the save has ended.
         """
-        self._tasks.board.happen(self._may_publish)
+        self._board.happen(self._may_publish)
 
     def wait(self) -> None:
         """Wait for the save to end, well or not."""

@@ -46,14 +46,14 @@ class Buffer:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Access(Flag):
-    """One task's use of a buffer, or of several that it takes together. It happens when the use has ended.
+    """One task's use of a buffer. It happens when the use has ended.
 
     `after` are the earlier accesses that it conflicts with, until it has waited for them. `event` is the point of a
     device's stream at which the use has ended; None if the host has done it.
     """
 
     task: "Task"
-    buffer: Buffer  # the first one
+    buffer: Buffer
     writes: bool
     after: tuple["Access", ...]
     event: Event | None = None
@@ -63,8 +63,29 @@ class Access(Flag):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `Tasks.begin` need not wait for another thread."""
+        """Whether `begin` need not wait for another thread."""
         return all(earlier.happened for earlier in self.after)
+
+    def begin(self, board: Board, wait: "Callable[[Access], None] | None" = None) -> None:
+        """Wait until the access may begin, by `wait` for each earlier one. Raises `Stopped` if the engine stops before."""
+        for earlier in self.after:
+            if wait is None:
+                earlier.wait(board)
+            else:
+                wait(earlier)
+        self.after = ()
+
+    def wait(self, board: Board) -> None:
+        """Wait until the use has ended, and its device has passed that point."""
+        board.wait_for(self, self)
+        if self.event is not None:
+            board.synchronize(self.event, self)
+
+    def end(self, board: Board, event: Event | None = None) -> None:
+        """Let later accesses that conflict with this one begin, once a device has passed `event`."""
+        self.event = event
+        self.after = ()  # otherwise each access would keep all before it
+        board.happen(self)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -81,76 +102,39 @@ class Task(Flag):
     def __str__(self) -> str:
         return f"{self.name} of step {self.step} ({self.location})"
 
-
-class Tasks:
-    """The tasks of an engine. The controller declares them, and a device those of its reader of files.
-
-    Workers wait for and end their own accesses.
-    """
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-
-    def declare(
-        self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
-    ) -> Task:
-        """Give a task its accesses, in order. Calls follow the program's order. A sequence in `writes` is one access."""
+    def declare(self, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> "Task":
+        """Give the task more accesses, in order. Calls follow the program's order."""
         for buffer in reads:
-            self._read(task, buffer)
-        for buffers in writes:
-            self._write(task, (buffers,) if isinstance(buffers, Buffer) else buffers)
-        return task
+            self._read(buffer)
+        for buffer in writes:
+            # Readers have waited for the writer before them, so a wait for them is one for it too.
+            after = buffer.readers or ([] if buffer.writer is None else [buffer.writer])
+            # A task may read what it writes: its own accesses do not wait for each other.
+            others = tuple(earlier for earlier in after if earlier.task is not self)
+            buffer.writer, buffer.readers = Access(self, buffer, True, others), []
+            self.accesses.append(buffer.writer)
+        return self
 
-    def _read(self, task: Task, buffer: Buffer) -> None:
+    def _read(self, buffer: Buffer) -> None:
         after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
         # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
         if len(buffer.readers) >= MOST_READERS:
             older = (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves))
             oldest = next(older, None)
-            if oldest is not None and oldest.task is not task:
+            if oldest is not None and oldest.task is not self:
                 buffer.readers.remove(oldest)
                 after += (oldest,)
-        access = Access(task, buffer, False, after)
+        access = Access(self, buffer, False, after)
         buffer.readers.append(access)
-        task.accesses.append(access)
+        self.accesses.append(access)
 
-    def _write(self, task: Task, buffers: Sequence[Buffer]) -> None:
-        after: list[Access] = []
-        for buffer in buffers:
-            # Readers have waited for the writer before them, so a wait for them is one for it too.
-            after += buffer.readers or ([] if buffer.writer is None else [buffer.writer])
-        # A task may read what it writes: its own accesses do not wait for each other.
-        others = tuple(dict.fromkeys(earlier for earlier in after if earlier.task is not task))
-        access = Access(task, buffers[0], True, others)
-        for buffer in buffers:
-            buffer.writer, buffer.readers = access, []
-        task.accesses.append(access)
-
-    def begin(self, access: Access, wait_for: Callable[[Access], None] | None = None) -> None:
-        """Wait until the access may begin, by `wait_for` for each earlier one. Raises `Stopped` if the engine stops before."""
-        for earlier in access.after:
-            (wait_for or self.wait_for)(earlier)
-        access.after = ()
-
-    def wait_for(self, earlier: Access) -> None:
-        """Wait until an access has ended, and its device has passed that point."""
-        self.board.wait_for(earlier, earlier)
-        if earlier.event is not None:
-            self.board.synchronize(earlier.event, earlier)
-
-    def end(self, access: Access, event: Event | None = None) -> None:
-        """Let later accesses that conflict with this one begin, once a device has passed `event`."""
-        access.event = event
-        access.after = ()  # otherwise each access would keep all before it
-        self.board.happen(access)
-
-    def finish(self, task: Task) -> None:
-        """End what a task has not ended itself, and the task."""
-        for access in task.accesses:
+    def finish(self, board: Board) -> None:
+        """End what the task has not ended itself, and the task."""
+        for access in self.accesses:
             if not access.happened:
-                self.end(access)
-        task.accesses, task.run = [], None  # buffers remember the accesses, and these the task
-        self.board.happen(task)
+                access.end(board)
+        self.accesses, self.run = [], None  # buffers remember the accesses, and these the task
+        board.happen(self)
 
 
 class Worker:
@@ -164,7 +148,7 @@ class Worker:
         self,
         name: str,
         actor: str,
-        tasks: Tasks,
+        board: Board,
         on_fault: Callable[[Task | None, BaseException], None] | None = None,
         saves: bool = False,
     ) -> None:
@@ -174,9 +158,9 @@ class Worker:
         self.busy_s = self.waited_for_saves_s = 0.0
         self.task: Task | None = None  # under way
         self.last: Task | None = None
-        self._tasks = tasks
+        self._board = board
         self._on_fault = on_fault or self._fail
-        self._queue = Queue[Task](tasks.board, "a task")
+        self._queue = Queue[Task](board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.has_ended = False
 
@@ -205,7 +189,7 @@ class Worker:
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
         location = FaultLocation(self.actor) if task is None else task.location
-        self._tasks.board.fail(PipelineError.of(error, location))
+        self._board.fail(PipelineError.of(error, location))
 
     def _main(self) -> None:
         try:
@@ -214,7 +198,7 @@ class Worker:
                 self.task = None
                 self.task = self._queue.take("its next task")
                 if not self.is_begun(self.task.step):
-                    self._tasks.board.raise_if_stopped()
+                    self._board.raise_if_stopped()
                 self._run(self.task)
         except Stopped:
             pass
@@ -227,21 +211,19 @@ class Worker:
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            for earlier in access.after:
-                self._wait_for(earlier)
-            access.after = ()
+            access.begin(self._board, self._wait_for)
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
         task.run()
         self.busy_s += time.perf_counter() - start_s
-        self._tasks.finish(task)
+        task.finish(self._board)
 
     def _wait_for(self, earlier: Access) -> None:
         """Wait for an earlier access. A begun update continues whatever happens to others meanwhile."""
         saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
         start_s = time.perf_counter() if saver else 0.0
         try:
-            self._tasks.wait_for(earlier)
+            earlier.wait(self._board)
         except BaseException as error:
             if self.task is None or not self.is_begun(self.task.step):
                 raise
