@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -61,12 +61,6 @@ class Values(Generic[T]):
         found = self._values.get(numbers)
         # `setdefault` is atomic, so all threads get the same value.
         return found or self._values.setdefault(numbers, Value(self._kind, *self._first, *numbers))
-
-
-class WaitForValue(Protocol):
-    """A function that waits for a value and returns its content."""
-
-    def __call__(self, value: Value[T]) -> T: ...
 
 
 class Observer:

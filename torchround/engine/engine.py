@@ -121,8 +121,7 @@ class Engine:
             queues,
             board.observer,
             self._watchdog.synchronize,
-            self._wait_in_call,
-            self._wait_for_in_call,
+            self._wait_for,
             is_compiled,
         )
         self._is_stopped = False
@@ -231,7 +230,7 @@ class Engine:
             if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             self._program.hand_out_late()
-            save = PendingSave(self.store, self._board, write, self._wait_for_in_call)
+            save = PendingSave(self.store, self._board, write, self._wait_for)
             save.task = self._program.save(save.run)
             self._program.hand_out()
             # A long run must not keep every save that ended.
@@ -317,23 +316,20 @@ class Engine:
         stale_layers = 0 if self._program.open_pass else self.store.stale_layers
         return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
 
-    def _wait_in_call(self, value: Value[T]) -> T:
-        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns."""
-        with self._call(is_known=value.happened):
-            if not value.happened:
-                if value.kind == UPDATED and self._program.is_late(*value.numbers):
+    def _wait_for(self, flag: Flag, words: object = None) -> None:
+        """Wait for a flag as a call of the user. What has happened already can be had even after a fault.
+
+        A loss or output has arrived on the host when this returns.
+        """
+        with self._call(is_known=flag.happened):
+            if not flag.happened:
+                if isinstance(flag, Value) and flag.kind == UPDATED and self._program.is_late(*flag.numbers):
                     self._program.hand_out_late()
                 self._program.release_sums()
                 self._program.hand_out()
-            self._watchdog.wait_for(value)
-            if isinstance(value.content, HostTensors):
-                self._watchdog.synchronize(value.content.landed)
-            return value.content
-
-    def _wait_for_in_call(self, flag: Flag, words: object = None) -> None:
-        """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
-        with self._call(is_known=flag.happened):
             self._watchdog.wait_for(flag, words)
+            if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
+                self._watchdog.synchronize(flag.content.landed)
 
     def _is_in_a_step(self) -> bool:
         """Tell whether this machine is in the middle of a step, its exchange with others included."""

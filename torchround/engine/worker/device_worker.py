@@ -306,7 +306,8 @@ class StageRun:
         # The first layer whose activations stay for its backward.
         self._graphs_from = stage.stop - 1 if setup.settings.layerwise_recompute else stage.start
         self._times_layers = setup.settings.times_layers
-        self._names = {layer: setup.sizes.kept_names(layer) for layer in own if layer in setup.sizes.keeping}
+        kept_names = setup.sizes.kept_names
+        self._names = {layer: kept_names[layer] for layer in own if layer in kept_names}
 
     def _bind(self) -> Mapping[int, LayerCall]:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""

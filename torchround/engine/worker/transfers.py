@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchround.engine.board import Value, WaitForValue
+from torchround.engine.board import Value
 from torchround.engine.buffer_reservation import StagingSizes
 from torchround.engine.device import Event, Stream
 from torchround.engine.errors import FaultLocation
@@ -315,7 +315,7 @@ class ActivationTransfers:
     def __init__(self, worker: "DeviceWorker") -> None:
         self._device = device = worker.device
         self._board = worker.board
-        self._wait: WaitForValue = worker.wait
+        self._wait = worker.wait
         self._pool = worker.setup.pool
         self._sizes = worker.setup.sizes
         self.hidden_in, self.gradients_in, self._kept_in = (SlotRing(device) for _ in range(3))
