@@ -97,16 +97,7 @@ class Engine:
         )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        setup = WorkerSetup(
-            store=store,
-            board=board,
-            pool=self.pool,
-            model=model,
-            sizes=sizes,
-            partition=partition,
-            queues=queues,
-            settings=self.settings,
-        )
+        setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, self.settings)
         self._reservation = BufferReservation(
             sizes, store, self.pool, self.devices, self._exchange.landing_buffers, self.settings.accumulates
         )
@@ -116,19 +107,12 @@ class Engine:
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, self.settings.hang_timeout_s)
         is_compiled = compiler is not None and compiler.is_required
+        synchronize = self._watchdog.synchronize
         self._passes = Passes(
-            self._reservation,
-            queues,
-            board.observer,
-            self._watchdog.synchronize,
-            self._wait_for,
-            is_compiled,
+            self._reservation, queues, board.observer, synchronize, self._wait_for, is_compiled
         )
         self._is_stopped = False
         self._stop_lock = threading.Lock()
-        self._start()
-
-    def _start(self) -> None:
         try:
             for worker in self._workers:
                 worker.allocate()
@@ -332,7 +316,6 @@ class Engine:
                 self._watchdog.synchronize(flag.content.landed)
 
     def _is_in_a_step(self) -> bool:
-        """Tell whether this machine is in the middle of a step, its exchange with others included."""
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
         return self._program.open_pass is not None or not idle
 
@@ -394,25 +377,19 @@ class Engine:
         forget_variables(failure, seen=set())
 
     def _stop_at_exit(self, process: int) -> None:
-        """End an engine that the program did not close: Python would end its threads inside C++, which aborts.
-
-        A forked process has no such threads.
-        """
-        if os.getpid() == process:
+        """End an engine that the program did not close: Python would end its threads inside C++, which aborts."""
+        if os.getpid() == process:  # a forked process has no such threads
             self._stop()
 
     def _end_threads(self) -> set[str]:
-        """End all threads after the board's stop, and give devices back.
-
-        Returns the names of threads and devices that are still busy at the deadline, and keep their memory. Waits for an
-        update under way as long as it moves, because only a complete one leaves a store that can be saved.
-        """
+        """End all threads after the board's stop, and give devices back. Returns the names of those that are still busy."""
         optimizer, moves = self._updater.thread, self._updater.moves
         deadline_s = time.monotonic() + JOIN_S
         # A thread without an identity has not been started, because a device had no room.
         ours = [thread for thread in self._threads if thread.ident not in (None, threading.get_ident())]
         for thread in ours:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
+        # As long as an update moves, because only a complete one leaves a store that can be saved.
         while optimizer.is_alive() and self._updater.moves != moves:
             moves = self._updater.moves
             optimizer.join(JOIN_S)

@@ -155,7 +155,6 @@ class StageJob:
 
     @property
     def slots_left(self) -> int:
-        """The number of the pass's stage slots after this one."""
         stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
 
@@ -185,7 +184,7 @@ class StepResult:
         self.shape = pass_.shape
         self.pool = pool
         self._wait_for = wait_for
-        self._end = end
+        self.end = end
         self._results = pass_.results
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
         self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
@@ -237,7 +236,7 @@ class StepResult:
         return [self._wait(report) for report in self._enqueued]
 
     def reports(self) -> list[StageReport]:
-        """Return what the devices measured in each stage slot, in dispatch order."""
+        """List what the devices measured in each stage slot, in dispatch order."""
         return self._reports
 
     def weight_drift(self) -> int:
@@ -264,13 +263,10 @@ class StepResult:
         _ = self.outputs() if self.shape.gives_outputs else self.loss()
         self.reports()
 
-    def collect(self, is_open: bool = False) -> None:
-        """Wait for everything. If the step `is_open`, a training pass ends once its gradient is in the step's sum."""
+    def collect(self) -> None:
+        """Wait for everything."""
         self.wait()
-        if is_open:
-            if self._end is not None:
-                self._wait_for(self._end)
-        elif self.shape.training:
+        if self.shape.training:
             self.update()
 
 
@@ -382,12 +378,13 @@ class Passes:
             result = self._under_way.popleft()
             # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
             is_last = result.step < min(step, self._under_way[0].step)
-            result.collect(is_open=not is_last)
+            result.wait()
             if is_last:
                 result.update()  # even if that pass is an evaluation
+            elif result.end is not None:
+                self._wait_for(result.end)
 
     def wait(self) -> None:
-        """Wait for the losses of all passes, and until each stage task is enqueued."""
         for result in self._under_way:
             result.wait()
 

@@ -31,7 +31,6 @@ class UpdateReport:
     `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
     step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
     under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
     `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
     `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
@@ -45,7 +44,6 @@ class UpdateReport:
     loss_scale: float = 1.0
     fault: str = "not decided"
     not_finite: tuple[int, ...] = ()
-    waited_for_save_s: float = 0.0
     left_out: tuple[str, ...] = ()
     loss: float = math.nan
     peers_wait_s: float = 0.0
@@ -110,7 +108,6 @@ class StageReport:
     """
 
     task: StageTask
-    step: int
     idle_since: Mark | None
     weights_ready: Mark
     update_wait_s: float

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class SaveSource:
-    """The store after `step` steps, for the saving thread to read, and the calls by which it reports its progress.
+    """The store after `step` steps, for the saving thread to read, and its `SaveWatch` (`checkpoint/tensor_file.py`).
 
     `state` is what `HostStore.resume` needs besides `tensors`. `may_publish` lets the files appear.
     """
@@ -43,23 +43,21 @@ class SaveSource:
                 self._unread |= dict.fromkeys(views, (set(views), own))
 
     def raise_if_abandoned(self) -> None:
-        """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
+        """Raise `Stopped` if the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()
 
     def reading(self, tensor: Tensor) -> None:
-        """Announce that the tensor's bytes are about to be read."""
         self._board.observer.touched(reads=[tensor], writes=())
 
     def finished_reading(self, name: str) -> None:
-        """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
+        """Let the bundle be updated once none of its tensors is read again."""
         unread, accesses = self._unread.pop(name, (set[str](), []))
         unread.discard(name)
         for access in accesses if not unread else ():
             access.end(self._board)
 
     def finish_reading(self) -> None:
-        """Declare that tensors that were not read so far will not be."""
         for name in list(self._unread):
             self.finished_reading(name)
 
@@ -104,7 +102,6 @@ class PendingSave(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether `result` would return or raise at once."""
         return self.task.happened
 
     def may_publish(self) -> None:
@@ -119,6 +116,6 @@ class PendingSave(Generic[T]):
         self._wait(self.task, "the end of a save")
 
     def result(self) -> T:
-        """Wait for the save to end. Returns what its function returned, or raises what it raised."""
+        """Return what the save's function returned, or raise what it raised."""
         self.wait()
         return self._outcome.result()

@@ -140,8 +140,8 @@ class Task(Flag):
 class Worker:
     """A thread that runs its tasks one after the other.
 
-    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins. `busy_s` is the
-    time inside its tasks, `waited_for_saves_s` that in which an update that had begun waited for a worker that `saves`.
+    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins, `busy_s` is the
+    time inside its tasks.
     """
 
     def __init__(
@@ -155,14 +155,13 @@ class Worker:
         self.actor = actor  # in the location of a fault
         self.saves = saves
         self.moves = 0
-        self.busy_s = self.waited_for_saves_s = 0.0
+        self.busy_s = 0.0
         self.task: Task | None = None  # under way
         self.last: Task | None = None
         self._board = board
         self._on_fault = on_fault or self._fail
         self._queue = Queue[Task](board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self.has_ended = False
 
     def enter(self) -> None:
         """Prepare the thread, before its first task."""
@@ -205,7 +204,6 @@ class Worker:
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._on_fault(self.task, error)
         finally:
-            self.has_ended = True
             self.leave()
 
     def _run(self, task: Task) -> None:
@@ -220,8 +218,6 @@ class Worker:
 
     def _wait_for(self, earlier: Access) -> None:
         """Wait for an earlier access. A begun update continues whatever happens to others meanwhile."""
-        saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
-        start_s = time.perf_counter() if saver else 0.0
         try:
             earlier.wait(self._board)
         except BaseException as error:
@@ -231,7 +227,6 @@ class Worker:
                 self.overcome(error)  # a device that failed reads no more
             # Results of what devices still read are dropped, because the engine has stopped. A save is not: it
             # gives up soon, but until then it reads.
-            while saver and not (earlier.happened or saver.has_ended):
+            saver = earlier.task.worker
+            while saver and saver.saves and saver.thread.is_alive() and not earlier.happened:
                 time.sleep(0.005)
-        if saver:
-            self.waited_for_saves_s += time.perf_counter() - start_s

@@ -376,8 +376,7 @@ class Updater(Worker):
         report.loss = self._loss
         report.peers_wait_s, report.sent_bytes = self._exchange.take_figures()
         report.seconds = self.busy_s - report.peers_wait_s  # it was inside its tasks
-        report.waited_for_save_s = self.waited_for_saves_s
-        self.busy_s = self.waited_for_saves_s = 0.0
+        self.busy_s = 0.0
         self._squares, self._losses, self._loss = {}, [], 0.0
         self._board.post(decision.updated, report)
 

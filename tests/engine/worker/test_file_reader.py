@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import LANDED
+from tests.support.faults import LANDED, kind_of
 from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
 from tests.support.race_checker import AccessLog, find_races
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
@@ -165,7 +165,7 @@ class LandedGradients(Observer):
         self.number = 0
 
     def posted(self, token):
-        self.number += getattr(token, "kind", None) == LANDED
+        self.number += kind_of(token) == LANDED
 
 
 def test_a_device_sends_its_gradients_before_it_waits_for_its_reader(base, monkeypatch):

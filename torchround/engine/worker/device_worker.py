@@ -231,7 +231,6 @@ class DeviceWorker:
         moved = (self.device.uploaded_bytes, self.device.downloaded_bytes)
         report = StageReport(
             task=job.task,
-            step=job.pass_.step,
             idle_since=self._idle_since,
             weights_ready=weights_ready,
             update_wait_s=upload.waited_s,
