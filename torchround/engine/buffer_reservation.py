@@ -68,27 +68,23 @@ class ValueSizes:
 
     def boundary(self, cut: int, shape: torch.Size) -> int | None:
         """Count the bytes of the input of layer `cut`, or of the model's output; None if they are not known yet."""
-        found = self._boundaries.get((cut, shape))
-        if found is None and (found := self._declared(cut, shape)) is not None:
-            found = self._boundaries.setdefault((cut, shape), found)
-        return found
-
-    def _declared(self, cut: int, shape: torch.Size) -> int | None:
-        if self._model.boundary_bytes is not None:
-            return self._model.boundary_bytes(cut - 1, shape)
+        if (cut, shape) in self._boundaries:
+            return self._boundaries[cut, shape]
         work = getattr(self._model.layers[cut - 1], "work", None)
-        if work is None or cut == self.num_layers:  # the last layer's work is that of a loss
-            return None
-        return aligned(work(*shape, self._element_bytes).boundary_bytes)
+        nbytes: int | None = None
+        if self._model.boundary_bytes is not None:
+            nbytes = self._model.boundary_bytes(cut - 1, shape)
+        elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
+            nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
+        return None if nbytes is None else self._boundaries.setdefault((cut, shape), nbytes)
 
     def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
         """Note a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
-        if nbytes <= self._boundaries.get((cut, shape), -1):
-            return self._boundaries[cut, shape]
-        with self._lock:
-            self._boundaries[cut, shape] = max(nbytes, self._boundaries.get((cut, shape), 0))
-            self.measured += 1
-        return nbytes
+        if nbytes > self._boundaries.get((cut, shape), -1):
+            with self._lock:
+                self._boundaries[cut, shape] = max(nbytes, self._boundaries.get((cut, shape), 0))
+                self.measured += 1
+        return self._boundaries[cut, shape]
 
     def kept(self, layer: int, shape: torch.Size) -> int | None:
         """Count the bytes that a layer keeps of a micro-batch, packed; None if it does not declare its work."""

@@ -194,7 +194,7 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._program.next_step)
-            self._program.hand_out_late()
+            self._program.hand_out(late=True)
             stages = self.forward_stages if gives_outputs else None
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
@@ -213,7 +213,7 @@ class Engine:
         with self._call():
             if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
-            self._program.hand_out_late()
+            self._program.hand_out(late=True)
             save = PendingSave(self.store, self._board, write, self._wait_for)
             save.task = self._program.save(save.run)
             self._program.hand_out()
@@ -225,7 +225,7 @@ class Engine:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
-            self._program.hand_out_late()
+            self._program.hand_out(late=True)
             self._passes.wait()
             for worker in (self._updater, *self._exchange.workers):
                 if worker.last is not None:
@@ -307,10 +307,11 @@ class Engine:
         """
         with self._call(is_known=flag.happened):
             if not flag.happened:
-                if isinstance(flag, Value) and flag.kind == UPDATED and self._program.is_late(*flag.numbers):
-                    self._program.hand_out_late()
                 self._program.release_sums()
-                self._program.hand_out()
+                late = (
+                    isinstance(flag, Value) and flag.kind == UPDATED and self._program.is_late(*flag.numbers)
+                )
+                self._program.hand_out(late)
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
                 self._watchdog.synchronize(flag.content.landed)

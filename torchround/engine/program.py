@@ -107,7 +107,6 @@ class Program:
         return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
-        """Declare a pass without gradients."""
         self.next_slot += len(stages)
         for stage in stages:
             self._stage(pass_, stage, deque())
@@ -333,13 +332,10 @@ class Program:
 
     # Memory and workers.
 
-    def hand_out_late(self) -> None:
-        """Let the workers run what is declared, and the rest of the newest step's program, if it is late."""
-        self._declare_late(self.next_slot)
-        self.hand_out()
-
-    def hand_out(self) -> None:
-        """Let the devices and workers run what is declared."""
+    def hand_out(self, late: bool = False) -> None:
+        """Let the devices and workers run what is declared, with the rest of the newest step's program if it is `late`."""
+        if late:
+            self._declare_late(self.next_slot)
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
             # Together: a device that had to wait for a direction job would first send off gradients, and those of this
