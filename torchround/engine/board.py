@@ -93,12 +93,10 @@ class Board:
         self._stopped = False
 
     def post(self, value: Value[T], content: T) -> None:
-        """Give a value its content, and wake the threads that wait for it."""
         value.content = content
         self.happen(value)
 
     def wait(self, value: Value[T], words: object = None) -> T:
-        """Wait until a value is posted, as `wait_for`, and return its content."""
         self.wait_for(value, words or value)
         return value.content
 
@@ -209,7 +207,6 @@ class Queue(Generic[T]):
         return self._jobs[0] if self._jobs else None
 
     def take(self, words: object = None) -> T:
-        """Wait for the next job, as `Board.wait`. Reports say `words`."""
         if not self._jobs:
             self._open_batch(words)
         return self._jobs.popleft()

@@ -168,7 +168,6 @@ class PassShape(HeldPass):
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """The micro-batches' `[B, T]`, in their order."""
         return tuple(chain(*self.rounds))
 
     @property

@@ -118,15 +118,12 @@ class Device(ABC):
     newest operations, for watchers. `inside` is the stream of the operation that the thread enqueues just now.
     """
 
-    name: str
-    torch_device: torch.device
     pins_host_memory: bool
     has_link: bool
 
-    def __init__(self) -> None:
-        self.uploaded_bytes = 0
-        self.downloaded_bytes = 0
-        self.num_allocations = 0
+    def __init__(self, name: str, torch_device: torch.device) -> None:
+        self.name, self.torch_device = name, torch_device
+        self.uploaded_bytes = self.downloaded_bytes = self.num_allocations = 0
         self.num_enqueued = 0  # operations and events
         self.inside: Stream | None = None
         self.buffers: list[Tensor] = []
@@ -244,9 +241,7 @@ class CpuDevice(Device):
     has_link = False
 
     def __init__(self, index: int, memory_limit_bytes: int | None = None) -> None:
-        super().__init__()
-        self.name = f"cpu:{index}"
-        self.torch_device = torch.device("cpu")
+        super().__init__(f"cpu:{index}", torch.device("cpu"))
         self._limit_bytes = memory_limit_bytes
         self._peak_bytes = 0
 
@@ -287,16 +282,13 @@ class AcceleratorDevice(Device):
     has_link = True
 
     def __init__(self, torch_device: torch.device | str, worker: int | None = None) -> None:
-        super().__init__()
-        self.torch_device = torch.device(torch_device)
-        assert self.torch_device.index is not None, f"{torch_device} names no single device"
-        self.kind = kind_of(self.torch_device.type)
+        device = torch.device(torch_device)
+        assert device.index is not None, f"{device} names no single device"
+        super().__init__(str(device) if worker is None else f"{device}/{worker}", device)
+        self.kind = kind_of(device.type)
         self.kind.prepare_allocator()
-        self.name = str(self.torch_device) if worker is None else f"{self.torch_device}/{worker}"
         self.pins_host_memory = self.kind.locks_pages
-        self._streams = {
-            stream: self.kind.stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
-        }
+        self._streams = {stream: self.kind.stream(device, _PRIORITIES.get(stream, 0)) for stream in Stream}
 
     def mark(self, stream: Stream) -> Mark:
         return Mark(self._record(stream, timed=True))

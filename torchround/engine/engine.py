@@ -261,7 +261,6 @@ class Engine:
             under_way[-1].finish(self._board)
 
     def _begin_rewrite(self) -> Task:
-        """Wait until the device weights that are not the fp32 weights may be written."""
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:

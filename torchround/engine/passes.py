@@ -70,7 +70,6 @@ class HostTensors:
         return self._buffer.memory[: self.packing.nbytes]
 
     def reader_ends(self, event: Event, pool: HostPool) -> None:
-        """Note that one reader's read ends at `event`."""
         with self._lock:
             self._reads.append(event)
             last = len(self._reads) == self._readers
@@ -252,7 +251,6 @@ class StepResult:
         return drift
 
     def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
-        """Sum up a figure over the stage slots of each device."""
         sums = [0.0] * num_devices
         for report in self.reports():
             sums[report.task.device] += figure(report)

@@ -232,7 +232,6 @@ class Program:
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
     def _update(self, decision: Decision, slot: int) -> None:
-        """Declare the directions, the decision and the updates of a step."""
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
         self._direct(step, slot)
         directions = list(self._directions.values())
@@ -294,7 +293,6 @@ class Program:
         return task.declare([self._states[b.index] for b in rewritten if b.is_owned], writes)
 
     def share_rewritten(self) -> None:
-        """Declare the exchange of device weights that each owner has rewritten."""
         for bundle in self._store.stale_or_predicted():
             self._exchange_weights(bundle, self.next_step)
 

@@ -77,7 +77,7 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """Its duration. Waits until the device has passed its end."""
+        """The duration. Waits until the device has passed its end."""
         return self.end.seconds_since(self.start)
 
 
@@ -118,7 +118,6 @@ class StageReport:
 
     @cached_property
     def busy_s(self) -> float:
-        """Seconds in which layers ran."""
         return sum(span.seconds for span in self.spans)
 
     @cached_property

@@ -63,7 +63,6 @@ class Access(Flag):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `begin` need not wait for another thread."""
         return all(earlier.happened for earlier in self.after)
 
     def begin(self, board: Board, wait: "Callable[[Access], None] | None" = None) -> None:
@@ -129,7 +128,6 @@ class Task(Flag):
         self.accesses.append(access)
 
     def finish(self, board: Board) -> None:
-        """End what the task has not ended itself, and the task."""
         for access in self.accesses:
             if not access.happened:
                 access.end(board)
@@ -183,7 +181,6 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all tasks that it got have ended."""
         return self.last is None or self.last.happened
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
