@@ -66,17 +66,23 @@ class ValueSizes:
         self._kept: dict[tuple[int, torch.Size], int] = {}
         self._lock = threading.Lock()
 
-    def boundary(self, cut: int, shape: torch.Size) -> int | None:
-        """Count the bytes of the input of layer `cut`, or of the model's output; None if they are not known yet."""
-        if (cut, shape) in self._boundaries:
-            return self._boundaries[cut, shape]
-        work = getattr(self._model.layers[cut - 1], "work", None)
-        nbytes: int | None = None
-        if self._model.boundary_bytes is not None:
-            nbytes = self._model.boundary_bytes(cut - 1, shape)
-        elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
-            nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
-        return None if nbytes is None else self._boundaries.setdefault((cut, shape), nbytes)
+    def knows(self, cut: int, shape: torch.Size) -> bool:
+        """Tell whether the bytes of a boundary are declared or measured. Notes declared ones."""
+        if (cut, shape) not in self._boundaries:
+            work = getattr(self._model.layers[cut - 1], "work", None)
+            nbytes: int | None = None
+            if self._model.boundary_bytes is not None:
+                nbytes = self._model.boundary_bytes(cut - 1, shape)
+            elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
+                nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
+            if nbytes is None:
+                return False
+            self._boundaries.setdefault((cut, shape), nbytes)
+        return True
+
+    def boundary(self, cut: int, shape: torch.Size) -> int:
+        """Count the bytes of the input of layer `cut`, or of the model's output; 0 if they are not known yet."""
+        return self._boundaries[cut, shape] if self.knows(cut, shape) else 0
 
     def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
         """Note a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
@@ -86,11 +92,11 @@ class ValueSizes:
                 self.measured += 1
         return self._boundaries[cut, shape]
 
-    def kept(self, layer: int, shape: torch.Size) -> int | None:
-        """Count the bytes that a layer keeps of a micro-batch, packed; None if it does not declare its work."""
+    def kept(self, layer: int, shape: torch.Size) -> int:
+        """Count the bytes that a layer keeps of a micro-batch, packed; 0 if it does not declare its work."""
         names, module = self.kept_names.get(layer, ()), self._model.layers[layer]
-        if not hasattr(module, "work"):
-            return None
+        if not names or not hasattr(module, "work"):
+            return 0
         if (layer, shape) not in self._kept:
             work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
             if self._compiles and not runs_fused(module, self._kind, shape.numel()):
@@ -104,7 +110,7 @@ class ValueSizes:
         Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
         """
         counted_bytes = self.kept(layer, shape)
-        if counted_bytes is None:
+        if not hasattr(self._model.layers[layer], "work"):
             # Compiled layers record by code that a compiler may refuse, so they are recomputed.
             if recorded.tensors or self._compiles:
                 return recorded.nbytes if recorded.tensors else None
@@ -283,17 +289,11 @@ class BufferReservation:
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
         cuts = shape.cuts | ({self._values.num_layers} if shape.gives_outputs else set())
-        return all(self._values.boundary(cut, one) is not None for cut in cuts for one in set(shape.shapes))
-
-    def _boundary(self, cut: int, shape: torch.Size) -> int:
-        return self._values.boundary(cut, shape) or 0
-
-    def _kept(self, layer: int, shape: torch.Size) -> int:
-        return self._values.kept(layer, shape) or 0
+        return all(self._values.knows(cut, one) for cut in cuts for one in set(shape.shapes))
 
     def _output(self, this: PassShape, shape: torch.Size) -> int:
         # A loss has buffers of its own.
-        return whole_pages(self._boundary(self._values.num_layers, shape)) if this.gives_outputs else 0
+        return whole_pages(self._values.boundary(self._values.num_layers, shape)) if this.gives_outputs else 0
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
@@ -304,23 +304,25 @@ class BufferReservation:
             if shape not in seen and shape[1:] == longest[1:] and shape < longest:
                 self.pool.stand_in(integer_bytes, seen[longest])
                 for cut in range(1, self._values.num_layers):
-                    if shorter_bytes := self._boundary(cut, shape):
-                        self.pool.stand_in(shorter_bytes, self._boundary(cut, longest))
+                    if shorter_bytes := self._values.boundary(cut, shape):
+                        self.pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
                 for layer in self._values.kept_names:
-                    self.pool.stand_in(self._kept(layer, shape), self._kept(layer, longest))
+                    self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
         seen |= new
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
-            [self._kept(layer, shape) for layer in range(stage.start, stage.stop)]
+            [self._values.kept(layer, shape) for layer in range(stage.start, stage.stop)]
             for stage in this.stages
             if stage.kind is StageKind.BACKWARD
             for shape in shapes
         ]
         return StagingSizes(
-            boundary_bytes=max((self._boundary(cut, one) for cut in this.cuts for one in shapes), default=0),
+            boundary_bytes=max(
+                (self._values.boundary(cut, one) for cut in this.cuts for one in shapes), default=0
+            ),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(map(len, this.rounds)),
             training=this.training,
@@ -335,8 +337,8 @@ class BufferReservation:
         needed = most_buffers(
             (before, this),
             self._num_devices,
-            lambda cut, shape: whole_pages(self._boundary(cut, shape)),
-            lambda layer, shape: whole_pages(self._kept(layer, shape)),
+            lambda cut, shape: whole_pages(self._values.boundary(cut, shape)),
+            lambda layer, shape: whole_pages(self._values.kept(layer, shape)),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):

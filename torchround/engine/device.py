@@ -271,11 +271,6 @@ class CpuDevice(Device):
         return buffer
 
 
-# Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
-# kernels of a whole stage.
-_PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
-
-
 class AcceleratorDevice(Device):
     """An accelerator, or one of several workers that share one; each worker has its own five streams."""
 
@@ -288,7 +283,10 @@ class AcceleratorDevice(Device):
         self.kind = kind_of(device.type)
         self.kind.prepare_allocator()
         self.pins_host_memory = self.kind.locks_pages
-        self._streams = {stream: self.kind.stream(device, _PRIORITIES.get(stream, 0)) for stream in Stream}
+        # Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
+        # kernels of a whole stage.
+        priorities = {Stream.GRADIENT_DOWNLOAD: -1}
+        self._streams = {stream: self.kind.stream(device, priorities.get(stream, 0)) for stream in Stream}
 
     def mark(self, stream: Stream) -> Mark:
         return Mark(self._record(stream, timed=True))

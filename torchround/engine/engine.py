@@ -79,8 +79,7 @@ class Engine:
     ) -> None:
         self.settings = settings or EngineSettings()
         self.settings.prepare(store, model, partition, optimizer)
-        self.model, self.store = model, store
-        self.partition = partition
+        self.model, self.store, self.partition = model, store, partition
         self.devices = list(devices)
         self._board = board = Board(observer)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
@@ -278,8 +277,7 @@ class Engine:
                 save.wait()
         finally:
             self._stop()
-        if self._board.failure is not None:
-            raise self._board.failure
+        self._raise_failure()
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self

@@ -128,9 +128,9 @@ class Pass:
     def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
         """Choose the version of a bundle that a stage uploads for `layer`.
 
-        The forward of a step's first round reads the version before in its first `stale_layers` layers. An evaluation
-        reads what the host holds between steps: the version before of each bundle that one of those layers uses.
+        The forward of a step's first round reads the version before in its first `stale_layers` layers.
         """
+        # The host holds one version between steps: an older one of each bundle that one of those layers uses.
         first = layer if self.training else bundle.layers[0]
         is_early = task.stage.kind is StageKind.FORWARD and task.round == 0
         return self.version - (is_early and first < self.stale_layers)
@@ -194,10 +194,7 @@ class StepResult:
         return value.content
 
     def loss(self) -> float:
-        """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
-
-        A training step's loss is that of all machines, which is there once their calls have ended.
-        """
+        """Return the mean loss per label. A training step's loss is that of all machines, once their calls have ended."""
         sums: Sequence[float] = self.loss_sums()
         if self._all_sums is not None:
             sums = self._wait(self._all_sums)
@@ -210,10 +207,7 @@ class StepResult:
         return [float(tensors[0]) for tensors, _ in self._read_results]
 
     def outputs(self) -> list[Hidden]:
-        """Return what the last layer returned for each micro-batch, in their order, in host memory of its own.
-
-        Only after `Engine.forward`. Waits for the pass.
-        """
+        """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
         if not self.shape.gives_outputs:
             raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
         return [unflatten(*each) for each in self._read_results]
@@ -269,7 +263,7 @@ class StepResult:
 
 
 def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
-    """Average the loss over labels. Losses are given as the sums of micro-batches, which add up in their order."""
+    """Average the loss over labels. The sums of micro-batches add up in fp64 in their order, and are divided once."""
     return sum(loss_sums) / max(num_labels, 1)
 
 

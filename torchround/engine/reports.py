@@ -102,9 +102,8 @@ class StageReport:
     send them, because the optimizer had not written them yet. The bytes crossed the link while the device
     worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
 
-    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
-    waits until the device has passed the slot. The busy and idle times add up to the span from `idle_since` to the
-    slot's end.
+    The marks are in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits until
+    the device has passed the slot. The busy and idle times add up to the span from `idle_since` to the slot's end.
     """
 
     task: StageTask

@@ -62,14 +62,11 @@ class SaveSource:
             self.finished_reading(name)
 
     def before_publishing(self) -> None:
-        """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
-
-        Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended
-        the engine may be working on these files by now.
-        """
+        """Wait for `PendingSave.may_publish`. Raises `Stopped` if the engine has ended."""
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
         self._board.wait_for(self._may_publish, "the save to be allowed to appear")
+        # Even if it was allowed before: the thread that ended the engine may be working on these files by now.
         self._board.raise_if_stopped()
 
 
@@ -105,10 +102,7 @@ class PendingSave(Generic[T]):
         return self.task.happened
 
     def may_publish(self) -> None:
-        """Let the checkpoint appear: everything that must be on record before it counts is on record.
-
-        May be called again, and after the save has ended.
-        """
+        """Let the checkpoint appear. May be called again, and after the save has ended."""
         self._board.happen(self._may_publish)
 
     def wait(self) -> None:
