@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor
@@ -188,6 +187,8 @@ class StepResult:
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
         self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
         self._updated = pass_.updated
+        self._read: list[tuple[list[Tensor], Structure]] | None = None
+        self._reports: list[StageReport] | None = None
 
     def _wait(self, value: Value[T]) -> T:
         self._wait_for(value)
@@ -204,32 +205,31 @@ class StepResult:
         """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         if self.shape.gives_outputs:
             raise EngineUsageError("the result of forward() has outputs(), and no loss")
-        return [float(tensors[0]) for tensors, _ in self._read_results]
+        return [float(tensors[0]) for tensors, _ in self._read_results()]
 
     def outputs(self) -> list[Hidden]:
         """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
         if not self.shape.gives_outputs:
             raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
-        return [unflatten(*each) for each in self._read_results]
+        return [unflatten(*each) for each in self._read_results()]
 
-    @cached_property
     def _read_results(self) -> list[tuple[list[Tensor], Structure]]:
-        # Once only: the last reader gives a buffer back, and other values may fill it.
-        landed = map(self._wait, self._results)
-        found = [(each.read(self.pool), each.packing.structure) for each in landed]
-        self._results = []
-        return found
+        # Once only: the last reader gives a buffer back, and other values may fill it. Without `cached_property`, whose
+        # lock in Python 3.11 is one for all results: engines in other threads would wait for this one.
+        if self._read is None:
+            landed = map(self._wait, self._results)
+            self._read = [(each.read(self.pool), each.packing.structure) for each in landed]
+            self._results = []
+        return self._read
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
         return self._wait(self._updated)
 
-    @cached_property
-    def _reports(self) -> list[StageReport]:
-        return [self._wait(report) for report in self._enqueued]
-
     def reports(self) -> list[StageReport]:
         """List what the devices measured in each stage slot, in dispatch order."""
+        if self._reports is None:
+            self._reports = [self._wait(report) for report in self._enqueued]
         return self._reports
 
     def weight_drift(self) -> int:
