@@ -135,7 +135,7 @@ class ValueSizes:
 def kept_whole(work: LayerWork) -> LayerWork:
     """Count the work of a layer that keeps all that its compiled code returns, or nothing.
 
-    That is its output and what its backward reads. The layer's last part stands for what its other parts do not count.
+    That is its output and what its backward reads. The layer's last part includes what its other parts do not count.
     """
     if not work.keepable:
         return work
