@@ -204,6 +204,7 @@ class LinkedDevice(CpuDevice):
         self._bytes_per_s = bytes_per_s
         self._ready = dict.fromkeys(Stream, 0.0)
         self.link_s = {True: 0.0, False: 0.0}  # time of copies: up, down
+        self._copy_s = 0.0  # of the copy under way
 
     def mark(self, stream: Stream) -> Mark:
         return ModelledMark(self._begin(stream))
@@ -219,16 +220,16 @@ class LinkedDevice(CpuDevice):
         # The stream may be idle since long, but nothing begins before the host enqueues it.
         return max(self._ready[stream], self._clock.now())
 
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        super()._copy(stream, destination, source)
-        seconds = source.nbytes / self._bytes_per_s
-        self.link_s[stream in UPLOADS] += seconds
-        self._ready[stream] = self._begin(stream) + seconds
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        self._copy_s = source.nbytes / self._bytes_per_s
+        self.link_s[stream in UPLOADS] += self._copy_s
+        super().copy(stream, destination, source)
+        self._copy_s = 0.0
 
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         self._clock.taken()
         result = work()
-        self._ready[stream] = self._begin(stream) + self._clock.taken()
+        self._ready[stream] = self._begin(stream) + self._clock.taken() + self._copy_s
         return result
 
     def _record(self, stream: Stream) -> Event:

@@ -119,7 +119,7 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
         for sample in range(3):
             spans = tuple(DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
             task = StageTask(slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1))
-            reports.append(StageReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
+            reports.append(StageReport(task, None, At(0.0), 0.0, spans, 0, 0))
     counted = Costs(tuple(replace(layer, keepable=(KeptCost("down", 8, 0.25),)) for layer in COUNTED.layers))
     costs = costs_from_reports(counted.keeping((("down",) * keeps,) * 6 + ((),)), reports)
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
@@ -165,7 +165,6 @@ def test_a_layer_that_runs_again_in_its_backward_is_not_counted_twice():
     )
     head = StageReport(
         replace(task, stage=Stage(StageKind.FUSED, 3, 4)),
-        0,
         None,
         At(0.0),
         0.0,
@@ -173,7 +172,7 @@ def test_a_layer_that_runs_again_in_its_backward_is_not_counted_twice():
         0,
         0,
     )
-    reports = [StageReport(task, 0, None, At(0.0), 0.0, spans, 0, 0), head]
+    reports = [StageReport(task, None, At(0.0), 0.0, spans, 0, 0), head]
     counted = Costs(COUNTED.layers[:4])
     layers = costs_from_reports(counted, reports, recompute="layer").layers
     assert [layer.forward_s for layer in layers[:3]] == [1.0, 2.0, 3.0]

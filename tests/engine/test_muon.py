@@ -106,7 +106,8 @@ def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(p
         for result in results:
             result.update()
     delay = policy.versions - 1
-    in_slots = [(task.slot, [stage_of(task.stage)]) for result in results for task in result.tasks]
+    tasks = [report.task for result in results for report in result.reports()]
+    in_slots = [(task.slot, [stage_of(task.stage)]) for task in tasks]
     # Each step has a slot for each device among those that no stage takes.
     stages = {slot for slot, _ in in_slots}
     free = [slot for slot in range(len(stages) + num_devices * len(results)) if slot not in stages]

@@ -44,15 +44,15 @@ def test_the_wait_for_a_slow_update_is_measured_apart():
             engine.step(1e-2)
         results[0].reports()
         computed.set()
-        [optimizer_wait_s] = results[1].by_device(lambda slot: slot.optimizer_wait_s, 1)
-        assert optimizer_wait_s > max(0.25, *results[1].by_device(lambda slot: slot.input_wait_s, 1))
+        [optimizer_wait_s] = results[1].by_device(lambda slot: slot.idle_s.optimizer, 1)
+        assert optimizer_wait_s > max(0.25, *results[1].by_device(lambda slot: slot.idle_s.input, 1))
 
 
 def test_the_wait_for_the_stage_before_is_measured_apart():
     """Stages of 2, 3 and no blocks of 10 ms: in the second pass the last device waits 30 ms for the middle one."""
     with toy_engine(PARTITION, 3, model=slow_model(0.01)) as engine:
         results = [engine.evaluate(BATCHES[0][:1]) for _ in range(2)]
-        first_s, _, last_s = results[1].by_device(lambda slot: slot.input_wait_s, 3)
+        first_s, _, last_s = results[1].by_device(lambda slot: slot.idle_s.input, 3)
         _, middle_busy_s, last_busy_s = results[1].by_device(lambda slot: slot.busy_s, 3)
     assert last_s > 0.02
     assert last_busy_s < middle_busy_s

@@ -4,14 +4,14 @@ import itertools
 
 from torchround.engine.board import Board
 from torchround.engine.errors import FaultLocation
-from torchround.engine.tasks import MOST_READERS, WEIGHTS, Buffer, Task, Tasks, Worker
+from torchround.engine.tasks import MOST_READERS, WEIGHTS, Buffer, Task, Worker
 
 
 def test_a_write_waits_for_all_reads_before_it_however_many_and_remembers_few():
-    tasks, buffer, steps = Tasks(Board()), Buffer(WEIGHTS), itertools.count()
+    buffer, steps = Buffer(WEIGHTS), itertools.count()
 
     def access(**uses):
-        return tasks.declare(Task("a task", next(steps), FaultLocation("a worker")), **uses).accesses[0]
+        return Task("a task", next(steps), FaultLocation("a worker")).declare(**uses).accesses[0]
 
     first = access(writes=[buffer])
     reads = [access(reads=[buffer]) for _ in range(3 * MOST_READERS)]
@@ -26,11 +26,11 @@ def test_a_write_waits_for_all_reads_before_it_however_many_and_remembers_few():
 
 
 def test_a_save_that_waits_for_the_disk_holds_up_no_read():
-    tasks, buffer = Tasks(Board()), Buffer(WEIGHTS)
-    saver = Worker("saver", "saver", tasks, lambda task, error: None, saves=True)
+    buffer = Buffer(WEIGHTS)
+    saver = Worker("saver", "saver", Board(), lambda task, error: None, saves=True)
 
     def access(worker=None, **uses):
-        return tasks.declare(Task("a task", 0, FaultLocation("a worker"), worker=worker), **uses).accesses[0]
+        return Task("a task", 0, FaultLocation("a worker"), worker=worker).declare(**uses).accesses[0]
 
     save = access(saver, reads=[buffer])
     reads = [access(reads=[buffer]) for _ in range(3 * MOST_READERS)]

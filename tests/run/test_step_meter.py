@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.step_records import Clock
 from torchround.engine.device import CpuDevice
+from torchround.engine.reports import IdleSeconds
 from torchround.layer import LayerWork, Products
 from torchround.observe import host_gib, host_peak_gib
 from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
@@ -34,8 +35,8 @@ class FinishedStep:
         return int(self.busy_s == 1.0)
 
     def by_device(self, figure, num_devices):
-        waits = dict.fromkeys(("input_wait_s", "weights_wait_s", "optimizer_wait_s"), 0.0)
-        slot = SimpleNamespace(busy_s=self.busy_s, uploaded_bytes=2**30, downloaded_bytes=0, **waits)
+        idle_s = IdleSeconds(0.0, 0.0, 0.0)
+        slot = SimpleNamespace(busy_s=self.busy_s, uploaded_bytes=2**30, downloaded_bytes=0, idle_s=idle_s)
         return [figure(slot)] * num_devices
 
 

@@ -12,7 +12,7 @@ from tests.support.race_checker import AccessLog, Region
 from torchround.engine import program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, RECORDS, STATE, WEIGHTS, Buffer, Tasks
+from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, RECORDS, STATE, WEIGHTS, Buffer, Task
 from torchround.engine.update import Decision
 
 CONTROLLER = threading.local()  # its `log` is that of the engine that the thread controls
@@ -159,7 +159,7 @@ def declared(dropped=None):
 
     An access of the `dropped` kind exists and ends, but waits for nothing, and nothing waits for it.
     """
-    declare, make, content, logs = Tasks.declare, Buffer.__init__, Buffer.content, {}
+    declare, make, content, logs = Task.declare, Buffer.__init__, Buffer.content, {}
 
     def making(buffer, kind, name="", content=None):
         make(buffer, kind, name, content)
@@ -175,20 +175,19 @@ def declared(dropped=None):
         if buffer in logs:
             logs[buffer].has_content(buffer, "writes")
 
-    def noting(tasks, task, reads=(), writes=()):
+    def noting(task, reads=(), writes=()):
         for given, does in ((reads, "reads"), (writes, "writes")):
-            for buffers in given:
-                first = buffers if isinstance(buffers, Buffer) else buffers[0]
-                is_dropped = (task.name, first.kind, does) == dropped
+            for buffer in given:
+                is_dropped = (task.name, buffer.kind, does) == dropped
                 # Without that wait, machines would talk at cross purposes until their time is up.
-                waits = not is_dropped or first.kind == DECISION
-                declare(tasks, task, **{does: [buffers if waits else Buffer("nothing")]})
-                task.accesses[-1].buffer = first
-                tasks.board.observer.declares([] if is_dropped else task.accesses[-1:])
+                waits = not is_dropped or buffer.kind == DECISION
+                declare(task, **{does: [buffer if waits else Buffer("nothing")]})
+                task.accesses[-1].buffer = buffer
+                logs[buffer].declares([] if is_dropped else task.accesses[-1:])
         return task
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tasks, "declare", noting)
+        patch.setattr(Task, "declare", noting)
         patch.setattr(Buffer, "__init__", making)
         patch.setattr(Buffer, "content", property(reading, writing))
         patch.setattr(program, "Decision", WatchedDecision)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -63,12 +63,6 @@ class Values(Generic[T]):
         return found or self._values.setdefault(numbers, Value(self._kind, *self._first, *numbers))
 
 
-class WaitForValue(Protocol):
-    """A function that waits for a value and returns its content."""
-
-    def __call__(self, value: Value[T]) -> T: ...
-
-
 class Observer:
     """A witness of what threads post and see posted, and of host accesses to memory, in an order consistent with causality.
 
@@ -99,12 +93,10 @@ class Board:
         self._stopped = False
 
     def post(self, value: Value[T], content: T) -> None:
-        """Give a value its content, and wake the threads that wait for it."""
         value.content = content
         self.happen(value)
 
     def wait(self, value: Value[T], words: object = None) -> T:
-        """Wait until a value is posted, as `wait_for`, and return its content."""
         self.wait_for(value, words or value)
         return value.content
 
@@ -215,7 +207,6 @@ class Queue(Generic[T]):
         return self._jobs[0] if self._jobs else None
 
     def take(self, words: object = None) -> T:
-        """Wait for the next job, as `Board.wait`. Reports say `words`."""
         if not self._jobs:
             self._open_batch(words)
         return self._jobs.popleft()

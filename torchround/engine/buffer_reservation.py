@@ -47,105 +47,95 @@ class ValueSizes:
 
     A layer counts them by its `work`, or the model gives them; other boundaries are measured in the first pass of a shape.
     `measured` grows with each one that turned out larger than it was known, so that buffers are reserved anew. Any thread
-    may call these methods. `names` are the parts that each layer keeps, `compiles` says that layers run compiled on
-    devices of this `kind`.
+    may call these methods. `kept_names` are the parts that each layer keeps, without layers that keep nothing; `compiles`
+    says that layers run compiled on devices of this `kind`.
     """
 
     def __init__(
-        self, model: LayeredModel, names: KeptNames, element_bytes: int, kind: str, compiles: bool
+        self, model: LayeredModel, kept: KeptNames, element_bytes: int, kind: str, compiles: bool
     ) -> None:
         self.measured = 0
         self.num_layers = len(model.layers)
-        self.keeping = frozenset(layer for layer, of_layer in enumerate(names) if of_layer)
+        self.kept_names = {layer: names for layer, names in enumerate(kept) if names}
         self._model = model
-        self._names = names
         self._element_bytes = element_bytes
         self._kind = kind
         self._compiles = compiles
         self._has_warned = False
         self._boundaries: dict[tuple[int, torch.Size], int] = {}
-        self._kept: dict[tuple[int, torch.Size], int | None] = {}
+        self._kept: dict[tuple[int, torch.Size], int] = {}
         self._lock = threading.Lock()
 
-    def boundary(self, cut: int, shape: torch.Size) -> int | None:
-        """Return the bytes of the input of layer `cut`, or of the model's output; None if they are not known yet."""
-        found = self._boundaries.get((cut, shape))
-        if found is None and (found := self._declared(cut, shape)) is not None:
-            found = self._boundaries.setdefault((cut, shape), found)
-        return found
+    def knows(self, cut: int, shape: torch.Size) -> bool:
+        """Tell whether the bytes of a boundary are declared or measured. Notes declared ones."""
+        if (cut, shape) not in self._boundaries:
+            work = getattr(self._model.layers[cut - 1], "work", None)
+            nbytes: int | None = None
+            if self._model.boundary_bytes is not None:
+                nbytes = self._model.boundary_bytes(cut - 1, shape)
+            elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
+                nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
+            if nbytes is None:
+                return False
+            self._boundaries.setdefault((cut, shape), nbytes)
+        return True
 
-    def _declared(self, cut: int, shape: torch.Size) -> int | None:
-        if self._model.boundary_bytes is not None:
-            return self._model.boundary_bytes(cut - 1, shape)
-        work = getattr(self._model.layers[cut - 1], "work", None)
-        if work is None or cut == self.num_layers:  # the last layer's work is that of a loss
-            return None
-        return aligned(work(*shape, self._element_bytes).boundary_bytes)
+    def boundary(self, cut: int, shape: torch.Size) -> int:
+        """Count the bytes of the input of layer `cut`, or of the model's output; 0 if they are not known yet."""
+        return self._boundaries[cut, shape] if self.knows(cut, shape) else 0
 
     def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
         """Note a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
-        if nbytes <= self._boundaries.get((cut, shape), -1):
-            return self._boundaries[cut, shape]
-        with self._lock:
-            self._boundaries[cut, shape] = max(nbytes, self._boundaries.get((cut, shape), 0))
-            self.measured += 1
-        return nbytes
+        if nbytes > self._boundaries.get((cut, shape), -1):
+            with self._lock:
+                self._boundaries[cut, shape] = max(nbytes, self._boundaries.get((cut, shape), 0))
+                self.measured += 1
+        return self._boundaries[cut, shape]
 
-    def kept_names(self, layer: int) -> tuple[str, ...]:
-        """Return the names of the parts that a layer keeps."""
-        return self._names[layer] if self._names else ()
-
-    def kept(self, layer: int, shape: torch.Size) -> int | None:
-        """Return the bytes that a layer keeps of a micro-batch, packed; None if it does not declare its work."""
+    def kept(self, layer: int, shape: torch.Size) -> int:
+        """Count the bytes that a layer keeps of a micro-batch, packed; 0 if it does not declare its work."""
+        names, module = self.kept_names.get(layer, ()), self._model.layers[layer]
+        if not names or not hasattr(module, "work"):
+            return 0
         if (layer, shape) not in self._kept:
-            self._kept[layer, shape] = self._count_kept(layer, shape)
+            work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
+            if self._compiles and not runs_fused(module, self._kind, shape.numel()):
+                work = kept_whole(work)
+            self._kept[layer, shape] = sum(part.nbytes for part in work.keepable if part.name in names)
         return self._kept[layer, shape]
 
-    def _count_kept(self, layer: int, shape: torch.Size) -> int | None:
-        module = self._model.layers[layer]
-        if not hasattr(module, "work"):
-            return None
-        work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
-        if self._compiles and not runs_fused(module, self._kind, shape.numel()):
-            work = kept_whole(work)
-        return sum(part.nbytes for part in work.keepable if part.name in self.kept_names(layer))
-
     def buffer_for_kept(self, layer: int, shape: torch.Size, recorded: Packing) -> int | None:
-        """Return the bytes of the buffer for what a layer has recorded; None if it is to be recomputed.
+        """Choose the bytes of the buffer for what a layer has recorded; None if it is to be recomputed.
 
         Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
         """
         counted_bytes = self.kept(layer, shape)
-        if counted_bytes is None:
+        if not hasattr(self._model.layers[layer], "work"):
             # Compiled layers record by code that a compiler may refuse, so they are recomputed.
             if recorded.tensors or self._compiles:
                 return recorded.nbytes if recorded.tensors else None
             raise KeptActivationError(
-                f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names(layer))}, but it names no such "
+                f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names[layer])}, but it names no such "
                 "part by torchround.keeping.keep; leave the layer out of the settings' kept"
             )
         if recorded.tensors and recorded.nbytes <= counted_bytes:
             return counted_bytes
-        if counted_bytes or recorded.nbytes:
-            self._warn(layer, recorded.nbytes, counted_bytes)
-        return None
-
-    def _warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
-        if not self._has_warned:
+        if (counted_bytes or recorded.nbytes) and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "layer %s recorded %s to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
                 "others like it: losses are the same, and steps are as long as if it kept nothing",
                 self._model.names[layer],
-                f"{nbytes} bytes" if nbytes else "nothing",
+                f"{recorded.nbytes} bytes" if recorded.nbytes else "nothing",
                 counted_bytes,
             )
+        return None
 
 
 def kept_whole(work: LayerWork) -> LayerWork:
-    """Return the work of a layer that keeps all that its compiled code returns, or nothing.
+    """Count the work of a layer that keeps all that its compiled code returns, or nothing.
 
-    That is its output and what its backward reads. The layer's last part stands for what its other parts do not count.
+    That is its output and what its backward reads. The layer's last part includes what its other parts do not count.
     """
     if not work.keepable:
         return work
@@ -176,17 +166,14 @@ class PassShape(HeldPass):
         step: int,
         gives_outputs: bool = False,
     ) -> "PassShape":
-        """Return the shape of a pass that consists of `tasks`."""
         stages = tuple(task.stage for task in tasks if task.round == 0)
         rounds = tuple(
             tuple(shapes[m] for m in task.micro_batches) for task in tasks if task.stage_index == 0
         )
-        of_pass = (training, tuple(integer_bytes), step, gives_outputs)
-        return PassShape(stages, rounds, 0, stale_layers, *of_pass)
+        return PassShape(stages, rounds, 0, stale_layers, training, tuple(integer_bytes), step, gives_outputs)
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """The micro-batches' `[B, T]`, in their order."""
         return tuple(chain(*self.rounds))
 
     @property
@@ -196,7 +183,7 @@ class PassShape(HeldPass):
 
 
 def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
-    """Return the layers at which a forward or fused stage takes over from the previous stage."""
+    """Find the layers at which a forward or fused stage takes over from the previous stage."""
     starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
 
@@ -302,13 +289,11 @@ class BufferReservation:
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
         cuts = shape.cuts | ({self._values.num_layers} if shape.gives_outputs else set())
-        return all(self._values.boundary(cut, one) is not None for cut in cuts for one in set(shape.shapes))
+        return all(self._values.knows(cut, one) for cut in cuts for one in set(shape.shapes))
 
-    def _boundary(self, cut: int, shape: torch.Size) -> int:
-        return self._values.boundary(cut, shape) or 0
-
-    def _kept(self, layer: int, shape: torch.Size) -> int:
-        return self._values.kept(layer, shape) or 0
+    def _output(self, this: PassShape, shape: torch.Size) -> int:
+        # A loss has buffers of its own.
+        return whole_pages(self._values.boundary(self._values.num_layers, shape)) if this.gives_outputs else 0
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
@@ -319,24 +304,24 @@ class BufferReservation:
             if shape not in seen and shape[1:] == longest[1:] and shape < longest:
                 self.pool.stand_in(integer_bytes, seen[longest])
                 for cut in range(1, self._values.num_layers):
-                    if shorter_bytes := self._boundary(cut, shape):
-                        self.pool.stand_in(shorter_bytes, self._boundary(cut, longest))
-                for layer in self._values.keeping:
-                    self.pool.stand_in(self._kept(layer, shape), self._kept(layer, longest))
+                    if shorter_bytes := self._values.boundary(cut, shape):
+                        self.pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
+                for layer in self._values.kept_names:
+                    self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
         seen |= new
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
-            [self._kept(layer, shape) for layer in range(stage.start, stage.stop)]
+            [self._values.kept(layer, shape) for layer in range(stage.start, stage.stop)]
             for stage in this.stages
             if stage.kind is StageKind.BACKWARD
             for shape in shapes
         ]
         return StagingSizes(
             boundary_bytes=max(
-                (self._boundary(cut, shape) for cut in this.cuts for shape in shapes), default=0
+                (self._values.boundary(cut, one) for cut in this.cuts for one in shapes), default=0
             ),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(map(len, this.rounds)),
@@ -344,7 +329,7 @@ class BufferReservation:
             kept_out_bytes=max(map(max, kept), default=0),
             kept_in_bytes=max(map(sum, kept), default=0),
             restarts=max(len(restarted_layers(stage, this.stale_layers)) for stage in this.stages),
-            output_bytes=max(self._output_bytes(this, shape) for shape in shapes),
+            output_bytes=max(self._output(this, shape) for shape in shapes),
         )
 
     def _needed(self, before: PassShape, this: PassShape) -> Mapping[int, int]:
@@ -352,17 +337,13 @@ class BufferReservation:
         needed = most_buffers(
             (before, this),
             self._num_devices,
-            lambda cut, shape: whole_pages(self._boundary(cut, shape)),
-            lambda layer, shape: whole_pages(self._kept(layer, shape)),
+            lambda cut, shape: whole_pages(self._values.boundary(cut, shape)),
+            lambda layer, shape: whole_pages(self._values.kept(layer, shape)),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in (before, this):
             needed.update(held.integer_bytes)
             needed[LOSS_BYTES] += len(held.shapes)
-            needed.update(self._output_bytes(held, shape) for shape in held.shapes)
+            needed.update(self._output(held, shape) for shape in held.shapes)
         del needed[0]
         return needed + self._always
-
-    def _output_bytes(self, this: PassShape, shape: torch.Size) -> int:
-        """Return the bytes of a micro-batch's output: 0 if the pass gives losses."""
-        return whole_pages(self._boundary(self._values.num_layers, shape)) if this.gives_outputs else 0

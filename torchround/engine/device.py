@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -117,15 +118,12 @@ class Device(ABC):
     newest operations, for watchers. `inside` is the stream of the operation that the thread enqueues just now.
     """
 
-    name: str
-    torch_device: torch.device
     pins_host_memory: bool
     has_link: bool
 
-    def __init__(self) -> None:
-        self.uploaded_bytes = 0
-        self.downloaded_bytes = 0
-        self.num_allocations = 0
+    def __init__(self, name: str, torch_device: torch.device) -> None:
+        self.name, self.torch_device = name, torch_device
+        self.uploaded_bytes = self.downloaded_bytes = self.num_allocations = 0
         self.num_enqueued = 0  # operations and events
         self.inside: Stream | None = None
         self.buffers: list[Tensor] = []
@@ -158,15 +156,8 @@ class Device(ABC):
             self.uploaded_bytes += source.nbytes
         else:
             self.downloaded_bytes += source.nbytes
-        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
-        for watcher in self.watchers:
-            watcher.begins(self, stream, [source], [destination], source.nbytes)
-        self.inside = stream
-        self._copy(stream, destination, source)
-        self.inside = None
-        self.num_enqueued += 1
-        for watcher in self.watchers:
-            watcher.ends(self, stream, source.nbytes)
+        work = partial(destination.copy_, source, non_blocking=True)
+        self.run(stream, work, [source], [destination], source.nbytes)
 
     def run(
         self,
@@ -174,16 +165,18 @@ class Device(ABC):
         work: Callable[[], T],
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
+        copied_bytes: int = 0,
     ) -> T:
         """Enqueue the operations of `work`, which reads and writes these shared buffers."""
+        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
-            watcher.begins(self, stream, reads, writes, 0)
+            watcher.begins(self, stream, reads, writes, copied_bytes)
         self.inside = stream
         result = self._run(stream, work)
         self.inside = None
         self.num_enqueued += 1
         for watcher in self.watchers:
-            watcher.ends(self, stream, 0)
+            watcher.ends(self, stream, copied_bytes)
         return result
 
     def record(self, stream: Stream, what: str = "") -> Event:
@@ -230,9 +223,6 @@ class Device(ABC):
         """Record a timed point after everything enqueued on `stream` so far."""
         return Mark()
 
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        destination.copy_(source)
-
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         return work()
 
@@ -251,9 +241,7 @@ class CpuDevice(Device):
     has_link = False
 
     def __init__(self, index: int, memory_limit_bytes: int | None = None) -> None:
-        super().__init__()
-        self.name = f"cpu:{index}"
-        self.torch_device = torch.device("cpu")
+        super().__init__(f"cpu:{index}", torch.device("cpu"))
         self._limit_bytes = memory_limit_bytes
         self._peak_bytes = 0
 
@@ -278,18 +266,9 @@ class CpuDevice(Device):
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
-            raise HostMemoryError(
-                f"the system refused {nbytes / GIB:.3f} GiB of host memory for {self.name}: other processes took it "
-                "meanwhile, or a limit of the process is lower than what is free (ulimit -v). Lower "
-                "engine.host_memory_gib so that the plan keeps within it, or free memory"
-            ) from error
+            raise HostMemoryError(nbytes, f" for {self.name}") from error
         self._peak_bytes = max(self._peak_bytes, allocated + nbytes)
         return buffer
-
-
-# Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
-# kernels of a whole stage.
-_PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
 
 
 class AcceleratorDevice(Device):
@@ -298,16 +277,16 @@ class AcceleratorDevice(Device):
     has_link = True
 
     def __init__(self, torch_device: torch.device | str, worker: int | None = None) -> None:
-        super().__init__()
-        self.torch_device = torch.device(torch_device)
-        assert self.torch_device.index is not None, f"{torch_device} names no single device"
-        self.kind = kind_of(self.torch_device.type)
+        device = torch.device(torch_device)
+        assert device.index is not None, f"{device} names no single device"
+        super().__init__(str(device) if worker is None else f"{device}/{worker}", device)
+        self.kind = kind_of(device.type)
         self.kind.prepare_allocator()
-        self.name = str(self.torch_device) if worker is None else f"{self.torch_device}/{worker}"
         self.pins_host_memory = self.kind.locks_pages
-        self._streams = {
-            stream: self.kind.stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
-        }
+        # Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
+        # kernels of a whole stage.
+        priorities = {Stream.GRADIENT_DOWNLOAD: -1}
+        self._streams = {stream: self.kind.stream(device, priorities.get(stream, 0)) for stream in Stream}
 
     def mark(self, stream: Stream) -> Mark:
         return Mark(self._record(stream, timed=True))
@@ -337,10 +316,6 @@ class AcceleratorDevice(Device):
         for stream in self._streams.values():
             stream.wait_event(allocated)
         return buffer
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        with self._streams[stream]:
-            destination.copy_(source, non_blocking=True)
 
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         with self._streams[stream]:

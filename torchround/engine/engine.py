@@ -40,7 +40,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Task, Tasks, Worker
+from torchround.engine.tasks import Task, Worker
 from torchround.engine.update import Updater
 from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
@@ -79,35 +79,24 @@ class Engine:
     ) -> None:
         self.settings = settings or EngineSettings()
         self.settings.prepare(store, model, partition, optimizer)
-        self.model, self.store = model, store
-        self.partition = partition
+        self.model, self.store, self.partition = model, store, partition
         self.devices = list(devices)
         self._board = board = Board(observer)
-        self._tasks = Tasks(board)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
         self._saves: list[PendingSave[Any]] = []
-        self._exchange = StepExchange(store, self._tasks, self.pool, machines, self._is_in_a_step)
+        self._exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(
-            store, self._tasks, self.pool, optimizer, self.settings, len(devices), self._exchange
+            store, board, self.pool, optimizer, self.settings, len(devices), self._exchange
         )
-        saver = Worker("torchround saver", "saver", self._tasks, saves=True)
+        saver = Worker("torchround saver", "saver", board, saves=True)
         queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
         self._program = Program(
-            store, self._tasks, self._updater, saver, self._exchange, queues, self.settings.accumulates
+            store, self._updater, saver, self._exchange, queues, self.settings.accumulates
         )
         kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
         sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        setup = WorkerSetup(
-            store=store,
-            tasks=self._tasks,
-            pool=self.pool,
-            model=model,
-            sizes=sizes,
-            partition=partition,
-            queues=queues,
-            settings=self.settings,
-        )
+        setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, self.settings)
         self._reservation = BufferReservation(
             sizes, store, self.pool, self.devices, self._exchange.landing_buffers, self.settings.accumulates
         )
@@ -117,20 +106,12 @@ class Engine:
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, self.settings.hang_timeout_s)
         is_compiled = compiler is not None and compiler.is_required
+        synchronize = self._watchdog.synchronize
         self._passes = Passes(
-            self._reservation,
-            queues,
-            board.observer,
-            self._watchdog.synchronize,
-            self._wait_in_call,
-            self._wait_for_in_call,
-            is_compiled,
+            self._reservation, queues, board.observer, synchronize, self._wait_for, is_compiled
         )
         self._is_stopped = False
         self._stop_lock = threading.Lock()
-        self._start()
-
-    def _start(self) -> None:
         try:
             for worker in self._workers:
                 worker.allocate()
@@ -212,7 +193,7 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._program.next_step)
-            self._program.hand_out_late()
+            self._program.hand_out(late=True)
             stages = self.forward_stages if gives_outputs else None
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
@@ -231,8 +212,8 @@ class Engine:
         with self._call():
             if self._program.open_pass:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
-            self._program.hand_out_late()
-            save = PendingSave(self.store, self._tasks, write, self._wait_for_in_call)
+            self._program.hand_out(late=True)
+            save = PendingSave(self.store, self._board, write, self._wait_for)
             save.task = self._program.save(save.run)
             self._program.hand_out()
             # A long run must not keep every save that ended.
@@ -243,7 +224,7 @@ class Engine:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
-            self._program.hand_out_late()
+            self._program.hand_out(late=True)
             self._passes.wait()
             for worker in (self._updater, *self._exchange.workers):
                 if worker.last is not None:
@@ -264,7 +245,7 @@ class Engine:
         under_way = [self._begin_rewrite()]
 
         def share() -> None:
-            self._tasks.finish(under_way[-1])
+            under_way[-1].finish(self._board)
             with self._call():
                 self._program.share_rewritten()
                 self._program.hand_out()
@@ -276,14 +257,13 @@ class Engine:
                 finally:  # evaluations may still read, also after an exception
                     under_way.append(self._begin_rewrite())
         finally:
-            self._tasks.finish(under_way[-1])
+            under_way[-1].finish(self._board)
 
     def _begin_rewrite(self) -> Task:
-        """Wait until the device weights that are not the fp32 weights may be written."""
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
-                self._tasks.begin(access, self._watchdog.wait_for_access)
+                access.begin(self._board, self._watchdog.wait_for_access)
             return task
 
     def close(self) -> None:
@@ -297,8 +277,7 @@ class Engine:
                 save.wait()
         finally:
             self._stop()
-        if self._board.failure is not None:
-            raise self._board.failure
+        self._raise_failure()
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
@@ -318,26 +297,23 @@ class Engine:
         stale_layers = 0 if self._program.open_pass else self.store.stale_layers
         return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
 
-    def _wait_in_call(self, value: Value[T]) -> T:
-        """Wait for a value as a call of the user. A loss or output has arrived on the host when this returns."""
-        with self._call(is_known=value.happened):
-            if not value.happened:
-                if value.kind == UPDATED and self._program.is_late(*value.numbers):
-                    self._program.hand_out_late()
-                self._program.release_sums()
-                self._program.hand_out()
-            self._watchdog.wait_for(value)
-            if isinstance(value.content, HostTensors):
-                self._watchdog.synchronize(value.content.landed)
-            return value.content
+    def _wait_for(self, flag: Flag, words: object = None) -> None:
+        """Wait for a flag as a call of the user. What has happened already can be had even after a fault.
 
-    def _wait_for_in_call(self, flag: Flag, words: object = None) -> None:
-        """Wait for a flag as a call of the user. What has happened already can be had even after a fault."""
+        A loss or output has arrived on the host when this returns.
+        """
         with self._call(is_known=flag.happened):
+            if not flag.happened:
+                self._program.release_sums()
+                late = (
+                    isinstance(flag, Value) and flag.kind == UPDATED and self._program.is_late(*flag.numbers)
+                )
+                self._program.hand_out(late)
             self._watchdog.wait_for(flag, words)
+            if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
+                self._watchdog.synchronize(flag.content.landed)
 
     def _is_in_a_step(self) -> bool:
-        """Tell whether this machine is in the middle of a step, its exchange with others included."""
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
         return self._program.open_pass is not None or not idle
 
@@ -399,25 +375,19 @@ class Engine:
         forget_variables(failure, seen=set())
 
     def _stop_at_exit(self, process: int) -> None:
-        """End an engine that the program did not close: Python would end its threads inside C++, which aborts.
-
-        A forked process has no such threads.
-        """
-        if os.getpid() == process:
+        """End an engine that the program did not close: Python would end its threads inside C++, which aborts."""
+        if os.getpid() == process:  # a forked process has no such threads
             self._stop()
 
     def _end_threads(self) -> set[str]:
-        """End all threads after the board's stop, and give devices back.
-
-        Returns the names of threads and devices that are still busy at the deadline, and keep their memory. Waits for an
-        update under way as long as it moves, because only a complete one leaves a store that can be saved.
-        """
+        """End all threads after the board's stop, and give devices back. Returns the names of those that are still busy."""
         optimizer, moves = self._updater.thread, self._updater.moves
         deadline_s = time.monotonic() + JOIN_S
         # A thread without an identity has not been started, because a device had no room.
         ours = [thread for thread in self._threads if thread.ident not in (None, threading.get_ident())]
         for thread in ours:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
+        # As long as an update moves, because only a complete one leaves a store that can be saved.
         while optimizer.is_alive() and self._updater.moves != moves:
             moves = self._updater.moves
             optimizer.join(JOIN_S)

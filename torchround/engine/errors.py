@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchround.planning.memory import size_text
+
 
 class EngineError(Exception):
     """Base of every error the engine raises on purpose."""
@@ -18,6 +20,13 @@ class DeviceMemoryError(EngineError):
 
 class HostMemoryError(EngineError):
     """The system refused host memory that the plan counted as free."""
+
+    def __init__(self, nbytes: int, details: str) -> None:
+        super().__init__(
+            f"the system refused {size_text(nbytes)} of host memory{details}. Other processes took it meanwhile, or a "
+            "limit of the process is lower than what is free (ulimit -v; vm.overcommit_memory). Lower "
+            "engine.host_memory_gib so that the plan keeps within it, or free memory"
+        )
 
 
 @dataclass(frozen=True)

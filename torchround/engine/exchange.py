@@ -21,12 +21,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from torchround.engine.board import Board
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import PART, Buffer, Tasks, Worker
+from torchround.engine.tasks import PART, Buffer, Worker
 from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
 from torchround.machines.links import Purpose
@@ -44,7 +45,7 @@ class StepExchange:
     def __init__(
         self,
         store: HostStore,
-        tasks: Tasks,
+        board: Board,
         pool: HostPool,
         group: MachineGroup | None,
         is_in_a_step: Callable[[], bool],
@@ -59,12 +60,12 @@ class StepExchange:
         self.landing_buffers, self.landings = _make_landings(store, pool)
         self._waited_s = 0.0
         self._store = store
-        self._board = tasks.board
+        self._board = board
         self._group = group
         self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
-            return Worker(f"torchround {name}", "exchange", tasks, lambda task, error: self.failed(error))
+            return Worker(f"torchround {name}", "exchange", board, lambda task, error: self.failed(error))
 
         self.peers: Sequence[int] = () if group is None else group.peers
         # A peer that owns nothing gets no gradients and sends no weights.

@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Observer, Queue, Value, Values, WaitForValue
+from torchround.engine.board import Flag, Observer, Queue, Value, Values
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, StagingSizes, forward_inputs
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
@@ -23,6 +24,8 @@ from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
+
+T = TypeVar("T")
 
 # The next step is dispatched while one runs; more would only hold more boundary activations.
 MOST_PASSES_UNDER_WAY = 2
@@ -41,9 +44,7 @@ UPDATED = "the update of step {0}"
 class HostTensors:
     """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
 
-    They are valid after `landed`; the last reader gives them back.
-
-    `rebuild` makes a micro-batch from its uploaded tensors (`Batch.rebuild`).
+    They are valid after `landed`; the last reader gives them back. `rebuild` makes a micro-batch from its uploaded tensors (`Batch.rebuild`).
     """
 
     def __init__(
@@ -68,7 +69,6 @@ class HostTensors:
         return self._buffer.memory[: self.packing.nbytes]
 
     def reader_ends(self, event: Event, pool: HostPool) -> None:
-        """Note that one reader's read ends at `event`."""
         with self._lock:
             self._reads.append(event)
             last = len(self._reads) == self._readers
@@ -76,7 +76,7 @@ class HostTensors:
             pool.give(self._buffer, self._reads)
 
     def read(self, pool: HostPool) -> list[Tensor]:
-        """Return copies of the tensors, as one of the readers. Waits until they have landed."""
+        """Copy the tensors, as one of the readers. Waits until they have landed."""
         self.landed.synchronize()
         copies = [view.clone() for view in self.packing.views(self.memory)]
         self.reader_ends(PastEvent(), pool)
@@ -125,11 +125,11 @@ class Pass:
         self.updated = updated
 
     def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
-        """Return the version of a bundle that a stage uploads for `layer`.
+        """Choose the version of a bundle that a stage uploads for `layer`.
 
-        The forward of a step's first round reads the version before in its first `stale_layers` layers. An evaluation
-        reads what the host holds between steps: the version before of each bundle that one of those layers uses.
+        The forward of a step's first round reads the version before in its first `stale_layers` layers.
         """
+        # The host holds one version between steps: an older one of each bundle that one of those layers uses.
         first = layer if self.training else bundle.layers[0]
         is_early = task.stage.kind is StageKind.FORWARD and task.round == 0
         return self.version - (is_early and first < self.stale_layers)
@@ -153,7 +153,6 @@ class StageJob:
 
     @property
     def slots_left(self) -> int:
-        """The number of the pass's stage slots after this one."""
         stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
 
@@ -165,7 +164,8 @@ class StepResult:
     """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
     `step` is the number of training steps before the pass. `num_labels` is the number of labels that the loss counts, over
-    the whole pass: its divisor. Every method waits for what it needs.
+    the whole pass: its divisor. Every method waits for what it needs, by `wait_for`. `end` is the task that ends a training
+    pass: its gradients and losses are then in the sums of the step.
     """
 
     def __init__(
@@ -173,30 +173,29 @@ class StepResult:
         pass_: Pass,
         tasks: list[StageTask],
         pool: HostPool,
-        wait: WaitForValue,
-        wait_for_end: Callable[[], None] = lambda: None,
+        wait_for: Callable[[Flag], None],
+        end: Task | None = None,
     ) -> None:
         # Without the pass: the caller may keep results for long, and its other values are in the engine's pool.
         self.step = pass_.step
         self.num_labels = pass_.num_labels
         self.shape = pass_.shape
-        self.tasks = tasks
         self.pool = pool
-        self._wait = wait
-        self._wait_for_end = wait_for_end  # of a call: its gradients and losses are in the sums of the step
+        self._wait_for = wait_for
+        self.end = end
         self._results = pass_.results
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
         self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
         self._updated = pass_.updated
-        self._loss_sums: list[float] | None = None
-        self._outputs: list[Hidden] | None = None
+        self._read: list[tuple[list[Tensor], Structure]] | None = None
         self._reports: list[StageReport] | None = None
 
-    def loss(self) -> float:
-        """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
+    def _wait(self, value: Value[T]) -> T:
+        self._wait_for(value)
+        return value.content
 
-        A training step's loss is that of all machines, which is there once their calls have ended.
-        """
+    def loss(self) -> float:
+        """Return the mean loss per label. A training step's loss is that of all machines, once their calls have ended."""
         sums: Sequence[float] = self.loss_sums()
         if self._all_sums is not None:
             sums = self._wait(self._all_sums)
@@ -204,42 +203,37 @@ class StepResult:
 
     def loss_sums(self) -> list[float]:
         """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
-        if self._loss_sums is None:
-            if self.shape.gives_outputs:
-                raise EngineUsageError("the result of forward() has outputs(), and no loss")
-            self._loss_sums = [float(tensors[0]) for tensors, _ in self._read_results()]
-        return self._loss_sums
+        if self.shape.gives_outputs:
+            raise EngineUsageError("the result of forward() has outputs(), and no loss")
+        return [float(tensors[0]) for tensors, _ in self._read_results()]
 
     def outputs(self) -> list[Hidden]:
-        """Return what the last layer returned for each micro-batch, in their order, in host memory of its own.
-
-        Only after `Engine.forward`. Waits for the pass.
-        """
-        if self._outputs is None:
-            if not self.shape.gives_outputs:
-                raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
-            self._outputs = [unflatten(*each) for each in self._read_results()]
-        return self._outputs
+        """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
+        if not self.shape.gives_outputs:
+            raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
+        return [unflatten(*each) for each in self._read_results()]
 
     def _read_results(self) -> list[tuple[list[Tensor], Structure]]:
-        """Read losses or outputs. Once only: the last reader gives a buffer back, and other values may fill it."""
-        landed = map(self._wait, self._results)
-        found = [(each.read(self.pool), each.packing.structure) for each in landed]
-        self._results = []
-        return found
+        # Once only: the last reader gives a buffer back, and other values may fill it. Without `cached_property`, whose
+        # lock in Python 3.11 is one for all results: engines in other threads would wait for this one.
+        if self._read is None:
+            landed = map(self._wait, self._results)
+            self._read = [(each.read(self.pool), each.packing.structure) for each in landed]
+            self._results = []
+        return self._read
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
         return self._wait(self._updated)
 
     def reports(self) -> list[StageReport]:
-        """Return what the devices measured in each stage slot, in dispatch order."""
+        """List what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
             self._reports = [self._wait(report) for report in self._enqueued]
         return self._reports
 
     def weight_drift(self) -> int:
-        """Return the most versions between the weights of a layer's forward and those of its backward."""
+        """Count the most versions between the weights of a layer's forward and those of its backward."""
         forward: dict[tuple[int, int], int] = {}
         drift = 0
         for report in self.reports():
@@ -251,7 +245,6 @@ class StepResult:
         return drift
 
     def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
-        """Return each device's sum of a figure over its stage slots, in device order."""
         sums = [0.0] * num_devices
         for report in self.reports():
             sums[report.task.device] += figure(report)
@@ -262,25 +255,23 @@ class StepResult:
         _ = self.outputs() if self.shape.gives_outputs else self.loss()
         self.reports()
 
-    def collect(self, is_open: bool = False) -> None:
-        """Wait for everything. If the step `is_open`, a training pass ends once its gradient is in the step's sum."""
+    def collect(self) -> None:
+        """Wait for everything."""
         self.wait()
-        if is_open:
-            self._wait_for_end()
-        elif self.shape.training:
+        if self.shape.training:
             self.update()
 
 
 def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
-    """Return the mean loss per label of micro-batches whose losses are given as sums, added up in their order."""
+    """Average the loss over labels. The sums of micro-batches add up in fp64 in their order, and are divided once."""
     return sum(loss_sums) / max(num_labels, 1)
 
 
 class Passes:
     """The maker of an engine's passes, and the results of the newest ones.
 
-    `queues` are those of the devices. `synchronize` waits for an event of a device, `wait` for a value and `wait_for_task`
-    for the end of a task, as a call of the user. `is_compiled` says that the layers have to be compiled.
+    `queues` are those of the devices. `synchronize` waits for an event of a device, `wait_for` for a flag, as a call of
+    the user. `is_compiled` says that the layers have to be compiled.
     """
 
     def __init__(
@@ -289,8 +280,7 @@ class Passes:
         queues: Sequence[Queue[DeviceJob]],
         observer: Observer,
         synchronize: Callable[[Event], None],
-        wait: WaitForValue,
-        wait_for_task: Callable[[Task, object], None],
+        wait_for: Callable[[Flag], None],
         is_compiled: bool,
     ) -> None:
         self._reservation = reservation
@@ -299,8 +289,7 @@ class Passes:
         self._queues = queues
         self._observer = observer
         self._synchronize = synchronize
-        self._wait = wait
-        self._wait_for_task = wait_for_task
+        self._wait_for = wait_for
         self._is_compiled = is_compiled
         self._under_way: deque[StepResult] = deque()
         self._prepared: set[StagingSizes] = set()
@@ -318,7 +307,7 @@ class Passes:
         num_labels: int | None = None,
         gives_outputs: bool = False,
     ) -> Pass:
-        """Return a pass over `batches` after `step` training steps, with all that it needs reserved and in the pool.
+        """Make a pass over `batches` after `step` training steps, with all that it needs reserved and in the pool.
 
         A training step has a `share`. Raises `EngineUsageError`.
         """
@@ -371,15 +360,9 @@ class Passes:
         return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
 
     def track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
-        """Return the result of the pass that was made last and is dispatched. A training pass has an `end`."""
-
-        def wait_for_end() -> None:
-            if end is not None:
-                self._wait_for_task(end, end)
-
-        result = StepResult(pass_, tasks, self._pool, self._wait, wait_for_end)
-        self._under_way.append(result)
-        return result
+        """Make the result of the pass that was made last and is dispatched. A training pass has an `end`."""
+        self._under_way.append(StepResult(pass_, tasks, self._pool, self._wait_for, end))
+        return self._under_way[-1]
 
     def make_room(self, step: int) -> None:
         """Wait for the pass before the last. The next pass belongs to `step`, so its update cannot be waited for yet."""
@@ -387,12 +370,13 @@ class Passes:
             result = self._under_way.popleft()
             # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
             is_last = result.step < min(step, self._under_way[0].step)
-            result.collect(is_open=not is_last)
+            result.wait()
             if is_last:
                 result.update()  # even if that pass is an evaluation
+            elif result.end is not None:
+                self._wait_for(result.end)
 
     def wait(self) -> None:
-        """Wait for the losses of all passes, and until each stage task is enqueued."""
         for result in self._under_way:
             result.wait()
 
@@ -404,7 +388,7 @@ class Passes:
 
 
 def problem_of(micro_batches: Sequence[Batch], is_compiled: bool) -> str | None:
-    """Return what is wrong with the micro-batches of a pass, or None. `is_compiled` says that layers have to be compiled."""
+    """Describe what is wrong with the micro-batches of a pass. `is_compiled` says that layers have to be compiled."""
     if not micro_batches:
         return "a pass needs at least one micro-batch"
     if is_compiled and (others := {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}):

@@ -27,7 +27,6 @@ from torchround.engine.tasks import (
     Access,
     Buffer,
     Task,
-    Tasks,
     Worker,
 )
 from torchround.engine.update import Decision, Updater
@@ -51,7 +50,6 @@ class Program:
     def __init__(
         self,
         store: HostStore,
-        tasks: Tasks,
         updater: Updater,
         saver: Worker,
         exchange: StepExchange,
@@ -59,7 +57,6 @@ class Program:
         accumulates: bool,
     ) -> None:
         self._store = store
-        self._tasks = tasks
         self._updater = updater
         self._saver = saver
         self._exchange = exchange
@@ -110,7 +107,6 @@ class Program:
         return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
     def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
-        """Declare a pass without gradients."""
         self.next_slot += len(stages)
         for stage in stages:
             self._stage(pass_, stage, deque())
@@ -121,15 +117,13 @@ class Program:
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
         task = Task("stage", pass_.step, location)
         uses = [(layer, b) for layer in layers for b in self._store.layer_bundles(layer) if b.trainable]
-        self._tasks.declare(
-            task, [self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses]
-        )
+        task.declare([self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses])
         uploads = {(layer, b.index): access for (layer, b), access in zip(uses, task.accesses, strict=True)}
         parts: dict[tuple[int, int], Access] = {}
         made: set[int] = set()
         # In the order in which they land. What takes a part comes right after it: the next part may land in its memory.
         for layer, bundle in reversed(uses) if pass_.training and kind is not StageKind.FORWARD else ():
-            self._tasks.declare(task, writes=[self._landing(bundle, bundle.layers[::-1].index(layer))])
+            task.declare(writes=[self._landing(bundle, bundle.layers[::-1].index(layer))])
             parts[layer, bundle.index] = task.accesses[-1]
             if layer == bundle.layers[0]:
                 made.add(bundle.index)
@@ -238,7 +232,6 @@ class Program:
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
     def _update(self, decision: Decision, slot: int) -> None:
-        """Declare the directions, the decision and the updates of a step."""
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
         self._direct(step, slot)
         directions = list(self._directions.values())
@@ -276,7 +269,7 @@ class Program:
         for first in range(self._num_devices) if self._directed else ():
             bundles = tuple(self._directed[first :: self._num_devices])
             task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
-            self._tasks.declare(task, writes=[self._directions[bundle.index] for bundle in bundles])
+            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
             self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
             task.accesses = []  # the job has them
             self.next_slot += 1
@@ -297,10 +290,9 @@ class Program:
         # Older device weights wait there meanwhile.
         writes += [self._gradients[b.index] for b in rewritten if self._store.lags(b)]
         task = Task("the rewriting of device weights", step, FaultLocation("controller"))
-        return self._tasks.declare(task, [self._states[b.index] for b in rewritten if b.is_owned], writes)
+        return task.declare([self._states[b.index] for b in rewritten if b.is_owned], writes)
 
     def share_rewritten(self) -> None:
-        """Declare the exchange of device weights that each owner has rewritten."""
         for bundle in self._store.stale_or_predicted():
             self._exchange_weights(bundle, self.next_step)
 
@@ -338,13 +330,10 @@ class Program:
 
     # Memory and workers.
 
-    def hand_out_late(self) -> None:
-        """Let the workers run what is declared, and the rest of the newest step's program, if it is late."""
-        self._declare_late(self.next_slot)
-        self.hand_out()
-
-    def hand_out(self) -> None:
-        """Let the devices and workers run what is declared."""
+    def hand_out(self, late: bool = False) -> None:
+        """Let the devices and workers run what is declared, with the rest of the newest step's program if it is `late`."""
+        if late:
+            self._declare_late(self.next_slot)
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
             # Together: a device that had to wait for a direction job would first send off gradients, and those of this
@@ -374,7 +363,7 @@ class Program:
     ) -> Task:
         """Declare a task of the host, to be handed out with the others of this call."""
         location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
-        task = self._tasks.declare(Task(name, step, location, run, worker), reads, writes)
+        task = Task(name, step, location, run, worker).declare(reads, writes)
         self._host_tasks[worker].append(task)
         return task
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
 from torchround.engine.device import Mark, Stream
 from torchround.engine.timeline import TaskKind
@@ -30,7 +31,6 @@ class UpdateReport:
     `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
     step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
     under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
     `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
     `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
@@ -44,7 +44,6 @@ class UpdateReport:
     loss_scale: float = 1.0
     fault: str = "not decided"
     not_finite: tuple[int, ...] = ()
-    waited_for_save_s: float = 0.0
     left_out: tuple[str, ...] = ()
     loss: float = math.nan
     peers_wait_s: float = 0.0
@@ -70,7 +69,7 @@ class DeviceSpan:
     part_marks: tuple[tuple[str, Mark], ...] = ()
 
     def part_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part by name. Waits until the device has passed its end."""
+        """Sum up the seconds of each part by name. Waits until the device has passed its end."""
         seconds: dict[str, float] = defaultdict(float)
         for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
             seconds[name] += end.seconds_since(start)
@@ -78,8 +77,20 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """Its duration. Waits until the device has passed its end."""
+        """The duration. Waits until the device has passed its end."""
         return self.end.seconds_since(self.start)
+
+
+class IdleSeconds(NamedTuple):
+    """The seconds in which a device was idle because of a slot, by what it waited for.
+
+    `input` is an input or a gradient of a neighbouring stage, `weights` the upload of weights that the optimizer had
+    written, and `optimizer` that it writes them.
+    """
+
+    input: float
+    weights: float
+    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -91,13 +102,11 @@ class StageReport:
     send them, because the optimizer had not written them yet. The bytes crossed the link while the device
     worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
 
-    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
-    waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
-    slot's end.
+    The marks are in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits until
+    the device has passed the slot. The busy and idle times add up to the span from `idle_since` to the slot's end.
     """
 
     task: StageTask
-    step: int
     idle_since: Mark | None
     weights_ready: Mark
     update_wait_s: float
@@ -108,44 +117,23 @@ class StageReport:
 
     @cached_property
     def busy_s(self) -> float:
-        """Seconds in which layers ran."""
         return sum(span.seconds for span in self.spans)
 
     @cached_property
-    def input_wait_s(self) -> float:
-        """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
+    def idle_s(self) -> IdleSeconds:
+        before_s = weights_s = 0.0
+        if self.idle_since is not None:
+            before_s = max(self.spans[0].start.seconds_since(self.idle_since), 0.0)
+            weights_s = min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), before_s)
+        # The thread may wait for an update while its device still computes: only the idle part counts.
+        optimizer_s = min(self.update_wait_s, weights_s)
         # All weights arrived before the first span, so a gap between two spans is a wait
         # for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
         )
-        return self._before_s - self._late_weights_s + between_s
-
-    @cached_property
-    def weights_wait_s(self) -> float:
-        """Idle seconds until the weights were uploaded, without the wait for their update."""
-        return self._late_weights_s - self.optimizer_wait_s
-
-    @cached_property
-    def optimizer_wait_s(self) -> float:
-        """Idle seconds until the optimizer had written the weights."""
-        # The thread may wait for an update while its device still computes: only the idle part counts.
-        return min(self.update_wait_s, self._late_weights_s)
-
-    @cached_property
-    def _before_s(self) -> float:
-        """Idle seconds between the slot before and this one."""
-        return (
-            0.0 if self.idle_since is None else max(self.spans[0].start.seconds_since(self.idle_since), 0.0)
-        )
-
-    @cached_property
-    def _late_weights_s(self) -> float:
-        """The part of `_before_s` before the weights had arrived."""
-        if self.idle_since is None:
-            return 0.0
-        return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
+        return IdleSeconds(before_s - weights_s + between_s, weights_s - optimizer_s, optimizer_s)
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:
@@ -177,48 +165,35 @@ def costs_from_reports(
             run_again |= set(range(stage.start, stage.stop - 1))
         for span in report.spans:
             assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
-            layer = span.layers.start if span.layers else stage.start
+            index = span.layers.start if span.layers else stage.start
             for name, part_s in span.part_seconds().items():
-                parts[layer][name].append(part_s)
-            if span.kind is TaskKind.RECOMPUTE and counted.layers[layer].kept:
+                parts[index][name].append(part_s)
+            if span.kind is TaskKind.RECOMPUTE and counted.layers[index].kept:
                 continue
             # A recomputation of all is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
-            samples[kind, layer].append(span.seconds)
+            samples[kind, index].append(span.seconds)
     # Medians, because the first step (caches, compilation) and other processes make
     # single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
-    for layer in run_again:
-        again_s = seconds[TaskKind.FORWARD, layer]
-        if counted.layers[layer].kept:
-            again_s *= counted.layers[layer].recompute_s / counted.layers[layer].forward_s
-        seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
-    last = counted.num_layers - 1
-    layers = [
-        layer.timed(
-            seconds[TaskKind.FORWARD, index],
-            seconds[TaskKind.BACKWARD, index],
-            {name: median(values) for name, values in parts[index].items()},
-        )
-        for index, layer in enumerate(counted.layers[:last])
-    ]
+    layers = []
+    for index, layer in enumerate(counted.layers[:-1]):
+        forward_s, backward_s = seconds[TaskKind.FORWARD, index], seconds[TaskKind.BACKWARD, index]
+        if index in run_again:
+            again = layer.recompute_s / layer.forward_s if layer.kept else 1.0
+            backward_s = max(backward_s - forward_s * again, 0.0)
+        of_parts = {name: median(values) for name, values in parts[index].items()}
+        layers.append(layer.timed(forward_s, backward_s, of_parts))
     # The head's slot runs forward and backward in one go: split it in the counted proportion.
-    head = counted.layers[last]
-    whole_s = seconds[TaskKind.FUSED, last]
+    head = counted.layers[-1]
+    whole_s = seconds[TaskKind.FUSED, counted.num_layers - 1]
     share = head.forward_s / (head.forward_s + head.backward_s)
-    head = head.timed(whole_s * share, whole_s * (1 - share))
-    return _with_updates(
-        replace(counted, layers=(*layers, head), launch_s=0.0), [step for step in updates if step]
-    )
-
-
-def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
-    """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
-    if not updates:
-        return costs  # the counted seconds stay
-    seconds = [[0.0] * len(updates) for _ in costs.layers]
-    for step, bundles in enumerate(updates):
-        for bundle in bundles:
-            seconds[bundle.layer][step] += bundle.end_s - bundle.start_s
-    layers = (replace(c, optimizer_s=median(s)) for c, s in zip(costs.layers, seconds, strict=True))
-    return replace(costs, layers=tuple(layers))
+    layers.append(head.timed(whole_s * share, whole_s * (1 - share)))
+    if by_step := [step for step in updates if step]:  # otherwise the optimizer's counted seconds stay
+        # A shared bundle counts with its first layer, whose upload waits for it.
+        of_layers = [[0.0] * len(by_step) for _ in layers]
+        for number, bundles in enumerate(by_step):
+            for bundle in bundles:
+                of_layers[bundle.layer][number] += bundle.end_s - bundle.start_s
+        layers = [replace(c, optimizer_s=median(s)) for c, s in zip(layers, of_layers, strict=True)]
+    return replace(counted, layers=tuple(layers), launch_s=0.0)

@@ -11,27 +11,26 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Flag
+from torchround.engine.board import Board, Flag
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Access, Task, Tasks
+from torchround.engine.tasks import Access, Task
 
 T = TypeVar("T")
 
 
 class SaveSource:
-    """The store after `step` steps, for the saving thread to read, and the calls by which it reports its progress.
+    """The store after `step` steps, for the saving thread to read, and its `SaveWatch` (`checkpoint/tensor_file.py`).
 
     `state` is what `HostStore.resume` needs besides `tensors`. `may_publish` lets the files appear.
     """
 
-    def __init__(self, store: HostStore, tasks: Tasks, task: Task, may_publish: Flag) -> None:
+    def __init__(self, store: HostStore, board: Board, task: Task, may_publish: Flag) -> None:
         self.step = task.step
         self.state = store.resume_state()
         records, *accesses = task.accesses
-        tasks.end(records)
+        records.end(board)
         self.tensors: dict[str, Tensor] = {}
-        self._tasks = tasks
-        self._board = tasks.board
+        self._board = board
         self._may_publish = may_publish
         # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
         self._unread: dict[str, tuple[set[str], list[Access]]] = {}
@@ -44,35 +43,30 @@ class SaveSource:
                 self._unread |= dict.fromkeys(views, (set(views), own))
 
     def raise_if_abandoned(self) -> None:
-        """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
+        """Raise `Stopped` if the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()
 
     def reading(self, tensor: Tensor) -> None:
-        """Announce that the tensor's bytes are about to be read."""
         self._board.observer.touched(reads=[tensor], writes=())
 
     def finished_reading(self, name: str) -> None:
-        """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
+        """Let the bundle be updated once none of its tensors is read again."""
         unread, accesses = self._unread.pop(name, (set[str](), []))
         unread.discard(name)
         for access in accesses if not unread else ():
-            self._tasks.end(access)
+            access.end(self._board)
 
     def finish_reading(self) -> None:
-        """Declare that tensors that were not read so far will not be."""
         for name in list(self._unread):
             self.finished_reading(name)
 
     def before_publishing(self) -> None:
-        """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
-
-        Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended
-        the engine may be working on these files by now.
-        """
+        """Wait for `PendingSave.may_publish`. Raises `Stopped` if the engine has ended."""
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
         self._board.wait_for(self._may_publish, "the save to be allowed to appear")
+        # Even if it was allowed before: the thread that ended the engine may be working on these files by now.
         self._board.raise_if_stopped()
 
 
@@ -84,12 +78,12 @@ class PendingSave(Generic[T]):
     def __init__(
         self,
         store: HostStore,
-        tasks: Tasks,
+        board: Board,
         write: Callable[[SaveSource], T],
         wait: Callable[[Flag, object], None],
     ) -> None:
         self._store = store
-        self._tasks = tasks
+        self._board = board
         self._write = write
         self._wait = wait
         self._may_publish = Flag()
@@ -98,28 +92,24 @@ class PendingSave(Generic[T]):
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`: training continues."""
         try:
-            source = SaveSource(self._store, self._tasks, self.task, self._may_publish)
+            source = SaveSource(self._store, self._board, self.task, self._may_publish)
             self._outcome.set_result(self._write(source))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome.set_exception(error)
 
     @property
     def ended(self) -> bool:
-        """Whether `result` would return or raise at once."""
         return self.task.happened
 
     def may_publish(self) -> None:
-        """Let the checkpoint appear: everything that must be on record before it counts is on record.
-
-        May be called again, and after the save has ended.
-        """
-        self._tasks.board.happen(self._may_publish)
+        """Let the checkpoint appear. May be called again, and after the save has ended."""
+        self._board.happen(self._may_publish)
 
     def wait(self) -> None:
         """Wait for the save to end, well or not."""
         self._wait(self.task, "the end of a save")
 
     def result(self) -> T:
-        """Wait for the save to end. Returns what its function returned, or raises what it raised."""
+        """Return what the save's function returned, or raise what it raised."""
         self.wait()
         return self._outcome.result()

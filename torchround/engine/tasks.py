@@ -46,14 +46,14 @@ class Buffer:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Access(Flag):
-    """One task's use of a buffer, or of several that it takes together. It happens when the use has ended.
+    """One task's use of a buffer. It happens when the use has ended.
 
     `after` are the earlier accesses that it conflicts with, until it has waited for them. `event` is the point of a
     device's stream at which the use has ended; None if the host has done it.
     """
 
     task: "Task"
-    buffer: Buffer  # the first one
+    buffer: Buffer
     writes: bool
     after: tuple["Access", ...]
     event: Event | None = None
@@ -63,8 +63,28 @@ class Access(Flag):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `Tasks.begin` need not wait for another thread."""
         return all(earlier.happened for earlier in self.after)
+
+    def begin(self, board: Board, wait: "Callable[[Access], None] | None" = None) -> None:
+        """Wait until the access may begin, by `wait` for each earlier one. Raises `Stopped` if the engine stops before."""
+        for earlier in self.after:
+            if wait is None:
+                earlier.wait(board)
+            else:
+                wait(earlier)
+        self.after = ()
+
+    def wait(self, board: Board) -> None:
+        """Wait until the use has ended, and its device has passed that point."""
+        board.wait_for(self, self)
+        if self.event is not None:
+            board.synchronize(self.event, self)
+
+    def end(self, board: Board, event: Event | None = None) -> None:
+        """Let later accesses that conflict with this one begin, once a device has passed `event`."""
+        self.event = event
+        self.after = ()  # otherwise each access would keep all before it
+        board.happen(self)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -81,104 +101,65 @@ class Task(Flag):
     def __str__(self) -> str:
         return f"{self.name} of step {self.step} ({self.location})"
 
-
-class Tasks:
-    """The tasks of an engine. The controller declares them, and a device those of its reader of files.
-
-    Workers wait for and end their own accesses.
-    """
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-
-    def declare(
-        self, task: Task, reads: Iterable[Buffer] = (), writes: Iterable[Buffer | Sequence[Buffer]] = ()
-    ) -> Task:
-        """Give a task its accesses, in order. Calls follow the program's order. A sequence in `writes` is one access."""
+    def declare(self, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> "Task":
+        """Give the task more accesses, in order. Calls follow the program's order."""
         for buffer in reads:
-            self._read(task, buffer)
-        for buffers in writes:
-            self._write(task, (buffers,) if isinstance(buffers, Buffer) else buffers)
-        return task
+            self._read(buffer)
+        for buffer in writes:
+            # Readers have waited for the writer before them, so a wait for them is one for it too.
+            after = buffer.readers or ([] if buffer.writer is None else [buffer.writer])
+            # A task may read what it writes: its own accesses do not wait for each other.
+            others = tuple(earlier for earlier in after if earlier.task is not self)
+            buffer.writer, buffer.readers = Access(self, buffer, True, others), []
+            self.accesses.append(buffer.writer)
+        return self
 
-    def _read(self, task: Task, buffer: Buffer) -> None:
+    def _read(self, buffer: Buffer) -> None:
         after: tuple[Access, ...] = () if buffer.writer is None else (buffer.writer,)
         # In place of the next write, which waits for this read. A save may wait for the disk, and is left to the write.
         if len(buffer.readers) >= MOST_READERS:
             older = (read for read in buffer.readers if not (read.task.worker and read.task.worker.saves))
             oldest = next(older, None)
-            if oldest is not None and oldest.task is not task:
+            if oldest is not None and oldest.task is not self:
                 buffer.readers.remove(oldest)
                 after += (oldest,)
-        access = Access(task, buffer, False, after)
+        access = Access(self, buffer, False, after)
         buffer.readers.append(access)
-        task.accesses.append(access)
+        self.accesses.append(access)
 
-    def _write(self, task: Task, buffers: Sequence[Buffer]) -> None:
-        after: list[Access] = []
-        for buffer in buffers:
-            # Readers have waited for the writer before them, so a wait for them is one for it too.
-            after += buffer.readers or ([] if buffer.writer is None else [buffer.writer])
-        # A task may read what it writes: its own accesses do not wait for each other.
-        others = tuple(dict.fromkeys(earlier for earlier in after if earlier.task is not task))
-        access = Access(task, buffers[0], True, others)
-        for buffer in buffers:
-            buffer.writer, buffer.readers = access, []
-        task.accesses.append(access)
-
-    def begin(self, access: Access, wait_for: Callable[[Access], None] | None = None) -> None:
-        """Wait until the access may begin, by `wait_for` for each earlier one. Raises `Stopped` if the engine stops before."""
-        for earlier in access.after:
-            (wait_for or self.wait_for)(earlier)
-        access.after = ()
-
-    def wait_for(self, earlier: Access) -> None:
-        """Wait until an access has ended, and its device has passed that point."""
-        self.board.wait_for(earlier, earlier)
-        if earlier.event is not None:
-            self.board.synchronize(earlier.event, earlier)
-
-    def end(self, access: Access, event: Event | None = None) -> None:
-        """Let later accesses that conflict with this one begin, once a device has passed `event`."""
-        access.event = event
-        access.after = ()  # otherwise each access would keep all before it
-        self.board.happen(access)
-
-    def finish(self, task: Task) -> None:
-        """End what a task has not ended itself, and the task."""
-        for access in task.accesses:
+    def finish(self, board: Board) -> None:
+        for access in self.accesses:
             if not access.happened:
-                self.end(access)
-        task.accesses, task.run = [], None  # buffers remember the accesses, and these the task
-        self.board.happen(task)
+                access.end(board)
+        self.accesses, self.run = [], None  # buffers remember the accesses, and these the task
+        board.happen(self)
 
 
 class Worker:
     """A thread that runs its tasks one after the other.
 
-    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins. `busy_s` is the
-    time inside its tasks, `waited_for_saves_s` that in which an update that had begun waited for a worker that `saves`.
+    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins, `busy_s` is the
+    time inside its tasks.
     """
 
     def __init__(
         self,
         name: str,
         actor: str,
-        tasks: Tasks,
+        board: Board,
         on_fault: Callable[[Task | None, BaseException], None] | None = None,
         saves: bool = False,
     ) -> None:
         self.actor = actor  # in the location of a fault
         self.saves = saves
         self.moves = 0
-        self.busy_s = self.waited_for_saves_s = 0.0
+        self.busy_s = 0.0
         self.task: Task | None = None  # under way
         self.last: Task | None = None
-        self._tasks = tasks
+        self._board = board
         self._on_fault = on_fault or self._fail
-        self._queue = Queue[Task](tasks.board, "a task")
+        self._queue = Queue[Task](board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self.has_ended = False
 
     def enter(self) -> None:
         """Prepare the thread, before its first task."""
@@ -200,12 +181,11 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all tasks that it got have ended."""
         return self.last is None or self.last.happened
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
         location = FaultLocation(self.actor) if task is None else task.location
-        self._tasks.board.fail(PipelineError.of(error, location))
+        self._board.fail(PipelineError.of(error, location))
 
     def _main(self) -> None:
         try:
@@ -214,34 +194,29 @@ class Worker:
                 self.task = None
                 self.task = self._queue.take("its next task")
                 if not self.is_begun(self.task.step):
-                    self._tasks.board.raise_if_stopped()
+                    self._board.raise_if_stopped()
                 self._run(self.task)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._on_fault(self.task, error)
         finally:
-            self.has_ended = True
             self.leave()
 
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            for earlier in access.after:
-                self._wait_for(earlier)
-            access.after = ()
+            access.begin(self._board, self._wait_for)
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
         task.run()
         self.busy_s += time.perf_counter() - start_s
-        self._tasks.finish(task)
+        task.finish(self._board)
 
     def _wait_for(self, earlier: Access) -> None:
         """Wait for an earlier access. A begun update continues whatever happens to others meanwhile."""
-        saver = earlier.task.worker if earlier.task.worker and earlier.task.worker.saves else None
-        start_s = time.perf_counter() if saver else 0.0
         try:
-            self._tasks.wait_for(earlier)
+            earlier.wait(self._board)
         except BaseException as error:
             if self.task is None or not self.is_begun(self.task.step):
                 raise
@@ -249,7 +224,6 @@ class Worker:
                 self.overcome(error)  # a device that failed reads no more
             # Results of what devices still read are dropped, because the engine has stopped. A save is not: it
             # gives up soon, but until then it reads.
-            while saver and not (earlier.happened or saver.has_ended):
+            saver = earlier.task.worker
+            while saver and saver.saves and saver.thread.is_alive() and not earlier.happened:
                 time.sleep(0.005)
-        if saver:
-            self.waited_for_saves_s += time.perf_counter() - start_s

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import LAYER_GATE, Value
+from torchround.engine.board import LAYER_GATE, Board, Value
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
@@ -31,7 +31,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Task, Tasks, Worker
+from torchround.engine.tasks import Buffer, Task, Worker
 from torchround.optim import (
     HostOptimizer,
     HostOptimizerError,
@@ -68,7 +68,7 @@ class Updater(Worker):
     def __init__(
         self,
         store: HostStore,
-        tasks: Tasks,
+        board: Board,
         pool: HostPool,
         optimizer: OptimizerTable | HostOptimizer,
         settings: EngineSettings,
@@ -76,9 +76,8 @@ class Updater(Worker):
         exchange: StepExchange,
     ) -> None:
         """Raises `EngineUsageError` if a `HostOptimizer` cannot take the weights of the store."""
-        super().__init__("torchround optimizer", "optimizer worker", tasks, self.fault)
+        super().__init__("torchround optimizer", "optimizer worker", board, self.fault)
         self._store = store
-        self._board = tasks.board
         self._pool = pool
         self._host_optimizer = optimizer if isinstance(optimizer, HostOptimizer) else None
         if self._host_optimizer is not None:
@@ -376,8 +375,7 @@ class Updater(Worker):
         report.loss = self._loss
         report.peers_wait_s, report.sent_bytes = self._exchange.take_figures()
         report.seconds = self.busy_s - report.peers_wait_s  # it was inside its tasks
-        report.waited_for_save_s = self.waited_for_saves_s
-        self.busy_s = self.waited_for_saves_s = 0.0
+        self.busy_s = 0.0
         self._squares, self._losses, self._loss = {}, [], 0.0
         self._board.post(decision.updated, report)
 

@@ -37,9 +37,9 @@ STEPS_PER_DEVICE = 2
 # The figures of a stage slot that a record gives for each device.
 _FIGURES: dict[str, Callable[[StageReport], float]] = {
     "busy_s": lambda slot: slot.busy_s,
-    "input_wait_s": lambda slot: slot.input_wait_s,
-    "weights_wait_s": lambda slot: slot.weights_wait_s,
-    "optimizer_wait_s": lambda slot: slot.optimizer_wait_s,
+    "input_wait_s": lambda slot: slot.idle_s.input,
+    "weights_wait_s": lambda slot: slot.idle_s.weights,
+    "optimizer_wait_s": lambda slot: slot.idle_s.optimizer,
     "uploaded_gib": lambda slot: slot.uploaded_bytes / GIB,
     "downloaded_gib": lambda slot: slot.downloaded_bytes / GIB,
 }

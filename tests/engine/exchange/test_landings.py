@@ -10,7 +10,6 @@ from torchround.engine.exchange import StepExchange
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Tasks
 from torchround.layer import LayeredModel
 
 
@@ -18,7 +17,7 @@ def landings_of(store, pool):
     """Return the places by bundle and use, and the count of buffers, of a store that is one of several machines'."""
     rank, size = store.ownership.machine, store.ownership.num_machines
     group = type("Group", (), {"rank": rank, "size": size, "peers": (), "on_fault": lambda *_: None})()
-    exchange = StepExchange(store, Tasks(Board()), pool, group, lambda: False)
+    exchange = StepExchange(store, Board(), pool, group, lambda: False)
     return exchange.landings, exchange.landing_buffers
 
 

@@ -64,12 +64,8 @@ class HostAllocator:
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise HostMemoryError(
-                f"the system refused {size_text(nbytes)} of host memory ({error.strerror}); {self._what} had "
-                f"{size_text(self.allocated_bytes)} by then. Other processes took it meanwhile, or a limit of the "
-                "process is lower than what is free (ulimit -v; vm.overcommit_memory). Lower "
-                "engine.host_memory_gib so that the plan keeps within it, or free memory"
-            ) from error
+            had = f" ({error.strerror}); {self._what} had {size_text(self.allocated_bytes)} by then"
+            raise HostMemoryError(nbytes, had) from error
         with self._lock:
             self.allocated_bytes += nbytes
             self.num_allocations += 1

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from torchround.engine.board import LAYER_GATE, Queue, Value
+from torchround.engine.board import LAYER_GATE, Board, Queue, Value
 from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
@@ -25,7 +25,6 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Tasks
 from torchround.engine.timeline import TaskKind
 from torchround.engine.worker.compute import (
     LayerCall,
@@ -54,7 +53,7 @@ class WorkerSetup:
     """Everything that the workers of an engine share."""
 
     store: HostStore
-    tasks: Tasks
+    board: Board
     pool: HostPool
     model: LayeredModel
     sizes: ValueSizes
@@ -71,7 +70,7 @@ class DeviceWorker:
         self.setup = setup
         self.skeletons = list(copy.deepcopy(nn.ModuleList(setup.model.layers)))
         self._store = setup.store
-        self.board = setup.tasks.board
+        self.board = setup.board
         self._queue = setup.queues[index]
         self._next_stage_slot = index
         self._micro_batch: int | None = None
@@ -79,7 +78,7 @@ class DeviceWorker:
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self.activations = ActivationTransfers(self)
-        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.tasks)
+        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.board)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
@@ -232,7 +231,6 @@ class DeviceWorker:
         moved = (self.device.uploaded_bytes, self.device.downloaded_bytes)
         report = StageReport(
             task=job.task,
-            step=job.pass_.step,
             idle_since=self._idle_since,
             weights_ready=weights_ready,
             update_wait_s=upload.waited_s,
@@ -307,7 +305,8 @@ class StageRun:
         # The first layer whose activations stay for its backward.
         self._graphs_from = stage.stop - 1 if setup.settings.layerwise_recompute else stage.start
         self._times_layers = setup.settings.times_layers
-        self._names = {layer: setup.sizes.kept_names(layer) for layer in own if layer in setup.sizes.keeping}
+        kept_names = setup.sizes.kept_names
+        self._names = {layer: kept_names[layer] for layer in own if layer in kept_names}
 
     def _bind(self) -> Mapping[int, LayerCall]:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""

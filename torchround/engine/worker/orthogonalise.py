@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchround.engine.board import Board
 from torchround.engine.device import Device, Event, Mark, Stream
 from torchround.engine.errors import FaultLocation
 from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Access, Tasks
+from torchround.engine.tasks import Access
 from torchround.engine.worker.slots import SlotRing
 from torchround.planning.update_costs import row_bands
 
@@ -146,11 +147,11 @@ def scratch_bytes(shape: Sequence[int]) -> int:
 class Orthogonaliser:
     """The slots of one device for matrices on their way through it. Only the device's thread calls this."""
 
-    def __init__(self, index: int, device: Device, store: HostStore, tasks: Tasks) -> None:
+    def __init__(self, index: int, device: Device, store: HostStore, board: Board) -> None:
         self._index = index
         self._device = device
         self._bundles = directed_bundles(store)
-        self._tasks = tasks
+        self._board = board
         self._ring = SlotRing(device, torch.bfloat16)
 
     def allocate(self) -> None:
@@ -161,7 +162,7 @@ class Orthogonaliser:
 
     def run(self, bundle: Bundle, access: Access) -> Mark:
         """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
-        self._tasks.begin(access)
+        access.begin(self._board)
         marks: list[Mark] = []
         for segment in bundle.segments:
             if (direction := segment.direction) is None:
@@ -172,7 +173,7 @@ class Orthogonaliser:
                     marks += self._enqueue(piece)
         event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
         access.buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
-        self._tasks.end(access, event)
+        access.end(self._board, event)
         return marks[-1]
 
     def _enqueue(self, piece: Tensor) -> tuple[Mark, Mark]:

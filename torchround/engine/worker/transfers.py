@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchround.engine.board import Value, WaitForValue
+from torchround.engine.board import Value
 from torchround.engine.buffer_reservation import StagingSizes
 from torchround.engine.device import Event, Stream
 from torchround.engine.errors import FaultLocation
@@ -70,7 +70,7 @@ class BundleTransfer(ABC):
     def __init__(self, worker: "DeviceWorker", slot: DeviceSlot, pieces: Iterable[Piece]) -> None:
         self.slot = slot
         self._device = worker.device
-        self._tasks = worker.setup.tasks
+        self._board = worker.board
         self._pieces = deque(pieces)
         self._done = 0  # elements of the first piece
         self.remaining = sum(piece.numel for piece in self._pieces)  # elements that are not enqueued yet
@@ -100,7 +100,7 @@ class BundleTransfer(ABC):
                 self._pieces.popleft()
                 self._done = 0
                 if piece.access is not None:
-                    self._tasks.end(piece.access, self._device.record(self.stream, piece.what))
+                    piece.access.end(self._board, self._device.record(self.stream, piece.what))
 
     def _is_ready(self, piece: Piece) -> bool:
         return piece.access is None or piece.access.is_ready
@@ -167,7 +167,7 @@ class WeightUpload(BundleTransfer):
     def _begin(self, piece: Piece) -> None:
         if piece.access is not None:
             start_s = time.perf_counter()
-            self._tasks.begin(piece.access)
+            piece.access.begin(self._board)
             if piece.used.bundle.trainable:
                 self.waited_s += time.perf_counter() - start_s
 
@@ -219,7 +219,7 @@ class GradientDownload(BundleTransfer):
     def _begin(self, piece: Piece) -> None:
         """Choose where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
         assert piece.access is not None, "a gradient has a place on the host"
-        self._tasks.begin(piece.access)
+        piece.access.begin(self._board)
         self._target = piece.used.bundle.gradient
         if piece.used.bundle.adds_up:
             self._target = piece.access.buffer.content.memory.view(self._dtype)
@@ -252,7 +252,7 @@ class FileReader(Worker):
     def __init__(self, worker: "DeviceWorker") -> None:
         self._location = FaultLocation(f"reader of device {worker.device.name}")
         name, pool = f"torchround reads for {worker.device.name}", worker.setup.pool
-        super().__init__(name, self._location.actor, worker.setup.tasks)
+        super().__init__(name, self._location.actor, worker.board)
         ring = [Buffer("buffer of weights in files") for _ in range(READER_BUFFERS)]
         for buffer in ring:
             buffer.content = pool.take(READER_BUFFER_BYTES)
@@ -272,9 +272,9 @@ class FileReader(Worker):
                 buffer = next(self._ring)
                 run = partial(self._read, part, buffer.content)
                 read = Task("read of weights in files", step, self._location, run)
-                reads.append(self._tasks.declare(read, writes=[buffer]))
+                reads.append(read.declare(writes=[buffer]))
                 upload = Task("upload of weights in files", step, self._location)
-                [access] = self._tasks.declare(upload, reads=[buffer]).accesses
+                [access] = upload.declare(reads=[buffer]).accesses
                 source = buffer.content.memory[: part.memory.nbytes].view(part.memory.dtype)
                 place, what = used.start + part.start, "an uploaded piece of a file"
                 pieces.append(Piece(used, place, source.numel(), access, what, source))
@@ -285,7 +285,7 @@ class FileReader(Worker):
     def _read(self, part: MappedRange, buffer: HostBuffer) -> None:
         """Read a range of a file into a buffer. Raises `OSError`, which names the file."""
         content = buffer.memory[: part.memory.nbytes]
-        self._tasks.board.observer.touched(reads=(), writes=[content])
+        self._board.observer.touched(reads=(), writes=[content])
         file = part.file
         assert file is not None, "the range is in memory, not in a file"
         space, begin = content.numpy().data, part.begin
@@ -315,7 +315,7 @@ class ActivationTransfers:
     def __init__(self, worker: "DeviceWorker") -> None:
         self._device = device = worker.device
         self._board = worker.board
-        self._wait: WaitForValue = worker.wait
+        self._wait = worker.wait
         self._pool = worker.setup.pool
         self._sizes = worker.setup.sizes
         self.hidden_in, self.gradients_in, self._kept_in = (SlotRing(device) for _ in range(3))
