@@ -24,7 +24,6 @@ from torchround.planning.host_buffers import (
     HeldPass,
     kept_cuts,
     most_buffers,
-    restarted_layers,
     whole_pages,
 )
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
@@ -188,25 +187,6 @@ def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
     return frozenset(start for start in starts if start > 0)
 
 
-@dataclass(frozen=True)
-class StagingSizes:
-    """The memory through which the activations of a pass enter and leave each device.
-
-    In bytes: the largest boundary, micro-batch of integers and output; the most that a layer keeps of a micro-batch, and
-    that the layers of a backward stage keep together. `restarts` is the most layers inside one backward stage that take an
-    input of their own from the host.
-    """
-
-    boundary_bytes: int
-    integer_bytes: int
-    micro_batches: int  # in a round
-    training: bool
-    kept_out_bytes: int
-    kept_in_bytes: int
-    restarts: int
-    output_bytes: int
-
-
 class BufferReservation:
     """The host buffers that a store and each pass need, reserved in the pool before they are used."""
 
@@ -230,12 +210,12 @@ class BufferReservation:
             self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
         trained = (layer for bundle in store.trained for layer in bundle.layers)
         self._frozen_layers = min(trained, default=sizes.num_layers)  # at the start of the model
-        self._reserved: dict[tuple[PassShape, PassShape, bool, int], StagingSizes] = {}
+        self._reserved: set[tuple[PassShape, PassShape, bool, int]] = set()
         self._integer_bytes: dict[torch.Size, int] = {}  # by the shapes of the passes so far
         pool.reserve(self._always)
 
-    def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
-        """Reserve the buffers of a pass and the previous one, which may be under way together.
+    def reserve_for(self, this: PassShape, before: PassShape | None) -> bool:
+        """Reserve the buffers of a pass and the previous one, which may be under way together. Returns False if that is done.
 
         Without a previous pass, reserves for this one and another like it after it. If the devices have to
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
@@ -250,13 +230,14 @@ class BufferReservation:
         overlaps = not before.training or oldest <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured
-        if key not in self._reserved:
-            self._stand_in_for_shorter(this)
-            # Stages of frozen layers at the start read no weights that are ever updated.
-            may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
-            self.pool.reserve(self._needed(before, replace(this, ahead=len(list(may_begin)))))
-            self._reserved[key] = self._sizes(this)
-        return self._reserved[key]
+        if key in self._reserved:
+            return False
+        self._stand_in_for_shorter(this)
+        # Stages of frozen layers at the start read no weights that are ever updated.
+        may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
+        self.pool.reserve(self._needed(before, replace(this, ahead=len(list(may_begin)))))
+        self._reserved.add(key)
+        return True
 
     def reserve_run(
         self,
@@ -265,26 +246,26 @@ class BufferReservation:
         rounds: int,
         step: int,
         validates: bool,
-    ) -> tuple[StagingSizes, ...]:
+    ) -> tuple[PassShape, ...]:
         """Reserve the buffers of all passes from training step `step` on.
 
         Steps have micro-batches of these `[B, T]`. If the run `validates`, evaluations of as many come between.
-        Returns the staging space that devices need. Raises `HostMemoryError`.
+        Returns the shapes, which devices prepare for. Raises `HostMemoryError`.
         """
         count = len(shapes)
         integer_bytes = [INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes]
         batch = list(map(torch.Size, shapes)), integer_bytes, self.store.stale_layers
         tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
         training = PassShape.of(tasks, *batch, training=True, step=step)
-        sizes = self.reserve_for(training, None)
+        self.reserve_for(training, None)
         if not validates:
-            return (sizes,)
+            return (training,)
         tasks = evaluation_tasks(partition, count, self._num_devices)
         evaluation = PassShape.of(tasks, *batch, training=False, step=step + 1)
-        between = self.reserve_for(evaluation, training)
+        self.reserve_for(evaluation, training)
         self.reserve_for(evaluation, evaluation)
         self.reserve_for(training, evaluation)
-        return sizes, between
+        return training, evaluation
 
     def knows_all(self, shape: PassShape) -> bool:
         """Tell whether all sizes of a pass are known, or will not come."""
@@ -309,28 +290,6 @@ class BufferReservation:
                 for layer in self._values.kept_names:
                     self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
         seen |= new
-
-    def _sizes(self, this: PassShape) -> StagingSizes:
-        shapes = set(this.shapes)
-        # What the layers of each backward stage keep; an evaluation has none.
-        kept = [
-            [self._values.kept(layer, shape) for layer in range(stage.start, stage.stop)]
-            for stage in this.stages
-            if stage.kind is StageKind.BACKWARD
-            for shape in shapes
-        ]
-        return StagingSizes(
-            boundary_bytes=max(
-                (self._values.boundary(cut, one) for cut in this.cuts for one in shapes), default=0
-            ),
-            integer_bytes=max(this.integer_bytes),
-            micro_batches=max(map(len, this.rounds)),
-            training=this.training,
-            kept_out_bytes=max(map(max, kept), default=0),
-            kept_in_bytes=max(map(sum, kept), default=0),
-            restarts=max(len(restarted_layers(stage, this.stale_layers)) for stage in this.stages),
-            output_bytes=max(self._output(this, shape) for shape in shapes),
-        )
 
     def _needed(self, before: PassShape, this: PassShape) -> Mapping[int, int]:
         """Count buffers by size, in whole pages: two boundaries of about a size can use one buffer in turn."""

@@ -127,10 +127,10 @@ class Engine:
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
         with self._call():
-            sizes = self._reservation.reserve_run(
+            passes = self._reservation.reserve_run(
                 shapes, self.partition, self.settings.rounds, self._program.next_step, validates
             )
-            self._passes.prepare(*sizes)
+            self._passes.prepare(*passes)
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None

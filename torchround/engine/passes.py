@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from torchround.engine.board import Flag, Observer, Queue, Value, Values
-from torchround.engine.buffer_reservation import BufferReservation, PassShape, StagingSizes, forward_inputs
+from torchround.engine.buffer_reservation import BufferReservation, PassShape, forward_inputs
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.reports import StageReport, UpdateReport
@@ -157,7 +157,7 @@ class StageJob:
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
 
 
-DeviceJob = StagingSizes | StageJob | DirectionJob
+DeviceJob = PassShape | StageJob | DirectionJob
 
 
 class StepResult:
@@ -292,7 +292,6 @@ class Passes:
         self._wait_for = wait_for
         self._is_compiled = is_compiled
         self._under_way: deque[StepResult] = deque()
-        self._prepared: set[StagingSizes] = set()
         self._num_made = 0
         self._updated = Value[UpdateReport](UPDATED, self._store.step)  # of the newest step
 
@@ -330,8 +329,9 @@ class Passes:
         if before is not None and not self._reservation.knows_all(before):
             # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
             self.wait()
-        if tasks:  # otherwise this machine has no part in the step
-            self.prepare(self._reservation.reserve_for(shape, before))
+        # Without tasks this machine has no part in the step.
+        if tasks and self._reservation.reserve_for(shape, before):
+            self.prepare(shape)
         if self._updated.numbers != (step,):
             self._updated = Value(UPDATED, step)
         # Each device uploads the micro-batches that it works on; the last one gives their host buffers back.
@@ -343,12 +343,10 @@ class Passes:
         self._num_made += 1
         return Pass(self._num_made - 1, shape, self._store, num_labels, of_host, share, self._updated)
 
-    def prepare(self, *sizes: StagingSizes) -> None:
-        """Let every device allocate now what passes of these sizes need, so that later steps allocate nothing."""
-        new = [each for each in dict.fromkeys(sizes) if each not in self._prepared]
-        self._prepared.update(new)
+    def prepare(self, *shapes: PassShape) -> None:
+        """Let every device allocate now what passes of these shapes need, so that later steps allocate nothing."""
         for queue in self._queues:
-            queue.put(*new)
+            queue.put(*shapes)
 
     def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
         """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""

@@ -287,8 +287,8 @@ class Program:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
         step, rewritten = self.next_step, self._store.stale_or_predicted()
         writes = [self._weights_of(b, step - self._store.lags(b)) for b in rewritten]
-        # Older device weights wait there meanwhile.
-        writes += [self._gradients[b.index] for b in rewritten if self._store.lags(b)]
+        # The device weights of before wait there meanwhile.
+        writes += [self._gradients[b.index] for b in rewritten if b.is_owned]
         task = Task("the rewriting of device weights", step, FaultLocation("controller"))
         return task.declare([self._states[b.index] for b in rewritten if b.is_owned], writes)
 

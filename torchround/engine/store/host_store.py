@@ -173,7 +173,7 @@ class HostStore:
 
     def set_stale_layers(self, stale_layers: int) -> None:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
-        lagged = self.stale_bundles()
+        lagged = list(filter(self.lags, self.trained))
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
@@ -217,21 +217,16 @@ class HostStore:
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             if not holds_older_weights:
                 self.renew(bundle)
-            if lr is not None:
-                self._predict(bundle)
+            if lr is not None:  # as the last update did (`UpdatePolicy.predicts`)
+                for segment in bundle.segments:
+                    buffers = bundle.update_buffers(segment, bundle.version(step), step)
+                    predict_(buffers, lr=lr, update=applied_updates)
             # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
             elif not self.lags(bundle) and bundle.residual is None:
                 bundle.version(step).copy_(bundle.fp32_weight)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
-
-    def _predict(self, bundle: Bundle) -> None:
-        """Write an owned bundle's newest device weights again as the last update did (`UpdatePolicy.predicts`)."""
-        assert self.prediction is not None, "no update has predicted"
-        for segment in bundle.segments:
-            buffers = bundle.update_buffers(segment, bundle.version(self.step), self.step)
-            predict_(buffers, lr=self.prediction, update=self.applied_updates)
 
     def resume_state(self) -> dict[str, Any]:
         """Return what `resume` needs besides the views and the step, JSON-able and no longer changing. Only between steps."""
@@ -246,46 +241,34 @@ class HostStore:
             state["prediction"] = {"lr": self.prediction}
         return state
 
-    def stale_bundles(self) -> list[Bundle]:
-        return list(filter(self.lags, self.trained))
-
     def stale_or_predicted(self) -> list[Bundle]:
         """Return the bundles whose newest device weights are not the fp32 weights."""
-        return self.stale_bundles() if self.prediction is None else self.trained
+        return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
     @contextmanager
-    def true_device_weights(
-        self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    def true_device_weights(self, observer: Observer, share: Callable[[], None]) -> Iterator[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
         Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
-        observer = observer or Observer()
         rewritten = [bundle for bundle in self.stale_or_predicted() if bundle.is_owned]
-        set_aside = [(bundle.device_weights[0], _spare(bundle)) for bundle in self.stale_bundles()]
+        set_aside = [(bundle.version(self.step), _spare(bundle)) for bundle in rewritten]
 
         def copy(source: Tensor, target: Tensor) -> None:
             observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-        for device_weights, spare in set_aside:
+        for bundle, (device_weights, spare) in zip(rewritten, set_aside, strict=True):
             copy(device_weights, spare)
+            copy(bundle.fp32_weight, device_weights)
         try:
-            for bundle in rewritten:
-                copy(bundle.fp32_weight, bundle.version(self.step))
             share()
             yield
         finally:
             for device_weights, spare in set_aside:
                 copy(spare, device_weights)
-            for bundle in rewritten if self.prediction is not None else ():
-                observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
-                self._predict(bundle)
-        # Not after an exception: the other machines may never come to the end of the block.
-        if self.prediction is not None:
-            share()
+        share()  # not after an exception: the other machines may never come to the end of the block
 
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
         """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.

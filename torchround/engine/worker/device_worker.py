@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from torchround.engine.board import LAYER_GATE, Board, Queue, Value
-from torchround.engine.buffer_reservation import StagingSizes, ValueSizes
+from torchround.engine.buffer_reservation import PassShape, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
@@ -110,7 +110,7 @@ class DeviceWorker:
                 if self._queue.peek() is None:
                     self._flush()  # as in `wait`
                 job = self._queue.take(STAGE_JOB.format(self._next_stage_slot))
-                if isinstance(job, StagingSizes):
+                if isinstance(job, PassShape):
                     self.activations.prepare(job)
                     continue
                 if isinstance(job, StageJob):

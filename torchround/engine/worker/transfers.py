@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchround.engine.board import Value
-from torchround.engine.buffer_reservation import StagingSizes
+from torchround.engine.buffer_reservation import PassShape
 from torchround.engine.device import Event, Stream
 from torchround.engine.errors import FaultLocation
 from torchround.engine.passes import HostTensors, Pass, StageJob
@@ -39,8 +39,9 @@ from torchround.engine.worker.slots import (
     unflatten,
 )
 from torchround.layer import Batch, Hidden, aligned
-from torchround.planning.host_buffers import LOSS_BYTES
+from torchround.planning.host_buffers import LOSS_BYTES, restarted_layers
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS, ROUNDING_ELEMENTS
+from torchround.planning.partition import StageKind
 
 if TYPE_CHECKING:
     from torchround.engine.worker.device_worker import DeviceWorker
@@ -329,20 +330,38 @@ class ActivationTransfers:
         self._ahead: BroughtUp | None = None  # of the next micro-batch
         self.inputs: list[DeviceSlot] = []
 
-    def prepare(self, sizes: StagingSizes) -> None:
-        """Allocate now everything that passes of these sizes need, instead of each buffer at its first use."""
-        for position in range(sizes.micro_batches):
-            self._integers.at(position, sizes.integer_bytes)
-        for position in range(2 * sizes.restarts):
-            self.restarts_in.at(position, sizes.boundary_bytes)
-        if sizes.boundary_bytes:
-            self.hidden_in.reserve(sizes.boundary_bytes)
-            if sizes.training:
-                self.gradients_in.reserve(sizes.boundary_bytes)
-        self._out.reserve(max(sizes.boundary_bytes, sizes.output_bytes, aligned(LOSS_BYTES)))
-        if sizes.kept_out_bytes:
-            self._kept_out.reserve(sizes.kept_out_bytes)
-            self._kept_in.reserve(sizes.kept_in_bytes)
+    def prepare(self, shape: PassShape) -> None:
+        """Allocate now everything that passes of a shape need, instead of each buffer at its first use.
+
+        Each buffer has its largest size at once: memory of one that is replaced is not used again.
+        """
+
+        def largest(cuts: Iterable[int]) -> int:
+            sizes = (self._sizes.boundary(cut, one) for cut in cuts for one in shapes)
+            return max(sizes, default=0)
+
+        shapes = set(shape.shapes)
+        boundary_bytes = largest(shape.cuts)
+        output_bytes = largest([self._sizes.num_layers]) if shape.gives_outputs else 0
+        # What the layers of each backward stage keep.
+        kept = [
+            [self._sizes.kept(layer, one) for layer in range(stage.start, stage.stop)]
+            for stage in shape.stages
+            if stage.kind is StageKind.BACKWARD
+            for one in shapes
+        ]
+        for position in range(max(map(len, shape.rounds))):
+            self._integers.at(position, max(shape.integer_bytes))
+        for position in range(2 * max(len(restarted_layers(s, shape.stale_layers)) for s in shape.stages)):
+            self.restarts_in.at(position, boundary_bytes)
+        if boundary_bytes:
+            self.hidden_in.reserve(boundary_bytes)
+            if shape.training:
+                self.gradients_in.reserve(boundary_bytes)
+        self._out.reserve(max(boundary_bytes, output_bytes, aligned(LOSS_BYTES)))
+        if kept_bytes := max(map(sum, kept), default=0):
+            self._kept_out.reserve(max(map(max, kept)))
+            self._kept_in.reserve(kept_bytes)
 
     # Up.
 
