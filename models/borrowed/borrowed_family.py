@@ -18,15 +18,15 @@ from torchround.models.borrowed.borrowed_layers import (
 )
 from torchround.models.borrowed.construction import (
     Anatomy,
+    Fit,
     build_on_meta,
     find_parts,
+    fit_of,
     longest_sequence,
     read_config,
 )
 from torchround.models.borrowed.file_names import names_in_folder, saved_names
-from torchround.models.borrowed.fitting import Fit, fit_of
-from torchround.models.borrowed.shell import MetBlock, Shell, beginning, with_modules
-from torchround.models.borrowed.stand_in_body import StandInBody
+from torchround.models.borrowed.shell import MetBlock, Shell, StandInBody, beginning, with_modules
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import FolderNames
 

@@ -3,27 +3,27 @@
 Each layer shares its children with a module of `transformers`, so a parameter's name in the store is the layer's name
 and the path that the parameter has there.
 
-Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-batch.
+Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-batch, n of a chunk.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.accelerators import PLANNED_KIND
-from torchround.layer import LayerWork, MicroBatch, Products
-from torchround.models.borrowed.chunked_head import any_loss_sum
+from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.construction import post_order
 from torchround.models.borrowed.counted_work import count_layer, count_logits
 from torchround.models.borrowed.remembering import BlockMemory, memory_bytes, remembering_call, remembers
 from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
-from torchround.models.common.loss import chunk_tokens, loss_workspace_bytes, token_loss_sum
+from torchround.models.common.loss import DIFFERENTIATED, chunk_tokens, loss_workspace_bytes, token_loss_sum
 
 
 class BorrowedLayer(nn.Module):
@@ -216,6 +216,80 @@ class BorrowedHead(BorrowedLayer):
         """Return the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
         found: Tensor = self.core(inputs_embeds=states, use_cache=False).logits
         return found
+
+
+def any_loss_sum(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Sequence[Tensor],
+    loss_factor: float | None = None,
+) -> Tensor:
+    """Add up `-log softmax(logits)[label]` over tokens to fp32 `[]`; ignored labels add nothing.
+
+    It is for logits that a model caps, scales or biases. As in the loss of our own models, both gradients are made in the
+    forward, chunk by chunk, so that memory holds one chunk of logits.
+
+    `logits_of` maps `[1, n, D]` to `[1, n, V]` and may use only `weights`. `hidden` is `[N, D]`, `labels` `[N]` int64.
+    May be differentiated once. `loss_factor` promises that the gradient of the result is this number: gradients are
+    then computed with it from the start, because unscaled ones are too small for float16.
+    """
+    return _AnyLoss.apply(logits_of, loss_factor, torch.is_grad_enabled(), labels, hidden, *weights)
+
+
+class _AnyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_of: Callable[[Tensor], Tensor],
+        loss_factor: float | None,
+        grad_enabled: bool,
+        labels: Tensor,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[4:]]
+        ctx.is_scaled = loss_factor is not None
+        factor = None
+        if loss_factor is not None:
+            factor = torch.full((), loss_factor, dtype=torch.float32, device=hidden.device)
+        trained = [weight for weight, wanted in zip(weights, wants[1:], strict=True) if wanted]
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
+        totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
+        losses, step = [], None
+        start = 0
+        while start < len(labels):
+            rows = slice(start, start + (step or 16))
+            chunk = hidden[rows].detach().requires_grad_(wants[0])
+            with torch.set_grad_enabled(any(wants)):
+                logits = logits_of(chunk[None])[0].float()
+                loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
+            losses.append(loss.detach())
+            if any(wants):
+                leaves = [*([chunk] if wants[0] else []), *trained]
+                found = list(torch.autograd.grad(loss, leaves, factor, allow_unused=True))
+                if grad_hidden is not None:
+                    grad_hidden[rows] = found.pop(0)
+                for total, grad in zip(totals, found, strict=True):
+                    if grad is not None:
+                        total += grad
+            start = rows.stop
+            # The first chunk tells how many logits a token has.
+            step = chunk_tokens(logits.shape[-1])
+            del logits, loss
+        numbers = iter(totals)
+        ctx.gradients = [grad_hidden, *(next(numbers) if wanted else None for wanted in wants[1:])]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError(DIFFERENTIATED)
+        if not ctx.is_scaled:
+            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
+        return None, None, None, None, *found
 
 
 class Tail(nn.Module):

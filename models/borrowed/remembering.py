@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from torchround.layer import MicroBatch
-from torchround.models.borrowed.counted_work import DTYPES
+from torchround.models.borrowed.counted_work import DTYPES, call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, Shell
-from torchround.models.borrowed.without_memory import call_with, fake_parameters, no_memory
 
 # Tokens so far, and new ones: the start of a text, and a token that continues it.
 PROBES = ((0, 3), (3, 1))

@@ -100,6 +100,17 @@ class StandIn(nn.Module):
         return found if self.makes is None else self.makes(found)
 
 
+class StandInBody(nn.Module):
+    """The place of a body in a head. It returns its input, so that the model's own forward turns hidden states into logits."""
+
+    def __init__(self, output_class: type) -> None:
+        super().__init__()
+        self.output_class = output_class
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
 # A sequence, its first token of a document, the token after its last, and the arguments of each block.
 DocumentCalls = tuple[int, int, int, list[BlockCall]]
 

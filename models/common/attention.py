@@ -16,15 +16,15 @@ from torchround.accelerators import has_offset_attention, is_accelerator, shares
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.chunks import holds_no_fp32
-from torchround.models.common.keys_and_values import past_mask
+from torchround.models.common.keys_and_values import additive_mask, past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
 from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
+from torchround.models.kernels.norms import rotate_heads
 from torchround.models.kernels.operation import uses_triton
 from torchround.models.kernels.projections import Projection, project_all
-from torchround.models.kernels.rotary import rotate_heads
 
 
 class Attention(nn.Module):
@@ -284,13 +284,9 @@ def _attend_under_mask(
 def attention_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return `[B, 1, T, T]` to add to scores: 0 if token t may look at token s, otherwise minus infinity.
 
-    It may if s <= t, both are of one document, and t - s < window. Rows are padded in memory to 16 elements,
-    as CUDA kernels want them.
+    It may if s <= t, both are of one document, and t - s < window.
     """
-    tokens = document_ids.shape[1]
     allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # [B, 1, T, T]
     if window is not None:
         allowed = allowed.triu(1 - window)
-    shape = (len(document_ids), 1, tokens, tokens + -tokens % 16)
-    mask = torch.zeros(shape, dtype=dtype, device=document_ids.device)[..., :tokens]
-    return mask.masked_fill_(~allowed, -torch.inf)
+    return additive_mask(allowed, dtype)

@@ -115,15 +115,12 @@ class ExpertStack(Adaptable, ABC):
         adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size.
         """
         stacks = [getattr(self, name) for name in self.adaptable]
-        row_flops = 2.0 * sum(stack[0].numel() for stack in stacks)
         frozen_row_flops = 2.0 * sum(stack[0].numel() for stack in stacks if not stack.requires_grad)
         row_elements = 3 * self.ffn_size
         for name in self.adapted:
             assert self.lora is not None, "an adapted stack knows its adapters' shape"
-            inward = self.inward(getattr(self, f"{name}_lora_a"))
-            outward = self.outward(getattr(self, f"{name}_lora_b"))
-            row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
-            row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
+            inputs = self.matrix(getattr(self, name)).shape[1]
+            row_elements += self.lora.rank + (inputs + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
         before_down = tuple(name for name in self.adaptable if name != "down")
         parts = (
@@ -137,7 +134,7 @@ class ExpertStack(Adaptable, ABC):
             # The backward does not need the outputs of the projection down.
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
-        products = Products(num_rows * row_flops, num_rows * frozen_row_flops, "grouped")
+        products = Products(sum(part.flops for part in parts), num_rows * frozen_row_flops, "grouped")
         return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
 
     def _kept(

@@ -57,8 +57,8 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
     """Return `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
 
     `positions [B, T]` say how many tokens of its document come before each of them; nothing but padding lies before
-    those. With a `window` a token sees itself and the `window - 1` before it. Rows are padded in memory to 16
-    elements, as CUDA kernels want them. All blocks of the same window share one mask by `once`.
+    those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
+    mask by `once`.
     """
 
     def make() -> Tensor:
@@ -68,8 +68,16 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
         seen = positions if window is None else positions.clamp(max=window - 1)
         first = (own - seen)[:, None, :, None]  # [B, 1, T, 1]: the first token that each one sees
         allowed = (every >= first) & (every <= own[:, None])  # [B, 1, T, S]
-        shape = (len(positions), 1, tokens, length + -length % 16)
-        mask = torch.zeros(shape, dtype=dtype, device=positions.device)[..., :length]
-        return mask.masked_fill_(~allowed, -torch.inf)
+        return additive_mask(allowed, dtype)
 
     return once(("mask of the past", window, length), make)
+
+
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 for an allowed pair of `[B, 1, T, S]`, otherwise minus infinity.
+
+    Rows are padded in memory to 16 elements, as CUDA kernels want them.
+    """
+    *rows, length = allowed.shape
+    mask = torch.zeros((*rows, length + -length % 16), dtype=dtype, device=allowed.device)[..., :length]
+    return mask.masked_fill_(~allowed, -torch.inf)

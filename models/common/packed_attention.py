@@ -135,15 +135,7 @@ def _opaque_forward(
 
 
 @_opaque_forward.register_fake
-def _opaque_forward_shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    document_ids: Tensor,
-    max_documents: Tensor,
-    longest: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _opaque_forward_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     log_sums = query.new_empty(query.shape[1::-1], dtype=torch.float32)  # [H, N]
     return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
 
@@ -169,17 +161,7 @@ def _opaque_backward(
 
 @_opaque_backward.register_fake
 def _opaque_backward_shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    document_ids: Tensor,
-    max_documents: Tensor,
-    longest: Tensor | None,
-    window: int | None,
-    grad: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    random_state: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 

@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchround.models.kernels.norms import norm_gradients, norm_results, num_partials, tokens_each
-from torchround.models.kernels.rotary import rotation_gradients, rotation_results
+from torchround.models.kernels.norms import (
+    norm_gradients,
+    norm_results,
+    num_partials,
+    rotation_gradients,
+    rotation_results,
+    tokens_each,
+)
 
 ELEMENTS_OF_A_WARP = 512
 

@@ -17,8 +17,7 @@ from tests.support.small_decoders import decoder
 from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels import operation
 from torchround.models.kernels.gated_products import add_expert_bias, clamped_product, fused_gated_product
-from torchround.models.kernels.norms import normed_sum, tokens_each
-from torchround.models.kernels.rotary import rotate_heads
+from torchround.models.kernels.norms import normed_sum, rotate_heads, tokens_each
 from torchround.models.kernels.softmax_loss import softmax_loss_
 
 F32, F16, BF16 = UNITS

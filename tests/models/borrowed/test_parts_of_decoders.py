@@ -8,7 +8,7 @@ from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
 from torchround.models.borrowed import remembering
-from torchround.models.borrowed.chunked_head import any_loss_sum
+from torchround.models.borrowed.borrowed_layers import any_loss_sum
 
 FAMILY = FAMILIES["transformers"]
 

@@ -25,7 +25,7 @@ from torchround.engine.worker.slots import Packing
 from torchround.keeping import replaying, without_output
 from torchround.layer import KEEPABLE, MicroBatch
 from torchround.models import FAMILIES
-from torchround.models.borrowed.without_memory import Meter
+from torchround.models.borrowed.counted_work import Meter
 from torchround.models.common import chunks
 from torchround.planning.cards import find_device
 from torchround.planning.rates import CardRates, costs_from_work
