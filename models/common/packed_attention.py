@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchround.layer import KERNEL_BLOCK
 from torchround.models.common.sinks import add_sinks, sink_gradient
+from torchround.models.kernels.operation import uses_triton
+from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient
 
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
 Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
@@ -91,7 +93,9 @@ class _OffsetAttention(torch.autograd.Function):
         else:
             found = _opaque_forward(query, key, value, documents, bound, longest, window)
         output, log_sums, random_state = found
-        if sinks is not None:
+        if sinks is not None and uses_triton(output):
+            output, log_sums = join_sinks(output, log_sums, sinks)
+        elif sinks is not None:
             share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
             output = output * share.T[..., None].to(output.dtype)
         ctx.longest, ctx.window = longest, window
@@ -110,7 +114,9 @@ class _OffsetAttention(torch.autograd.Function):
             limits = bound, ctx.longest, ctx.window
             gradients = _opaque_backward(query, key, value, documents, *limits, grad, *found)
         grad_sinks = None
-        if sinks is not None:
+        if sinks is not None and uses_triton(grad):
+            grad_sinks = sinks_gradient(grad, output, log_sums, sinks)
+        elif sinks is not None:
             moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
             grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
         return *gradients, None, None, None, None, grad_sinks

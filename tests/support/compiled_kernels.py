@@ -11,7 +11,7 @@ import torch
 
 from tests.support.processes import run_program
 
-MODULES = ("gated_products", "grouped", "norms", "softmax_loss")
+MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
 
 PROGRAM = """
@@ -74,7 +74,7 @@ def compile_all(card):
     return found
 
 
-def launch_all(gated, grouped, norms, losses, dtype):
+def launch_all(gated, grouped, norms, sinks, losses, dtype):
     """Launch each kernel in each of its forms on `meta`, with sizes of models that users train."""
 
     def make(*shape, kind=dtype):
@@ -113,5 +113,7 @@ def launch_all(gated, grouped, norms, losses, dtype):
     for kind in (torch.float32, dtype):
         total = make(experts, inner, width, kind=kind).transpose(1, 2)
         grouped.launch_gradient(make(rows, width), make(rows, inner), ends, total)
+    sinks.launch_join_sinks(heads.flatten(0, 1), numbers(16, tokens), make(16))
+    sinks.launch_join_sinks_backward(heads.flatten(0, 1), heads.flatten(0, 1), numbers(16, tokens), make(16))
     for differentiate in (False, True):
         losses.launch_softmax_loss(make(4352, 151936), integers(4352), numbers(4352), 0.1, differentiate)

@@ -18,6 +18,7 @@ from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels import operation
 from torchround.models.kernels.gated_products import add_expert_bias, clamped_product, fused_gated_product
 from torchround.models.kernels.norms import normed_sum, rotate_heads, tokens_each
+from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient
 from torchround.models.kernels.softmax_loss import softmax_loss_
 
 F32, F16, BF16 = UNITS
@@ -206,6 +207,26 @@ def case_biases_of_experts():
         assert_rounded(gradients[1], wanted_gradients[1], rows + 4, 20.0 * (rows + 1), "bias")
         assert not gradients[1][3].any(), "an expert without rows"
         assert_rounded(gradients[2], wanted_gradients[2], width + 4, 20.0 * width, "weights")
+
+
+def case_sinks():
+    for (tokens, heads, channels), dtype in [((5, 4, 16), F32), ((40, 3, 6), BF16), ((1, 3, 6), F16), ((0, 2, 4), F32)]:
+        output, log_sums = random(tokens, heads, channels, dtype=dtype), 3 * random(heads, tokens)
+        sinks, grad = 3 * random(heads, dtype=dtype), random(tokens, heads, channels, dtype=dtype, seed=1)
+        found, joined = join_sinks(output, log_sums, sinks)
+        assert found.shape == output.shape and joined.shape == log_sums.shape
+        if tokens == 0:
+            continue
+        exact = torch.logaddexp(log_sums.double(), sinks.double()[:, None])
+        # Exponentials turn the rounding of an argument of up to 20 into as many roundings.
+        assert_rounded(joined, exact, 32, 20.0)
+        shrunk = output.double() * (log_sums.double() - exact).exp().T[..., None]
+        assert_rounded(found, shrunk, 64, largest(output))
+        # With the sink's share s, d output / d score = -s output.
+        share = (sinks.double()[:, None] - joined.double()).exp()
+        expected = -(share.T[..., None] * found.double() * grad.double()).sum(dim=(0, 2))
+        size = 20.0 * channels * tokens
+        assert_rounded(sinks_gradient(grad, found, joined, sinks), expected, 64 + channels + tokens, size)
 
 
 def loss_and_gradients(model, batch):
