@@ -323,7 +323,7 @@ class LoraTable(Table):
     map_base: bool = False
     """Leave frozen weights in the files of `model.hf_path`, which must not change, and read them when they are used. The frozen
     base then takes no host memory and no room in checkpoints. Weights in another format than `training.dtype` (MXFP4 too) are
-    still copied. Each accelerator takes 32 MiB of host memory to read ahead."""
+    still copied. Each accelerator takes 32 MiB of host memory to read ahead. Uploads read the disk if memory is short."""
 
 
 class MetricsTable(Table):

@@ -75,14 +75,6 @@ class HostOptimizer:
             raise HostOptimizerError("the optimizer is made with the engine; there is none yet")
         return self._shown
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state. Only between steps."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. Only between steps."""
-        self.optimizer.load_state_dict(state)
-
     def hyperparameters(self, lr: float | None = None) -> Hyperparameters:
         """Return copies of all groups' hyperparameters for a step; with `lr`, this learning rate in each group.
 
@@ -112,9 +104,8 @@ class HostOptimizer:
         try:
             self._working.step()
         except Exception as error:
-            raise HostOptimizerError(
-                f"{type(self._working).__name__}.step() raised {type(error).__name__}: {error}"
-            ) from error
+            text = f"{type(self._working).__name__}.step() raised {type(error).__name__}: {error}"
+            raise HostOptimizerError(text) from error
         finally:
             # The gradients' memory is the next step's.
             for parameter in self._parameters.values():
@@ -123,14 +114,9 @@ class HostOptimizer:
 
     def _show_changes(self, before: Hyperparameters) -> None:
         """Let the user see the hyperparameters that the step itself has changed."""
-        groups = zip(
-            self._working.param_groups if self._working else (),
-            self.optimizer.param_groups,
-            before,
-            self._own,
-            strict=True,
-        )
-        for group, shown, old, own in groups:
+        assert self._working is not None, "a step has one"
+        groups = self._working.param_groups, self.optimizer.param_groups, before, self._own
+        for group, shown, old, own in zip(*groups, strict=True):
             own |= {key for key, value in _without_params(group).items() if not _same(value, old.get(key))}
             with self._lock:
                 shown.update({key: copy.deepcopy(group[key]) for key in own})
@@ -176,9 +162,7 @@ def _check(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> None:
             "Use an optimizer without one"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise HostOptimizerError(
-            f"{name} needs sparse gradients; gradients here are dense. Use Adam or AdamW"
-        )
+        raise HostOptimizerError(f"{name} needs sparse gradients, and they are dense. Use Adam or AdamW")
     known = set(map(id, parameters.values()))
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise HostOptimizerError(

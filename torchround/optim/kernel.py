@@ -142,9 +142,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("model", "flags", "Features", "CPU"))})
-    )
+    facts = ("model", "flags", "Features", "CPU")
+    return "\n".join(sorted({line for line in lines if line.startswith(facts)}))
 
 
 class CompiledUpdate:
@@ -218,7 +217,7 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
         return
     if shutil.which(cxx_compiler()) is None:
         raise KernelError(
-            f"there is no C++ compiler {cxx_compiler()!r} to compile the optimizer with (CXX names another)"
+            f"there is no C++ compiler {cxx_compiler()!r} for the optimizer (CXX names another)"
         )
     deadline_s = time.monotonic() + COMPILE_LIMIT_S
     with ExitStack() as stack:
@@ -239,11 +238,10 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
             if process.returncode or not made.exists():
                 output.seek(0)
                 lines = [line.strip() for line in output.read().decode(errors="replace").split("\n")]
-                reasons = [line for line in lines if "error" in line] or [
-                    *filter(None, lines),
-                    "no reason given",
-                ]
-                raise KernelError(f"compiling the optimizer failed ({reasons[0][:300]})")
+                # The compiler's first line may only say which file it compiles.
+                lines = [line for line in lines if "error" in line] or [line for line in lines if line]
+                reason = lines[0][:300] if lines else "no reason given"
+                raise KernelError(f"compiling the optimizer failed ({reason})")
             os.replace(made, library)
 
 
@@ -275,9 +273,7 @@ def check_bits(kind: KernelKind, kernel: UpdateKernel) -> None:
                 buffers, lr=1e-2, update=3, gradient_scale=0.7, kernel=with_kernel, predicts=kind.predicts
             )
         if not have_same_bits(plain, compiled):
-            raise KernelError(
-                "the compiled optimizer does not give the uncompiled one's bits on this machine"
-            )
+            raise KernelError("the compiled optimizer does not give the uncompiled one's bits here")
 
 
 def example_buffers(kind: KernelKind, numel: int, seed: int = 0) -> UpdateBuffers:
