@@ -182,6 +182,14 @@ def test_a_profile_of_neighbouring_steps_is_one_file_with_the_operators_of_the_w
     assert len(threads) > 1
 
 
+def test_a_profiler_that_cannot_record_all_threads_is_used_without_them_with_a_warning(tmp_path, monkeypatch, caplog):
+    """As in PyTorch 2.11, whose settings lack the one for all threads."""
+    monkeypatch.setattr("torch._C._profiler._ExperimentalConfig", lambda: None)
+    train_traced(1, tmp_path, profiler=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2-profiler.json", "step-2.json"]
+    assert "no operators of the devices' threads" in caplog.text
+
+
 class NextStepComputes(DeviceWatcher):
     """Says when a device has computed something of the step after the traced one."""
 

@@ -80,8 +80,8 @@ def test_the_sources_of_an_upload_put_every_element_in_its_place(releases):
     copied = opened(release, mapped=False)[1].weights()
     (bundle,) = (bundle for bundle in store.bundles if bundle.mapped and bundle.layers == (1,))
     whole = torch.zeros(bundle.numel, dtype=BF16)
-    for source in bundle.sources(0):
-        whole[source.start : source.start + source.memory.numel()] = source.memory
+    for start, memory in bundle.sources(0):
+        whole[start : start + memory.numel()] = memory
     for parameter in bundle.parameters:
         assert torch.equal(parameter.view(whole), copied[parameter.name])
 

@@ -51,8 +51,7 @@ class LayerCompiler:
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-            # Only the last layer may compute something else without gradients, so it
-            # shares no code with the others.
+            # Only the last layer may compute something else without gradients, so it shares no code with the others.
             code = index == len(model.layers) - 1, _structure(layer)
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
@@ -110,8 +109,7 @@ class LayerKind:
         self.shapes: dict[object, CompiledShape] = {}
         self._compiler = compiler
         self._trained = [parameter.requires_grad for _, parameter in named]
-        # A copy: `functional_call` replaces its parameters for a while, which the
-        # caller's model must not show.
+        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not show.
         self._prototype = copy.deepcopy(layer)
         self._given_up = False
 
@@ -120,8 +118,7 @@ class LayerKind:
     ) -> Hidden | None:
         """Run the layer. Returns None if this kind cannot be compiled."""
         inputs = () if hidden is None else flatten(hidden)[0]
-        # Only the last layer may compute something else without gradients: the others share one code for
-        # both, so that a forward and its recomputation give the same bits.
+        # Except for the last layer, one code for both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self.code[0]
         documents = micro_batch.max_documents
         # A document alone may be as long as the sequence, which the code knows: its kernels take that as a number.

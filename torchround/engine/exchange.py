@@ -84,10 +84,7 @@ class StepExchange:
             self._group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
-        """Return this machine's share of a step that is about to be dispatched.
-
-        `given` is what the caller says of it, with `num_micro_batches` of its own. Raises `EngineUsageError`.
-        """
+        """Check the share of a step that the caller has `given`, or make that of a machine alone. Raises `EngineUsageError`."""
         if given is None:
             if self.peers:
                 raise EngineUsageError(
@@ -111,20 +108,16 @@ class StepExchange:
     def add(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
         """Add parts of a gradient to their sum in fp32, in the order of their numbers.
 
-        The source of a part is the memory in which it landed, or the machine that made and sends it.
+        The source of a part is the memory in which it landed, or the machine that made and sends it. Parts of different
+        machines are added chunk by chunk, and all machines send at once. If one whole part after the other was added,
+        all owners would wait for the same machine while the network of the others is idle. The order of additions to one
+        element is the same.
         """
-        # Parts of one machine come one after the other over one link, so only one of each can be under way.
-        together = len(parts) if len(bundle.layers) == 1 else 1
-        for first in range(0, len(parts), together):
-            few = slice(first, first + together)
-            self._add_together(bundle, step, parts[few], sources[few])
-
-    def _add_together(self, bundle: Bundle, step: int, parts: range, sources: Sequence[Buffer | int]) -> None:
-        """Add parts of different machines chunk by chunk, each chunk in the order of parts.
-
-        All machines send at once. If one whole part after the other was added, all owners would wait for the same
-        machine while the network of the others is idle. The order of additions to one element is the same.
-        """
+        if len(bundle.layers) > 1 < len(parts):
+            # Parts of one machine come one after the other over one link, so only one of each can be under way.
+            for index, source in enumerate(sources):
+                self.add(bundle, step, parts[index : index + 1], [source])
+            return
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         length = links.CHUNK_BYTES // self._store.gradient_dtype.itemsize
@@ -313,7 +306,15 @@ def share_weights(
     may draw unlike initial weights from one seed. `advance` receives the bytes of each tensor that this machine has
     received, from one thread at a time. Raises `MachineError`.
     """
-    unlike = _unlike_frozen(store, group)
+    ours = [
+        # 128 bits of the frozen weights that are in memory.
+        ""
+        if bundle.trainable or bundle.mapped
+        else xxhash.xxh3_128_hexdigest(bundle.device_weights[0].view(torch.uint8).numpy().data)
+        for bundle in store.bundles
+    ]
+    each = group.channel("start").gather(ours, "checksums of the frozen weights")
+    unlike = [{b.index for b in store.bundles if found[b.index] != each[b.owner][b.index]} for found in each]
     advancing = threading.Lock()
 
     def messages(owner: int, receiver: int) -> Iterator[tuple[Tensor, str]]:
@@ -341,17 +342,3 @@ def received_bytes(store: HostStore) -> int:
     return sum(
         weights.nbytes for bundle in store.trained if bundle.is_remote for weights in bundle.device_weights
     )
-
-
-def _unlike_frozen(store: HostStore, group: MachineGroup) -> list[set[int]]:
-    """Return, for each machine, the frozen bundles in memory that differ from their owner's."""
-    ours = [
-        "" if bundle.trainable or bundle.mapped else _checksum(bundle.device_weights[0])
-        for bundle in store.bundles
-    ]
-    each = group.channel("start").gather(ours, "checksums of the frozen weights")
-    return [{b.index for b in store.bundles if found[b.index] != each[b.owner][b.index]} for found in each]
-
-
-def _checksum(weights: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(weights.view(torch.uint8).numpy().data)

@@ -70,7 +70,11 @@ class StepTraces(DeviceWatcher):
             from torch._C._profiler import _ExperimentalConfig
             from torch.profiler import profile
 
-            every_thread = _ExperimentalConfig(profile_all_threads=True)
+            every_thread: Any = None
+            try:
+                every_thread = _ExperimentalConfig(profile_all_threads=True)
+            except TypeError:
+                logger.warning("trace.profiler: this PyTorch records no operators of the devices' threads")
             self._profile = profile(profile_memory=True, experimental_config=every_thread)
             self._profile.start()
 
@@ -113,10 +117,9 @@ class StepTraces(DeviceWatcher):
         """Yield the tasks of a finished step, each with its start by the host's clock."""
         step, update = result.step, result.update()
         spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
-        for landed in update.directions:
-            layers = range(landed.layer, landed.layer + 1)
-            directions = DeviceSpan(TaskKind.ORTHOGONALISE, landed.start, landed.end, layers=layers)
-            spans.append((landed.device, directions))
+        for one in update.directions:
+            layers = range(one.layer, one.layer + 1)
+            spans.append((one.device, DeviceSpan(TaskKind.ORTHOGONALISE, one.start, one.end, layers=layers)))
         for device, span in spans + self._copies.get(step, []):
             task = Task(
                 *(device, span.kind, span.seconds, span.layers, span.micro_batch),

@@ -43,7 +43,7 @@ from torchround.optim import (
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import KernelKind, get_kernels
 from torchround.optim.range_threads import RangeThreads
-from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, look_ahead_, update_
+from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
 
 
 @dataclass
@@ -113,8 +113,12 @@ class Updater(Worker):
     def enter(self) -> None:
         use_threads_here(self._num_threads)
         if self._compiles:
-            store, predicts = self._store, self._store.policy.predicts
-            each = (KernelKind.of(b, predicts) for own in store.owned for b in self._buffers(own, store.step))
+            step, predicts = self._store.step, self._store.policy.predicts
+            each = (
+                KernelKind.of(buffers, predicts)
+                for bundle in self._store.owned
+                for buffers in bundle.update_buffers(self._written_weights(bundle, step), step)
+            )
             kinds = {kind for kind in each if kind is not None}
             self._kernels = get_kernels(kinds, self._while_compiling, self._threads)
 
@@ -122,27 +126,25 @@ class Updater(Worker):
         self._threads.close()
 
     def is_begun(self, step: int) -> bool:
-        """Tell whether the update of a step has begun, and so has to be completed."""
         return self._begun == step
 
     def fault(self, task: Task | None, error: BaseException) -> None:
         """Report an error that ends this thread."""
         failure = self._exchange.located(error)
-        self._board.fail(failure or self._failure(task, error, self._store.is_consistent))
+        if failure is None:
+            failure = PipelineError.of(error, FaultLocation(self.actor) if task is None else task.location)
+            if not self._store.is_consistent:
+                why = "a second try failed too" if self._overcome else "some layers are updated"
+                if self._host_optimizer is not None:
+                    why = "a part of the weights may be updated"
+                failure.store_is_consistent = False
+                failure.add(f"{why}: {MIXED}")
+        self._board.fail(failure)
 
     def overcome(self, error: BaseException) -> None:
         """Keep an error of which the update is independent, to report it once the store is whole."""
-        self._overcome = self._overcome or self._failure(self.task, error)
-
-    def _failure(self, task: Task | None, error: BaseException, leaves_whole: bool = True) -> PipelineError:
-        failure = PipelineError.of(error, FaultLocation(self.actor) if task is None else task.location)
-        if not leaves_whole:
-            why = "a second try failed too" if self._overcome else "some layers are updated"
-            if self._host_optimizer is not None:
-                why = "a part of the weights may be updated"
-            failure.store_is_consistent = False
-            failure.add(f"{why}: {MIXED}")
-        return failure
+        assert self.task is not None, "only a task of an update has such an error"
+        self._overcome = self._overcome or PipelineError.of(error, self.task.location)
 
     def _while_compiling(self) -> None:
         self._board.raise_if_stopped()
@@ -170,20 +172,20 @@ class Updater(Worker):
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
         squares: dict[int, list[float]] = {bundle.index: []}
-        for segment in bundle.segments:
+        for index, segment in enumerate(bundle.segments):
             # Parameter by parameter, so that the sums do not depend on the layout.
             found = [float(sum_of_squares(gradient[p.start : p.stop])) for p in segment.parameters]
             key = -1 - bundle.index if segment.rule.uses_direction else bundle.index
             squares.setdefault(key, []).extend(found)
             if segment.direction is not None:
                 self._board.observer.touched([gradient, *segment.parts.values()], [segment.direction])
-                buffers = bundle.update_buffers(segment, bundle.version(step + 1), step)
+                every = [*bundle.update_buffers(bundle.version(step + 1), step)]
                 # The momentum stays as it is, so a skipped step changes nothing.
-                look_ahead_(buffers, self._direction_scale(step))
+                look_ahead_(every[index], self._direction_scale(step))
         self._squares |= {key: math.fsum(found) for key, found in squares.items()}
 
     def _direction_scale(self, step: int) -> float:
-        """Return the factor on gradients of parameters with directions. It undoes the loss scale, and clips nothing."""
+        """Undo the loss scale of gradients of parameters with directions, and clip nothing."""
         return 1.0 / self._store.loss_scaling.scale_of(step)
 
     def end_pass(self, pass_: Pass) -> None:
@@ -214,7 +216,7 @@ class Updater(Worker):
             self._begin_update(decision)
 
     def _take_norm(self, decision: Decision) -> float:
-        """Get the squared norms of all machines, and return the norm of the whole gradient."""
+        """Get the squared norms of all machines, and from them the norm of the whole gradient."""
         report = decision.report
         self._squares = self._exchange.all_squares(decision.step, self._squares)
         report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
@@ -316,14 +318,8 @@ class Updater(Worker):
             target.copy_(source)
 
     def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
-        """Return the device weights that step `step`'s update writes."""
         # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
         return bundle.fp32_weight if self._store.lags(bundle) else bundle.version(step + 1)
-
-    def _buffers(self, bundle: Bundle, step: int) -> list[UpdateBuffers]:
-        """Return what the update of step `step` reads and writes, segment by segment."""
-        written = self._written_weights(bundle, step)
-        return [bundle.update_buffers(segment, written, step) for segment in bundle.segments]
 
     def _update_bundle(
         self,
@@ -340,7 +336,7 @@ class Updater(Worker):
             return
         self._board.observer.touched(reads=bundle.inputs(step), writes=[*bundle.state(), written])
         scale, predicts = self._factor(bundle, decision), self._store.policy.predicts
-        for buffers, done in zip(self._buffers(bundle, step), progress, strict=True):
+        for buffers, done in zip(bundle.update_buffers(written, step), progress, strict=True):
             kind = KernelKind.of(buffers, predicts) if kernels else None
             update_(
                 buffers,
@@ -381,7 +377,7 @@ class Updater(Worker):
 
 
 def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:
-    """Return names and fp32 views of the trained weights, as a `HostOptimizer` is bound to them."""
+    """List names and fp32 views of the trained weights, as a `HostOptimizer` is bound to them."""
     # In the order of the model's own parameters, by which PyTorch numbers them in a saved state.
     weights: dict[str, Tensor] = {}
     for location in itertools.chain.from_iterable(store.locations):

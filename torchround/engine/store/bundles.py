@@ -28,9 +28,8 @@ SPLIT_ELEMENTS = 2**20
 # The kinds of weights in checkpoints, whose tensors have the names `<kind>/<parameter>`.
 WEIGHTS = "weights"
 RESIDUAL = "residual"
-# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
-# The word is from an early release: these are not the float32 weights. It stays, so that
-# checkpoints already written load.
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is from an early
+# release: these are not the float32 weights. It stays, so that checkpoints already written load.
 OLDER_WEIGHTS = "master_"
 
 
@@ -105,7 +104,6 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """The number of its elements, gaps between parameters included."""
         return self.stop - self.start
 
     @property
@@ -141,23 +139,6 @@ def _state_of(rule: UpdateRule, state_format: StateFormat) -> str:
     return f"{', '.join(value.name for value in rule.values) or 'no state'} ({state_format.name})"
 
 
-@dataclass(frozen=True)
-class MappedRange:
-    """Consecutive elements of a bundle, from element `start` on, in one flat tensor.
-
-    If they are in a `file`, they begin at its byte `begin`, and `memory` maps them.
-    """
-
-    start: int
-    memory: Tensor
-    file: FileTensor | None = None
-    begin: int = 0
-
-    def part(self, start: int, stop: int) -> "MappedRange":
-        begin = self.begin + start * self.memory.itemsize
-        return MappedRange(self.start + start, self.memory[start:stop], self.file, begin)
-
-
 @dataclass
 class Bundle:
     """Parameters with common flat buffers. `layers`, whose names `name` has, use it, in model order; several are tied.
@@ -165,8 +146,8 @@ class Bundle:
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
     is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
-    hold the optimizer's state. A frozen bundle has device weights only, or `mapped` memory in their place: files that
-    are only read.
+    hold the optimizer's state. A frozen bundle has device weights only, or in their place what is `mapped`: flat tensors
+    in files that are only read, each from an element of the bundle on.
 
     A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that share the bundle;
     the host sums them in fp32.
@@ -183,7 +164,7 @@ class Bundle:
     numel: int
     segments: tuple[Segment, ...] = ()
     device_weights: list[Tensor] = field(default_factory=list)
-    mapped: tuple[MappedRange, ...] = ()
+    mapped: tuple[tuple[int, FileTensor], ...] = ()
     owner: int = 0
     is_owned: bool = True
     adds_up: bool = False
@@ -206,7 +187,7 @@ class Bundle:
         return self.device_weights[version % len(self.device_weights)]
 
     def newest(self, version: int) -> Tensor:
-        """Return the buffer that decides the weights; `version` is the newest one. Split weights need the residual too."""
+        """Choose the buffer that decides the weights; `version` is the newest one. Split weights need the residual too."""
         return self.version(version) if self.weight is None else self.weight
 
     def values(self, parameter: FlatParameter, version: int) -> Tensor:
@@ -254,20 +235,21 @@ class Bundle:
     def _named(self, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"{kind}/{p.name}": p.view(flat) for kind, flat in kinds.items() for p in self.parameters}
 
-    def update_buffers(self, segment: Segment, written: Tensor, step: int) -> UpdateBuffers:
-        """Return what an update of a segment reads and writes, after `step` steps. It makes `written` of the whole bundle."""
-        elements = slice(segment.start, segment.stop)
-        return UpdateBuffers(
-            rule=segment.rule,
-            format=segment.format,
-            weight=None if self.weight is None else self.weight[elements],
-            residual=None if self.residual is None else self.residual[elements],
-            current=self.version(step)[elements],
-            written=written[elements],
-            parts=segment.parts,
-            gradient=None if self.gradient is None else self.gradient[elements],
-            direction=segment.direction,
-        )
+    def update_buffers(self, written: Tensor, step: int) -> Iterator[UpdateBuffers]:
+        """Yield what an update after `step` steps, which makes `written`, reads and writes, segment by segment."""
+        for segment in self.segments:
+            elements = slice(segment.start, segment.stop)
+            yield UpdateBuffers(
+                rule=segment.rule,
+                format=segment.format,
+                weight=None if self.weight is None else self.weight[elements],
+                residual=None if self.residual is None else self.residual[elements],
+                current=self.version(step)[elements],
+                written=written[elements],
+                parts=segment.parts,
+                gradient=None if self.gradient is None else self.gradient[elements],
+                direction=segment.direction,
+            )
 
     def inputs(self, step: int) -> list[Tensor]:
         """Return the buffers that an update after `step` steps reads and leaves as they are."""
@@ -280,9 +262,12 @@ class Bundle:
         found = [flat for flat in (self.weight, self.residual) if flat is not None]
         return found + [flat for segment in self.segments for flat in segment.parts.values()]
 
-    def sources(self, version: int) -> Sequence[MappedRange]:
-        """Return the host memory that a version is uploaded from. Gaps between parameters in mapped files have none."""
-        return self.mapped or (MappedRange(0, self.version(version)),)
+    def sources(self, version: int) -> Sequence[tuple[int, Tensor]]:
+        """List the host memory that a version is uploaded from, each part with its first element in the bundle.
+
+        Gaps between parameters in mapped files have none.
+        """
+        return [(start, in_file.memory) for start, in_file in self.mapped] or [(0, self.version(version))]
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -373,7 +358,7 @@ def parameter_facts(model: LayeredModel) -> dict[str, ParameterFacts]:
 
 
 def _parameter_uses(model: LayeredModel) -> dict[int, tuple[str, nn.Parameter, list[int]]]:
-    """Return, by its identity, each parameter with the name of its first use and all layers that use it."""
+    """Find, by its identity, each parameter with the name of its first use and all layers that use it."""
     uses: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
     for index, (layer_name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
         for path, parameter in layer.named_parameters():
@@ -408,20 +393,20 @@ def stored_numel(numel: int) -> int:
 
 def mapped_ranges(
     bundle: Bundle, mapped: Mapping[str, Sequence[FileTensor]], dtype: torch.dtype
-) -> Iterator[MappedRange]:
-    """Yield the ranges of a frozen bundle's mapped parameters, which files hold as consecutive flat tensors."""
+) -> Iterator[tuple[int, FileTensor]]:
+    """Yield `Bundle.mapped` of a frozen bundle. Files hold each of its parameters as consecutive flat tensors."""
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
     for parameter in bundle.parameters:
         start = parameter.start
         for in_file in mapped[parameter.name]:
             memory = in_file.memory
             assert memory.dtype == dtype, f"{parameter.name}: {memory.dtype}, not {dtype}"
-            yield MappedRange(start, memory, in_file, in_file.begin)
+            yield start, in_file
             start += memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 
 
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds parameter `path`, and the parameter's name in it."""
+    """Find the submodule that holds parameter `path`, and the parameter's name in it."""
     prefix, _, name = path.rpartition(".")
     return layer.get_submodule(prefix), name

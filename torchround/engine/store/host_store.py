@@ -8,6 +8,7 @@ contiguous copy, an update one pass over flat memory, and a checkpoint a set of 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,8 @@ class HostStore:
         self.policy = policy
         self.gradient_dtype = gradient_dtype or dtype
         self.optimizer = optimizer or make_optimizer(AdamWTable())
-        self.splits_weights = (
-            dtype == torch.bfloat16 and policy.splits_weights and self.optimizer.splits_weights
-        )
+        can_split = policy.splits_weights and self.optimizer.splits_weights
+        self.splits_weights = dtype == torch.bfloat16 and can_split
         self.step = 0
         self.applied_updates = 0
         self.refreshes = 0  # how often the weights were written as a whole
@@ -168,7 +168,7 @@ class HostStore:
                 device_weights.copy_(newest)
 
     def lags(self, bundle: Bundle) -> bool:
-        """Tell whether the bundle's device weights are one version older than its fp32 weights between steps."""
+        """Decide by the stale layers if a bundle's device weights are one version behind its fp32 weights between steps."""
         return bundle.trainable and bundle.layers[0] < self.stale_layers
 
     def set_stale_layers(self, stale_layers: int) -> None:
@@ -206,9 +206,8 @@ class HostStore:
         if not (lr is None or is_legal):
             raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
         self.prediction = lr
-        # Version v belongs to buffer v modulo their number, but the views were filled as of the
-        # store's own step: a buffer that holds version `self.step - age` must come to where `step -
-        # age` belongs, `step - self.step` places on.
+        # Version v belongs to buffer v modulo their number, but the views were filled as of the store's own step: a buffer
+        # that holds version `self.step - age` must come to where `step - age` belongs, `step - self.step` places on.
         places, self.step = step - self.step, step
         self.applied_updates = applied_updates
         self.stale_layers = stale_layers
@@ -218,8 +217,7 @@ class HostStore:
             if not holds_older_weights:
                 self.renew(bundle)
             if lr is not None:  # as the last update did (`UpdatePolicy.predicts`)
-                for segment in bundle.segments:
-                    buffers = bundle.update_buffers(segment, bundle.version(step), step)
+                for buffers in bundle.update_buffers(bundle.version(step), step):
                     predict_(buffers, lr=lr, update=applied_updates)
             # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
             elif not self.lags(bundle) and bundle.residual is None:
@@ -308,9 +306,8 @@ class HostStore:
 
         Split weights take memory in fp32 for the block. `refresh_device_weights` comes after the last one.
         """
-        return {
-            name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in self._held().items()
-        }
+        held = self._held().items()
+        return {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}
 
     def _held(self) -> dict[str, tuple[Bundle, FlatParameter]]:
         held = [bundle for bundle in self.bundles if not (bundle.mapped or bundle.is_remote)]
@@ -366,12 +363,10 @@ class HostStore:
         return [self.bundles[i] for i in dict.fromkeys(location.bundle for location in self.locations[layer])]
 
     def stage_bytes(self, stage: Stage) -> int:
-        """Return the bytes of one upload of a stage's weights."""
         layers = range(stage.start, stage.stop)
         return sum(bundle.numel for i in layers for bundle in self.layer_bundles(i)) * self.dtype.itemsize
 
     def num_parameters(self) -> int:
-        """Return the number of parameters, shared ones counted once."""
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
@@ -388,9 +383,7 @@ class HostStore:
             return
 
         # Devices never touch what follows, so page-locking would gain nothing.
-        def unlocked(numel: int, dtype: torch.dtype) -> Tensor:
-            return self._flat(numel, dtype, for_devices=False)
-
+        unlocked = partial(self._flat, for_devices=False)
         if self.splits_weights:
             bundle.residual = unlocked(bundle.numel, torch.int16)
         else:
@@ -423,7 +416,7 @@ class _WeightValues(Mapping[str, Tensor]):
 
 
 def _spare(bundle: Bundle) -> Tensor:
-    """Return room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
+    """Find room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
     weights = bundle.device_weights[0]
     if bundle.gradient is None or bundle.gradient.itemsize < weights.itemsize:
         return torch.empty_like(weights)

@@ -99,19 +99,15 @@ class StageComputation:
         self._reads_output = reads_output
         self._loss_factor = loss_factor
         self._hidden: Hidden | None = None  # what the last layer that ran returned
-        self._next = min(
-            layers
-        )  # the next layer to run; from then on the layer above the next one to differentiate
+        # The next layer to run; from then on the layer above the next one to differentiate.
+        self._next = min(layers)
         self._repeated: list[Hidden | None] = []  # inputs of layers that run again before their backward
         self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
         self.loss: Tensor | None = None
         self.kept: dict[int, list[Tensor]] = {}
 
     def run_to(self, stop: int) -> Hidden:
-        """Run the layers below `stop`, and return what the last one returned.
-
-        All have to run before `backward`.
-        """
+        """Run the layers below `stop`, and return what the last one returned. All have to run before `backward`."""
         while self._next < stop:
             below, hidden = self._hidden, self._inputs.get(self._next, self._hidden)
             if self._next < self._graphs_from:

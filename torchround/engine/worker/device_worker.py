@@ -26,13 +26,7 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.compute import (
-    LayerCall,
-    StageComputation,
-    bind,
-    checked_loss,
-    unbind,
-)
+from torchround.engine.worker.compute import LayerCall, StageComputation, bind, checked_loss, unbind
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
 from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
@@ -130,8 +124,7 @@ class DeviceWorker:
         self._job = job.task
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         upload, self._upload = self._upload or self._start_upload(job), None
-        # The optimizer may need this device's last gradients before it can complete
-        # the weights that are missing.
+        # The optimizer may need this device's last gradients before it can complete the weights that are missing.
         if upload.blocked:
             self._flush()
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
@@ -250,8 +243,7 @@ class DeviceWorker:
 
     def wait(self, value: Value[T]) -> T:
         """Wait for a value of another device."""
-        # Held gradients go first: what is awaited may depend on an update that needs
-        # them, and then both would hang.
+        # Held gradients go first: what is awaited may depend on an update that needs them, and then both would hang.
         if not value.happened:
             self._flush()
         return self.board.wait(value)
@@ -264,8 +256,7 @@ class DeviceWorker:
 
     def location(self, state: WorkerState) -> FaultLocation:
         job, position = state
-        actor = f"device {self.device.name}"
-        names = self.setup.model.names
+        actor, names = f"device {self.device.name}", self.setup.model.names
         if isinstance(job, StageTask):
             layers = tuple(names[job.stage.start : job.stage.stop])
             return FaultLocation(actor, job.stage.kind.value, layers, position)
@@ -317,8 +308,7 @@ class StageRun:
             layers = self._device.run(Stream.COMPUTE, partial(binding, own_dtypes), [self._weights.memory])
         else:
             layers = binding(own_dtypes)
-        compiler = setup.settings.compiler
-        if compiler is None:
+        if (compiler := setup.settings.compiler) is None:
             return layers
         return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
 
@@ -331,8 +321,8 @@ class StageRun:
             self._fused(micro_batch)
         else:
             self._backward(micro_batch)
-        # After everything is sent: a layer may pass a part of its input on unchanged, and then the copy that
-        # `send` makes of the result still reads the input's slot.
+        # After everything is sent: a layer may pass a part of its input on unchanged, and then the copy that `send` makes of
+        # the result still reads the input's slot.
         self._activations.end_micro_batch()
 
     def _forward(self, m: int) -> None:
@@ -342,8 +332,8 @@ class StageRun:
         names = self._names if pass_.training else {}
         records = {layer: partial(recording, kept) for layer, kept in names.items()}
         forward = StageComputation(self._layers, inputs, micro_batch, stage.stop, around=records)
-        # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
-        # need not hold all of it at once.
+        # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage need not hold all
+        # of it at once.
         layers = range(stage.start + 1, stage.stop + 1)
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
         first = stage.start

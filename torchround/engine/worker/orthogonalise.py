@@ -71,7 +71,7 @@ def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
 
 
 def directed_bundles(store: HostStore) -> list[Bundle]:
-    """Return this machine's bundles with such parameters, in the order in which their gradients land."""
+    """List this machine's bundles with such parameters, in the order in which their gradients land."""
     return [bundle for bundle in reversed(store.owned) if directed_parameters(bundle)]
 
 
@@ -124,13 +124,11 @@ def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
 
 
 def piece_elements(shape: Sequence[int]) -> int:
-    """Return the elements of the largest piece of a parameter of `shape`."""
     *stack, rows, columns = shape
     return rows * columns * min(max(PIECE_ELEMENTS // (rows * columns), 1), math.prod(stack))
 
 
 def slot_bytes(shape: Sequence[int]) -> int:
-    """Return the device memory of the two slots for a parameter of `shape`."""
     return 2 * 2 * piece_elements(shape)
 
 

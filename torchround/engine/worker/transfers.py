@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +26,6 @@ from torchround.engine.buffer_reservation import PassShape
 from torchround.engine.device import Event, Stream
 from torchround.engine.errors import FaultLocation
 from torchround.engine.passes import HostTensors, Pass, StageJob
-from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.worker.slots import (
@@ -38,7 +38,7 @@ from torchround.engine.worker.slots import (
     flatten,
     unflatten,
 )
-from torchround.layer import Batch, Hidden, aligned
+from torchround.layer import Batch, FileTensor, Hidden, aligned
 from torchround.planning.host_buffers import LOSS_BYTES, restarted_layers
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS, ROUNDING_ELEMENTS
 from torchround.planning.partition import StageKind
@@ -148,11 +148,10 @@ class WeightUpload(BundleTransfer):
             if bundle.trainable:
                 version = self.versions[used.use] = job.pass_.version_read(bundle, used.layer, job.task)
             # Several sources if the weights are mapped from files, one tensor each.
-            for source in bundle.sources(version):
-                start, numel = used.start + source.start, source.memory.numel()
+            for start, source in bundle.sources(version):
                 # Each bundle has an event: the optimizer may overwrite the version as soon as it has gone up.
                 access, what = job.uploads.get(used.use), "an uploaded version"
-                yield Piece(used, start, numel, access, what, source.memory)
+                yield Piece(used, used.start + start, source.numel(), access, what, source)
 
     def finish(self) -> Event:
         """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
@@ -266,38 +265,37 @@ class FileReader(Worker):
         does, because no other thread uses the ring.
         """
         reads, pieces = [], []
-        for mapped in used.bundle.mapped:
+        for first, mapped in used.bundle.mapped:
             size = READER_BUFFER_BYTES // mapped.memory.itemsize
             for start in range(0, mapped.memory.numel(), size):
-                part = mapped.part(start, min(start + size, mapped.memory.numel()))
+                memory = mapped.memory[start : start + size]
+                part = replace(mapped, memory=memory, begin=mapped.begin + start * memory.itemsize)
                 buffer = next(self._ring)
                 run = partial(self._read, part, buffer.content)
                 read = Task("read of weights in files", step, self._location, run)
                 reads.append(read.declare(writes=[buffer]))
                 upload = Task("upload of weights in files", step, self._location)
                 [access] = upload.declare(reads=[buffer]).accesses
-                source = buffer.content.memory[: part.memory.nbytes].view(part.memory.dtype)
-                place, what = used.start + part.start, "an uploaded piece of a file"
+                source = buffer.content.memory[: memory.nbytes].view(memory.dtype)
+                place, what = used.start + first + start, "an uploaded piece of a file"
                 pieces.append(Piece(used, place, source.numel(), access, what, source))
         if reads:
             self.put(reads)
         return pieces
 
-    def _read(self, part: MappedRange, buffer: HostBuffer) -> None:
+    def _read(self, part: FileTensor, buffer: HostBuffer) -> None:
         """Read a range of a file into a buffer. Raises `OSError`, which names the file."""
         content = buffer.memory[: part.memory.nbytes]
         self._board.observer.touched(reads=(), writes=[content])
-        file = part.file
-        assert file is not None, "the range is in memory, not in a file"
         space, begin = content.numpy().data, part.begin
         while space:
             try:
-                num_read = os.preadv(file.descriptor, [space], begin)
+                num_read = os.preadv(part.descriptor, [space], begin)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, str(file.path)) from error
+                raise OSError(error.errno, error.strerror, str(part.path)) from error
             if num_read == 0:
                 raise OSError(
-                    f"{file.path} was cut short while the run used it: it ends before byte {begin + 1}"
+                    f"{part.path} was cut short while the run used it: it ends before byte {begin + 1}"
                 )
             space, begin = space[num_read:], begin + num_read
 
@@ -321,8 +319,7 @@ class ActivationTransfers:
         self._sizes = worker.setup.sizes
         self.hidden_in, self.gradients_in, self._kept_in = (SlotRing(device) for _ in range(3))
         self._out, self._kept_out = SlotRing(device), SlotRing(device)
-        # By position in the round: space for a micro-batch's integers, and the
-        # micro-batch whose integers it holds.
+        # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, Batch]] = {}
         # For inputs of layers inside a stage, of two micro-batches: one computes while those of the next one arrive.
@@ -431,8 +428,7 @@ class ActivationTransfers:
             device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[start:stop], value.memory)
             start = stop
         uploaded = device.record(Stream.ACTIVATION_UPLOAD, "an uploaded input")
-        # As soon as the copies are enqueued: the next writer of a buffer waits for
-        # `uploaded`, not for this stage.
+        # As soon as the copies are enqueued: the next writer of a buffer waits for `uploaded`, not for this stage.
         for value in values:
             value.reader_ends(uploaded, self._pool)
         return uploaded
@@ -461,8 +457,7 @@ class ActivationTransfers:
         tensors, structure = flatten(hidden)
         packing = Packing.of(tensors, structure)
         nbytes = self._sizes.met(cut, shape, packing.nbytes) if shape else packing.nbytes
-        # Posted when enqueued, not when landed: the reader's stream waits for
-        # `landed`, its thread for nothing.
+        # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for nothing.
         self._board.post(value, self._send(self._out, tensors, packing, readers, nbytes))
 
     def send_kept(
@@ -497,7 +492,7 @@ class ActivationTransfers:
         # Devices that used the buffer for something else may still read it.
         for event in buffer.busy:
             device.wait(Stream.ACTIVATION_DOWNLOAD, event, "a free host buffer")
-        source = slot.memory[: packing.nbytes]
-        device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory[: packing.nbytes], source)
+        nbytes = packing.nbytes
+        device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory[:nbytes], slot.memory[:nbytes])
         landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD, "sent tensors")
         return HostTensors(buffer, packing, landed, readers)
