@@ -216,8 +216,6 @@ MISTAKES = {
     "a hub name": (("--model", "Qwen/Qwen3", *ASKED), "not downloaded"),
     "a folder of something else": (("--model", ".", *ASKED), "config.json cannot be read"),
     "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
-    "a file without prompts": ((*TOY, "--prompts", "empty.txt"), "empty.txt holds no prompt"),
-    "a missing file of prompts": ((*TOY, "--prompts", "none.txt"), "none.txt cannot be read"),
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
     "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "--content: given"),

@@ -194,8 +194,11 @@ def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
 # The folder of a released model.
 
 
-def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
-    """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
+def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
+    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
+
+    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
+    """
     folder = options.config.model.hf_path
     assert folder is not None, "the config checks want a flavor, a shape or hf_path"
     path = Path(os.path.expanduser(folder)) / "config.json"
@@ -203,17 +206,9 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
     try:
-        return path, read_object(path)
+        content = read_object(path)
     except HFError as error:
         raise options.error("model.hf_path", str(error)) from error
-
-
-def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
-    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
-
-    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
-    """
-    path, content = _read_config_json(options)
     _refuse_another_family(options, family, path, content.get("model_type"))
     if (kind := quantised_kind(content)) is not None:
         raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")

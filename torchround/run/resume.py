@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,6 @@ def find_checkpoint(
 
 
 def given_folder(config: Config) -> Path | None:
-    """Return the folder that `checkpoint.load_path` names."""
     path = config.checkpoint.load_path
     return None if path is None else Path(os.path.expanduser(path))
 
@@ -180,8 +179,7 @@ def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) ->
             logger.warning("%s was trained with other settings: %s", path, change)
     else:
         if not _changes(loaded.state, config, MODEL_KEYS):
-            longer = "training.steps" if config.data.epochs is None else "training.steps or data.epochs"
-            instead += f", or raise {longer} to continue with the new settings"
+            instead += ", or raise training.steps or data.epochs to continue with the new settings"
         raise RunError(
             f"{path}: the run is complete, and it was trained with other settings: {', '.join(changes)}. Nothing would "
             f"be trained with the new ones. {instead}"
@@ -205,16 +203,19 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class StartingWeights:
     """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0 with `store`."""
 
-    def __init__(self, config: Config, store: HostStore, team: MachineTeam) -> None:
-        folder = given_folder(config)
+    config: Config
+    store: HostStore
+    team: MachineTeam
+
+    @property
+    def folder(self) -> Path:
+        folder = given_folder(self.config)
         assert folder is not None, "the config checks ask for a folder"
-        self.folder = folder
-        self.config = config
-        self.store = store
-        self.team = team
+        return folder
 
     def load(self, names: Collection[str]) -> None:
         """Fill the weights `names` of the store, as they lie in its memory. Raises `RunError`."""
@@ -232,7 +233,6 @@ class StartingWeights:
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a part of the newest weights."""
     return name.partition("/")[0] in (WEIGHTS, RESIDUAL)
 
 
