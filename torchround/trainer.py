@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
@@ -302,8 +303,8 @@ class Trainer:
         engine.step(lr)
         tokens = self._position.tokens + result.num_labels
         # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
-        validation = self._position.validation
-        position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation and validation.later())
+        validation = self._position.validation and replace(self._position.validation, loss=None)
+        position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation)
         self._checkpoints.positions.append(position)
         self._reports.add(Dispatched(result, position, lr, batch.num_tokens))
         return result

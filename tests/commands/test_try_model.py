@@ -195,22 +195,12 @@ def test_another_type_than_the_files_is_converted(trained, folders, capsys):
 def test_chats_are_written_by_the_template_up_to_the_answer(folders, capsys, tmp_path):
     folder = shutil.copytree(folders["llama3"], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "<|eos|> or not"}]
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + json.dumps("hello") + "\n")
-    chats = ("--model", str(folder), "--chat", "--prompts", "chats.jsonl", "--max-tokens=8")
+    chats = ("--model", str(folder), "--chat", "--prompt", "<|eos|> or not", "hello", "--max-tokens=8")
     guarded, plain = results(capsys, *chats)
     assert (guarded["prompt"], plain["prompt"]) == ("<|eos|> or not", "hello")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)["input_ids"]
     assert [plain["text"]] == continued(model, [ids], 8)
-
-
-def test_a_file_of_prompts_has_one_in_each_line(folders, capsys, tmp_path):
-    (tmp_path / "prompts.txt").write_text("first\n\n  second\n")
-    (tmp_path / "prompts.jsonl").write_text('"a\\nb"\n{"prompt": "c"}\n')
-    for file, expected in (("prompts.txt", ["first", "  second"]), ("prompts.jsonl", ["a\nb", "c"])):
-        found = results(capsys, "--model", str(folders["llama3"]), "--prompts", file, "--max-tokens=1")
-        assert [line["prompt"] for line in found] == expected
 
 
 # Mistakes.
@@ -226,9 +216,6 @@ MISTAKES = {
     "a hub name": (("--model", "Qwen/Qwen3", *ASKED), "not downloaded"),
     "a folder of something else": (("--model", ".", *ASKED), "config.json cannot be read"),
     "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
-    "a file without prompts": ((*TOY, "--prompts", "empty.txt"), "empty.txt holds no prompt"),
-    "a missing file of prompts": ((*TOY, "--prompts", "none.txt"), "none.txt cannot be read"),
-    "a line that is no prompt": ((*TOY, "--prompts", "odd.jsonl"), "odd.jsonl, line 2"),
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
     "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "--content: given"),
@@ -245,7 +232,6 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, 
     shutil.copytree(folders["llama3"], tmp_path / "toy")
     remove_tokenizer(shutil.copytree(folders["llama3"], tmp_path / "untold"))
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "odd.jsonl").write_text('"one"\n{"text": "two"}\n')
     before = sorted(tmp_path.rglob("*"))
     arguments, message = MISTAKES[name]
     # Keys given twice: the last one counts.

@@ -1,6 +1,5 @@
 """A complete run that is asked for again: it says so only if it is the run that the config asks for."""
 
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -80,17 +79,3 @@ def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(sm
     assert COMPLETE in capsys.readouterr().out and "training.steps 5 -> 3" in caplog.text
     assert small_runs("run", "--training.steps=6", "--optimizer.lr=5e-3") == 0
     assert small_runs.saved("run")[-1] == 6 and "optimizer.lr 0.01 -> 0.005" in caplog.text
-    assert "rate jumps" not in caplog.text  # the last of six steps has the lowest rate too
-    assert small_runs("run", "--training.steps=12", "--optimizer.lr=5e-3") == 0
-    first, second = (line["lr"] for line in small_runs.steps("run")[5:7])
-    assert f"rate jumps from {first:.2e} to {second:.2e}" in caplog.text
-
-
-def test_a_checkpoint_to_start_from_that_is_not_used_is_named(small_runs, caplog):
-    assert small_runs("first") == 0 and small_runs("second") == 0
-    other = "--checkpoint.load_path=outputs/first/checkpoints/step-5"
-    assert small_runs("second", "--training.steps=6", other) == 0
-    assert re.search(r"load_path = outputs/first\S+ is not used, because .* from its own .*second", caplog.text)
-    caplog.clear()
-    assert small_runs("second", "--training.steps=7", other) == 0, "said once: from now on it is the run's own setting"
-    assert "is not used" not in caplog.text

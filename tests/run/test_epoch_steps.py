@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.support.small_run import files_of, small_runs, stop_after, write_text
+from torchround.commands.train_model import count_steps
 from torchround.config import load_config
 from torchround.data import build_loader, build_tokenizer
-from torchround.run.epoch_steps import count_steps
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]

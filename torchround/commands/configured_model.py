@@ -6,7 +6,6 @@ Every command builds them here.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions("training.seq_len", options.config.training.seq_len, config)
-        _advise_on_borrowed(options)
     try:
         model = family.build(config)
     except ModelConfigError as error:
@@ -196,8 +194,11 @@ def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
 # The folder of a released model.
 
 
-def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
-    """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
+def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
+    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
+
+    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
+    """
     folder = options.config.model.hf_path
     assert folder is not None, "the config checks want a flavor, a shape or hf_path"
     path = Path(os.path.expanduser(folder)) / "config.json"
@@ -205,17 +206,9 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
     try:
-        return path, read_object(path)
+        content = read_object(path)
     except HFError as error:
         raise options.error("model.hf_path", str(error)) from error
-
-
-def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
-    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
-
-    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
-    """
-    path, content = _read_config_json(options)
     _refuse_another_family(options, family, path, content.get("model_type"))
     if (kind := quantised_kind(content)) is not None:
         raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")
@@ -245,26 +238,6 @@ def _refuse_another_family(options: Options, given: ModelFamily, path: Path, mod
         f"{path} has {named}, which no family of torchround reads; legal: {supported}; most decoders of other types "
         f"that transformers defines, with model.family = {show(BORROWED)}",
     )
-
-
-def _advise_on_borrowed(options: Options) -> None:
-    """Warn of what makes a borrowed model slower than it needs to be, or than was asked for."""
-    if options.config.model.family != BORROWED:
-        return
-    if options.config.engine.compile is True:
-        logger.warning(
-            "engine.compile = true compiles the update alone: layers of model.family = %s stay as they are",
-            show(BORROWED),
-        )
-    _, content = _read_config_json(options)
-    for family in OWN_FAMILIES.values():
-        with suppress(ModelConfigError):
-            if content.get("model_type") in family.hf_model_types:
-                family.config_from_hf(content)
-                logger.warning(
-                    "model.family = %s runs the modules of transformers; model.family = %s has faster kernels of its own",
-                    *(show(BORROWED), show(family.name)),
-                )
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.

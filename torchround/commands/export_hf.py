@@ -225,14 +225,12 @@ class Trained:
         self._dtypes = self._released.dtypes() if self._released and request.dtype is None else {}
 
     def tensors(self) -> Iterator[ExportedTensor]:
-        """Return all weights, with adapters merged."""
         tensors = self._unstacked(self.names)
         if not self.adapters:
             return iter(tensors)
         return merge_adapters(tensors, self._pairs(), self.lora["alpha"] / self.lora["rank"])
 
     def adapter_tensors(self) -> Iterable[ExportedTensor]:
-        """Return the adapters alone, in fp32."""
         return unstack(self.adapters, self.stored, lambda name: torch.float32)
 
     def _unstacked(self, names: HFNames) -> Iterable[ExportedTensor]:

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
 from torchround.config import Config, TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
@@ -134,32 +137,16 @@ def byte_tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     others = [byte for byte in range(256) if byte not in printable]
     # The names of bytes in files of the package tokenizers: printable Latin-1 as itself, the others from U+0100 on.
     names = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": number, "content": name, **flags, "special": True}
-        for name, number in tokenizer.special.items()
-    ]
+    written = tokenizers.Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = decoders.ByteLevel()
+    # In the order of their ids, which follow those of the bytes.
+    written.add_special_tokens(sorted(tokenizer.special, key=tokenizer.special.__getitem__))
     bos = tokenizer.template_tokens["bos_token"]
-    framed = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    begins = {
-        "type": "TemplateProcessing",
-        "single": framed,
-        "pair": [*framed, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.special[bos]], "tokens": [bos]}},
-    }
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    vocabulary = {names[byte]: byte for byte in range(256)}
+    written.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.special[bos])]
+    )
     return {
-        "tokenizer.json": {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": level,
-            "post_processor": begins,
-            "decoder": level,
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-        },
+        "tokenizer.json": json.loads(written.to_str()),
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.template_tokens},
     }

@@ -19,13 +19,12 @@ from pathlib import Path
 from torchround.accelerators import deterministic_operations
 from torchround.commands import POSITIVE_COUNT, CommandError, new_parser, number
 from torchround.commands.configured_model import MISTAKES, build_model, find_weights
-from torchround.config import Config, ConfigError, MachinesTable, Options, parse_command_line
+from torchround.config import Config, MachinesTable, Options, parse_command_line
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel
-from torchround.models import ModelConfigError
-from torchround.planning.cards import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.planning.cards import DeviceSpec, device_names, find_device
 from torchround.planning.costs import Costs
 from torchround.planning.machine_report import (
     fewest_machines,
@@ -33,12 +32,10 @@ from torchround.planning.machine_report import (
     usable_bytes_per_s,
 )
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
-from torchround.planning.partition import PlanError
 from torchround.planning.plan import Plan, text_table
 from torchround.planning.plan_report import (
     PlanReport,
     changes_that_fit,
-    fits,
     gain_text,
     gains,
     kept_text,
@@ -61,7 +58,6 @@ from torchround.run.numbers import RunNumbers, run_question
 from torchround.untrusted.terminal import say
 
 MOST_ADVICE = 3
-ADVISED_RANK = 16  # of adapters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 except (OSError, ValueError) as error:
                     raise CommandError(f"--costs {given.costs}: {error}") from None
             answer = report_plan(question)
-            show_plan(options, machine, answer)
+            show_plan(machine, answer)
     except (*MISTAKES, CommandError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
@@ -107,16 +103,14 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def configured_question(
-    options: Options, vocab_size: int | None, hardware: Hardware, *, warns: bool = True
-) -> RunQuestion:
+def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
     """Return the planner's question for the configured run on `hardware`. A dry run asks it too.
 
-    `vocab_size` and `warns` as in `build_model`. The pretrained files are read only if weights stay in them, so that a
-    plan needs no download.
+    `vocab_size` as in `build_model`. The pretrained files are read only if weights stay in them, so that a plan needs no
+    download.
     """
     config = options.config
-    model = build_model(options, vocab_size, warns=warns)
+    model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
     return question_of(config, model, hardware, mapped, planned_machines(config.machines))
 
@@ -214,62 +208,34 @@ def machine_text(machine: Hardware) -> str:
     )
 
 
-def show_plan(options: Options, machine: Hardware, answer: PlanReport) -> None:
+def show_plan(machine: Hardware, answer: PlanReport) -> None:
     """Print the report, and what would make a run fit that does not. `train.py --dry-run` prints it here too."""
     lines: Iterable[str] = report_lines(answer)
     if machine.spec is not None:
         lines = chain([machine_text(machine)], lines)
     if answer.plan is None:
-        lines = chain(lines, advice(options, machine, answer.question))
+        lines = chain(lines, advice(answer.question))
     for line in filter(None, lines):
         say(line)
 
 
-def plan_with_advice(options: Options, machine: Hardware, question: RunQuestion) -> Plan:
+def plan_with_advice(question: RunQuestion) -> Plan:
     """Return the plan of a run. Raises `InfeasiblePlanError` with the changes that would help."""
     try:
         return plan_for(question)
     except InfeasiblePlanError as error:
         if error.least is None:
             raise  # keys that contradict each other, not memory
-        lines = (str(error), *advice(options, machine, question))
+        lines = (str(error), *advice(question))
         raise InfeasiblePlanError("\n".join(lines), error.least) from error
 
 
-def advice(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
+def advice(question: RunQuestion) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first."""
-    settings = chain(changes_that_fit(question), _other_runs(options, machine, question))
-    lines = [f"  with {setting}: fits" for setting in islice(settings, MOST_ADVICE)]
-    yield from lines or ["  no three changes of the config make it fit"]
-
-
-def _other_runs(options: Options, machine: Hardware, question: RunQuestion) -> Iterator[str]:
-    """Yield what fits and trains something else, or elsewhere: another type, adapters, more machines."""
-    config, fits_with = options.config, partial(_fits_with, options, machine, question)
-    if config.training.dtype == "float32" and fits_with("training", "dtype", "bfloat16"):
-        yield 'training.dtype = "bfloat16"'
-    if not config.lora.rank and fits_with("lora", "rank", ADVISED_RANK):
-        yield f"lora.rank = {ADVISED_RANK} (adapters)"
-    if machines := fewest_machines(question):
-        yield f"{machines} such machines"
-
-
-def _fits_with(
-    options: Options, machine: Hardware, question: RunQuestion, table: str, key: str, value: object
-) -> bool:
-    """Check whether the run of `question` fits with a key changed. A value that the model cannot take does not."""
-    config = options.config
-    tables = {
-        table: getattr(config, table).model_copy(update={key: value}),
-        # A plan would be for other layers or costs.
-        "engine": config.engine.model_copy(update={"plan": None}),
-    }
-    changed = replace(options, config=config.model_copy(update=tables))
-    try:
-        asked = configured_question(changed, None, machine, warns=False)
-        return fits(replace(asked, machines=question.machines))
-    except (ConfigError, ModelConfigError, PlanError, UnknownPeakError):
-        return False
+    settings = list(islice(changes_that_fit(question), MOST_ADVICE))
+    if len(settings) < MOST_ADVICE and (machines := fewest_machines(question)):
+        settings.append(f"{machines} such machines")
+    yield from (f"  with {setting}: fits" for setting in settings)
 
 
 def report_lines(report: PlanReport) -> Iterator[str]:

@@ -55,13 +55,13 @@ from torchround.planning.plan_report import gain_text, gains, host_memory, repor
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
-from torchround.run.epoch_steps import settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import (
     given_folder,
     require_same_optimizer,
     require_steps_left,
+    resumable,
     resumed_stale_layers,
 )
 from torchround.run.run_folder import RunError, RunFolder, disk_need
@@ -73,7 +73,7 @@ from torchround.run.several_machines import (
 )
 from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
-from torchround.untrusted.terminal import escape_unprintable, say
+from torchround.untrusted.terminal import Progress, escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
@@ -152,16 +152,17 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
-    plan = plan_with_advice(options, hardware, question)
+    plan = plan_with_advice(question)
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
-    config = settle_steps(options, loader, folder)
+    if config.training.steps is None:
+        config = config.with_steps(steps_of_epochs(options, loader, folder))
     samples, table = RunSamples(), config.validation
     if table.prompts:
         # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
         with_chat = reads_conversations(config.data)
-        prompts = prompts_of(table.prompts, None, tokenizer, with_chat, "validation.prompts")
+        prompts = prompts_of(table.prompts, tokenizer, with_chat, "validation.prompts")
         samples = RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
     return RunParts(
         config=config,
@@ -178,6 +179,50 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
         samples=samples,
         machines=machines,
     )
+
+
+def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
+    """Return the steps that `data.epochs` makes, so that the learning rate reaches its end with the data.
+
+    Packing depends on the length of every document, so what is left of the data is read once. Raises `ConfigError` if it
+    cannot be, or if the warm-up takes all steps.
+    """
+    config = options.config
+    try:
+        steps = count_steps(config, loader, folder)
+    except DataError as error:
+        raise options.error("data.sources", f"its steps cannot be counted: {error}") from error
+    text, warmup = (
+        f"data.epochs = {config.data.epochs} makes {steps:,} steps",
+        config.lr_schedule.warmup_steps,
+    )
+    if warmup >= steps:
+        legal = f"legal: at most {steps - 1}"
+        raise options.error("lr_schedule.warmup_steps", f"given {warmup}, and {text}; {legal}")
+    say(f"steps    {text}")
+    return steps
+
+
+def count_steps(config: Config, loader: Loader, folder: RunFolder) -> int:
+    """Count the steps done and the batches that are left, so that a resumed run may have another batch size.
+
+    `loader` is at the start of the data before and after. Raises `DataError`.
+    """
+    beginning = loader.state_dict()
+    _, done, state = next(resumable(config, folder.checkpointer()), (None, 0, {}))
+    try:
+        if (position := state.get("data")) is not None:
+            loader.load_state_dict(position)
+    except DataError:
+        # Resuming refuses this position and says why: the run must not look complete before it does.
+        return done + 1
+    counted = Progress("counting steps (training.steps = N saves this)")
+    try:
+        for _ in loader:
+            counted.advance()
+    finally:
+        loader.load_state_dict(beginning)
+    return max(done + counted.done, 1)
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:
@@ -230,7 +275,7 @@ def dry_run(options: Options) -> int:
         if config.training.steps is None:
             say(f"steps    of data.epochs = {config.data.epochs}, counted when the run starts")
     answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(options, machine, answer)
+    show_plan(machine, answer)
     stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
     need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
     say(f"disk: {need.text()}")

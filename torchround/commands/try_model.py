@@ -110,7 +110,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--seq-len", type=POSITIVE_COUNT, metavar="T", help="tokens of a window (default: the run's, or 2048)"
     )
     add("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to continue")
-    add("--prompts", type=Path, metavar="FILE", help="a prompt in each line; .jsonl: objects with prompt")
     add("--chat", action="store_true", help="write each prompt as a user's message, with the chat template")
     add("--max-tokens", type=POSITIVE_COUNT, default=64, help="most tokens of a continuation (default 64)")
     add("--temperature", type=not_negative, default=0.0, help="0 takes the most likely token (default 0)")
@@ -124,8 +123,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("give either --run FOLDER or --model FOLDER")
     if options.step is not None and options.run is None:
         parser.error("--step belongs to --run")
-    if options.perplexity is None and not options.prompt and options.prompts is None:
-        parser.error("nothing to do: give --perplexity FILE, --prompt TEXT or --prompts FILE")
+    if options.perplexity is None and not options.prompt:
+        parser.error("nothing to do: give --perplexity FILE or --prompt TEXT")
     return options, overrides
 
 
@@ -138,7 +137,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     else:
         tried = model_of_folder(options.model, overrides)
     config, tokenizer = tried.options.config, tried.tokenizer
-    prompts = prompts_of(options.prompt, options.prompts, tokenizer, options.chat)
+    prompts = prompts_of(options.prompt, tokenizer, options.chat)
     longest = max((len(prompt.tokens) + options.max_tokens for prompt in prompts), default=0)
     text = None
     if options.perplexity is not None:
@@ -420,62 +419,24 @@ class ScoredText:
 
 
 def prompts_of(
-    texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
+    texts: Sequence[str], tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
 ) -> list[Prompt]:
-    """Return the prompts of `key`, then those in a file. With `with_chat` the chat template writes them.
+    """Return the prompts of `key`. With `with_chat` the chat template writes each as a user's message.
 
-    Raises `ConfigError` for an empty prompt or a file that cannot be used, `DataError` for a template that fails.
+    Raises `ConfigError` for an empty prompt, `DataError` for a template that fails.
     """
-    asked: list[tuple[str, Any]] = [(key, text) for text in texts]
-    if file is not None:
-        asked += _read_prompts(file)
-    template = ChatTemplate(tokenizer) if with_chat and asked else None
-    prompts = []
-    for where, content in asked:
-        if not content:
-            raise ConfigError([f"{where}: an empty prompt; legal: some text"])
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        if not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        ):
-            raise ConfigError([f"{where}: legal messages: objects with role and content"])
-        if template is not None:
-            try:
-                spans = template.prompt(Conversation(tuple(messages)))
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
-            ids = [int(token) for part in encode_spans(tokenizer, spans) for token in part]
-            prompts.append(Prompt(str(messages[-1].get("content")), ids))
-        elif isinstance(content, str):
-            prompts.append(Prompt(content, tokenizer.prompt_ids(content)))
-        else:
-            raise ConfigError([f"{where}: a list of messages; --chat writes it with the chat template"])
+    if not all(texts):
+        raise ConfigError([f"{key}: an empty prompt; legal: some text"])
+    if not with_chat:
+        return [Prompt(text, tokenizer.prompt_ids(text)) for text in texts]
+    template, prompts = ChatTemplate(tokenizer) if texts else None, []
+    for text in texts:
+        assert template is not None, "there are prompts"
+        try:
+            spans = template.prompt(Conversation(({"role": "user", "content": text},)))
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+        prompts.append(
+            Prompt(text, [int(token) for part in encode_spans(tokenizer, spans) for token in part])
+        )
     return prompts
-
-
-def _read_prompts(path: Path) -> list[tuple[str, Any]]:
-    """Read where each prompt of a file is, and the prompt: a text, or a list of messages. Raises `ConfigError`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"--prompts: {path} cannot be read: {error}"]) from error
-    found: list[tuple[str, Any]] = []
-    for number_of_line, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        content: Any = line
-        where = f"{path}, line {number_of_line}"
-        if path.suffix == ".jsonl":
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError([f"{where}: not JSON: {error}"]) from error
-            content = record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
-            if not isinstance(content, str | list):
-                raise ConfigError(
-                    [f"{where}: no prompt; legal: a string, or an object with prompt or messages"]
-                )
-        found.append((where, content))
-    if not found:
-        raise ConfigError([f"--prompts: {path} holds no prompt; legal: one in each line"])
-    return found

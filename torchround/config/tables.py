@@ -191,7 +191,7 @@ class TrainingTable(Table):
 
     @property
     def num_steps(self) -> int:
-        """Return `steps`. A run sets it before it builds anything that needs it (`run/epoch_steps.py`)."""
+        """Return `steps`. A run sets it before it builds anything that needs it (`commands/train_model.py`)."""
         assert self.steps is not None, "the steps of data.epochs have not been counted yet"
         return self.steps
 

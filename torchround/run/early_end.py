@@ -18,7 +18,7 @@ from torchround.engine.passes import StepResult
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 5  # entries shown from each end of a long list
+SHOWN = 5  # first entries of a long list that are shown
 
 
 class BadStepsError(Exception):
@@ -70,10 +70,7 @@ class BadSteps:
             self._stop(f"{count} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row})")
 
     def _stop(self, reason: str) -> None:
-        shown = self._in_a_row
-        if len(shown) > 2 * SHOWN:
-            shown = [*shown[:SHOWN], f"({len(shown) - 2 * SHOWN} more)", *shown[-SHOWN:]]
-        steps = "".join(f"\n  {line}" for line in shown)
+        steps = "".join(f"\n  {line}" for line in self._in_a_row[:SHOWN])  # each had a warning of its own
         some, none = "Layers that are not named were updated", "Bad steps do not change the weights"
         self.error = BadStepsError(
             f"{reason}; the last good one: {self._last_good_step}. {some if self._some_updated else none}, and the run is saved:{steps}\nThe same "
@@ -112,10 +109,6 @@ class StopRequest:
         self._signals: Sequence[int | None] = [None]  # agreed on, by rank
         self._asked_at_s = 0.0
         self._previous: dict[int, object] = {}
-
-    @property
-    def requested(self) -> bool:
-        return self.signal_number is not None
 
     @property
     def exit_code(self) -> int:

@@ -50,7 +50,6 @@ class RunNumbers:
 
     @classmethod
     def of(cls, config: Config) -> "RunNumbers":
-        """Return those of a whole config."""
         return cls(config.training, config.engine, config.optimizer)
 
     @property
@@ -151,7 +150,6 @@ def _counted_costs(
     updates: UpdateCosts,
     matrices: Sequence[Sequence[torch.Size]],
 ) -> Callable[[int, int, int], Costs]:
-    """Return `RunQuestion.costs_for` of a model."""
     numels, dtype = layer_numels(model), numbers.training.dtype
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)

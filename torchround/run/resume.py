@@ -3,8 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.config import Config, LRScheduleTable
+from torchround.config import Config
 from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.engine.store.host_store import HostStore
-from torchround.optim import LRSchedule
 from torchround.run.run_folder import RunError
 from torchround.run.saved_forms import SavedForms
 from torchround.untrusted.terminal import terminal_safe
@@ -79,7 +77,6 @@ BEFORE: Mapping[tuple[str, str], str] = {
     ("optimizer", "state"): "exact",
 }
 MOST_COUNTED = 2**62  # upper limit of any count in a state
-JUMP = 1.2  # a learning rate that rises by this factor at a resumption is reported
 
 
 def find_checkpoint(
@@ -118,12 +115,10 @@ def find_checkpoint(
             if text := forms.rounding_text(loaded.converted):
                 logger.warning("%s: %s", loaded.path, text)
             _warn_of_changes(loaded, config)
-            _warn_of_unused_folder(loaded, config)
     return loaded
 
 
 def given_folder(config: Config) -> Path | None:
-    """Return the folder that `checkpoint.load_path` names."""
     path = config.checkpoint.load_path
     return None if path is None else Path(os.path.expanduser(path))
 
@@ -133,7 +128,7 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 
     Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
     """
-    for path, state in _resumable(config, checkpointer):
+    for path, _, state in resumable(config, checkpointer):
         kept = state.get("stale_layers")
         if type(kept) is not int:
             return given  # of a run with another `engine.update`
@@ -148,18 +143,19 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 
 def require_same_optimizer(config: Config, checkpointer: Checkpointer) -> None:
     """Raise `RunError` if the run would resume from a checkpoint of another optimizer. Only its state is read."""
-    for path, state in _resumable(config, checkpointer):
+    for path, _, state in resumable(config, checkpointer):
         _refuse_another(path, state, config, model=False)
         return
 
 
-def _resumable(config: Config, checkpointer: Checkpointer) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the checkpoints that the run may resume from with their states, the one that is tried first at the front."""
+def resumable(config: Config, checkpointer: Checkpointer) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """Yield the folders, steps and states of the checkpoints that a run may resume from, the one tried first at the front."""
     paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
     start = given_folder(config) if config.checkpoint.load == "all" else None
     for path in [*paths, *([start] if start is not None and not paths else [])]:
         try:
-            yield path, read_state(path, read_manifest(path, is_part=checkpointer.is_part))
+            manifest = read_manifest(path, is_part=checkpointer.is_part)
+            yield path, manifest.step, read_state(path, manifest)
         except CheckpointError:
             continue  # loading names the damage, and takes the checkpoint before
 
@@ -183,8 +179,7 @@ def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) ->
             logger.warning("%s was trained with other settings: %s", path, change)
     else:
         if not _changes(loaded.state, config, MODEL_KEYS):
-            longer = "training.steps" if config.data.epochs is None else "training.steps or data.epochs"
-            instead += f", or raise {longer} to continue with the new settings"
+            instead += ", or raise training.steps or data.epochs to continue with the new settings"
         raise RunError(
             f"{path}: the run is complete, and it was trained with other settings: {', '.join(changes)}. Nothing would "
             f"be trained with the new ones. {instead}"
@@ -208,16 +203,19 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class StartingWeights:
     """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0 with `store`."""
 
-    def __init__(self, config: Config, store: HostStore, team: MachineTeam) -> None:
-        folder = given_folder(config)
+    config: Config
+    store: HostStore
+    team: MachineTeam
+
+    @property
+    def folder(self) -> Path:
+        folder = given_folder(self.config)
         assert folder is not None, "the config checks ask for a folder"
-        self.folder = folder
-        self.config = config
-        self.store = store
-        self.team = team
+        return folder
 
     def load(self, names: Collection[str]) -> None:
         """Fill the weights `names` of the store, as they lie in its memory. Raises `RunError`."""
@@ -235,7 +233,6 @@ class StartingWeights:
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a part of the newest weights."""
     return name.partition("/")[0] in (WEIGHTS, RESIDUAL)
 
 
@@ -274,32 +271,9 @@ def _refuse_another(
 
 
 def _warn_of_changes(loaded: Loaded, config: Config) -> None:
-    """Warn of changed settings, and of a learning rate that jumps under another schedule."""
-    if not (changes := _changes(loaded.state, config, LOSS_KEYS)):
-        return
-    rates, before = "", loaded.state["config"]
-    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # of another release
-        table, lr = LRScheduleTable.model_validate(before["lr_schedule"]), float(before["optimizer"]["lr"])
-        reached = LRSchedule(table, lr, int(before["training"]["steps"]))(max(loaded.step - 1, 0))
-        follows = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.num_steps)(loaded.step)
-        if follows > JUMP * reached:
-            rates = (
-                f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs "
-                'that are made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a '
-                'checkpoint before it; "none" never decays'
-            )
-    message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-    logger.warning("%s%s", terminal_safe(message), rates)
-
-
-def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
-    """Warn if `checkpoint.load_path` is new, because a run that has checkpoints continues with its own."""
-    path = given_folder(config)
-    if path not in (None, loaded.path) and _changes(loaded.state, config, {"checkpoint": ("load_path",)}):
-        message = (
-            f"checkpoint.load_path = {path} is not used, because the run continues from its own {loaded.path}"
-        )
-        logger.warning("%s; another run (--run.name NAME) would start from it", terminal_safe(message))
+    if changes := _changes(loaded.state, config, LOSS_KEYS):
+        message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+        logger.warning("%s", terminal_safe(message))
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:

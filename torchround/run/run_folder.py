@@ -87,7 +87,6 @@ class RunFolder:
             self._lock = -1
 
     def checkpointer(self, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> Checkpointer:
-        """Return the checkpoints in the folder, as its machines save and load them."""
         return Checkpointer(self.checkpoints, keep_latest_k, keep_every_n_steps, self.team)
 
     def describe(self, config: Config, plan: Plan) -> None:

@@ -61,10 +61,6 @@ class ValidationProgress:
             return ValidationProgress(loss, loss, step, 0)
         return replace(self, loss=loss, since_best=self.since_best + 1)
 
-    def later(self) -> "ValidationProgress":
-        """Return the progress of the next step, which is not validated yet."""
-        return replace(self, loss=None)
-
     def stop_reason(self, patience: int) -> str | None:
         """Return why `validation.patience` ends the run, None if it does not."""
         if patience == 0 or self.since_best < patience:
@@ -270,5 +266,4 @@ class RunSamples:
 
 
 def without_end(ids: Sequence[int], stop_tokens: Sequence[int]) -> Sequence[int]:
-    """Return a continuation without the token that ended it."""
     return ids[:-1] if ids and ids[-1] in stop_tokens else ids
