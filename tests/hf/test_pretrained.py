@@ -11,7 +11,7 @@ from tests.support.small_run import tensors_in
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.pretrained import dequantise
-from torchround.untrusted import progress
+from torchround.untrusted import terminal
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
 SINGLE = "model.safetensors"
@@ -176,6 +176,6 @@ def test_reading_shows_how_much_is_read_up_to_all_of_it_and_short_reading_nothin
     weights = PretrainedWeights(release.folder, names, model.stored_shapes())
     HostStore(model).initialize(model, 0, weights.load)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(terminal, "EVERY_S", 0.0)
     HostStore(model).initialize(model, 0, weights.load)
     assert capsys.readouterr().err.splitlines()[-1].endswith("(100 %)")
