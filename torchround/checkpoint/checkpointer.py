@@ -28,7 +28,6 @@ from torchround.checkpoint.loading import (
     check_contents,
     complete_in,
     load_checkpoint,
-    nothing_is_optional,
     together,
 )
 from torchround.checkpoint.machine_team import MachineTeam
@@ -160,7 +159,7 @@ class Checkpointer(StepFolders):
     def load_latest(
         self,
         tensors: Mapping[str, Tensor],
-        optional: Callable[[str], bool] = nothing_is_optional,
+        optional: Callable[[str], bool] = lambda name: False,
         converter: Converter | None = None,
     ) -> Loaded | None:
         """Fill `tensors` in place from the newest usable checkpoint. Returns None if there are no checkpoints.

@@ -4,7 +4,7 @@ The arithmetic is the caller's (`Converter`). This room knows which tensors belo
 conversion into memory of their own, converts them, and gives the memory back before it reads much more.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,7 @@ class Conversion:
 class Converter(Protocol):
     """Knowledge of forms in which tensors may be stored: a load asks it if a checkpoint does not hold the wanted one."""
 
-    def conversions(self, stored: Layout, wanted: Layout) -> Sequence[Conversion]:
-        """Return the conversions for a checkpoint."""
+    def conversions(self, stored: Layout, wanted: Layout) -> Iterable[Conversion]: ...
 
 
 @dataclass(frozen=True)
@@ -84,5 +83,4 @@ class ReadingPlan:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Return dtype and shape of each tensor."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

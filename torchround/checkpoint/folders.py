@@ -40,7 +40,6 @@ class StepFolders:
         self.folder = Path(folder)
 
     def named(self, step: int, suffix: str = "") -> Path:
-        """Return the path of a step's folder."""
         return self.folder / checkpoint_name(step, suffix)
 
     def checkpoints(self) -> dict[int, Path]:

@@ -39,10 +39,6 @@ from torchround.planning.memory import size_text
 from torchround.untrusted.terminal import Progress
 
 
-def nothing_is_optional(name: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Loaded:
     """The result of a load besides the tensors: the step, and the state as it was given to `save`.
@@ -71,7 +67,7 @@ def open_checkpoint(path: Path, is_part: bool = False) -> Manifest:
 def load_checkpoint(
     path: Path | str,
     tensors: Mapping[str, Tensor],
-    optional: Callable[[str], bool] = nothing_is_optional,
+    optional: Callable[[str], bool] = lambda name: False,
     team: MachineTeam | None = None,
     converter: Converter | None = None,
     step: int | None = None,
@@ -97,7 +93,7 @@ def load_checkpoint(
         headers = _headers(path, manifest)
         stored = {key: entry for header in headers.values() for key, entry in header.items()}
         wanted = layout_of(tensors)
-        plan = ReadingPlan(stored, wanted, converter.conversions(stored, wanted) if converter else ())
+        plan = ReadingPlan(stored, wanted, tuple(converter.conversions(stored, wanted)) if converter else ())
         opened.append((manifest, state, plan, headers))
         return [manifest.checksum, sorted(plan.needed), sorted(plan.converted)]
 

@@ -11,10 +11,6 @@ from typing import Any
 from torchround.machines.group import LaunchError, MachineGroup
 
 
-def _gather_alone(value: Any, what: str) -> list[Any]:
-    return [value]
-
-
 @dataclass(frozen=True)
 class MachineTeam:
     """The machines of a run as a checkpoint sees them.
@@ -28,7 +24,7 @@ class MachineTeam:
     rank: int = 0
     names: Sequence[str] = ("this machine",)
     shares_folder: bool = True
-    gather: Callable[[Any, str], list[Any]] = _gather_alone
+    gather: Callable[[Any, str], list[Any]] = lambda value, what: [value]
 
     @classmethod
     def of(

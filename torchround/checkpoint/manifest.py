@@ -35,6 +35,7 @@ MOST_STATE_BYTES = 2**28
 
 FILES_PER_MACHINE = 100_000  # the number of a machine's first tensor file is its rank times this
 
+_CHECKSUM = re.compile("[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"state\.json|tensors-(\d{5,})\.safetensors")
 
 
@@ -55,7 +56,6 @@ class Manifest:
     format: int = field(default_factory=lambda: FORMAT)
 
     def encode(self) -> bytes:
-        """Return the bytes of `manifest.json`."""
         files = {
             n: {"size_bytes": file.size_bytes, CHECKSUM: file.checksum} for n, file in self.files.items()
         }
@@ -91,10 +91,9 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
         }
         manifest = Manifest(content["step"], files, content["format"])
         numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
-        checksums = [record.checksum for record in files.values()]
         # The values end up in messages, so each must be plain before they are compared as text.
         is_plain = all(map(_is_count, numbers)) and all(
-            isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text) for text in checksums
+            _CHECKSUM.fullmatch(record.checksum) for record in files.values()
         )
         unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):

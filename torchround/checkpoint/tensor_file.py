@@ -28,21 +28,22 @@ from torchround.checkpoint.uncached_io import (
 from torchround.untrusted.regular_file import open_regular
 from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 # A file takes no further tensor once it holds this much. Files stay small enough to copy and check one by one.
 FILE_BYTES = 2**30
@@ -64,7 +65,6 @@ class TensorFile:
 
     @property
     def size_bytes(self) -> int:
-        """Return the length of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -159,22 +159,21 @@ def read_header(path: Path) -> Layout:
     """Read name -> (dtype, shape), in file order. Raises `ValueError` if the tensors do not fill the file exactly."""
     with open_regular(path) as file:
         try:
-            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, _ITEM_BYTES)
+            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, ITEM_BYTES)
         except EOFError as error:
             # Callers treat a file that ends early as damaged, like any other bad header.
             raise ValueError(str(error)) from error
         left_bytes = os.fstat(file.fileno()).st_size - start
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found: Layout = {}
     end = 0
     for name, entry in entries.items():
-        if entry.dtype_name not in dtypes:
+        if entry.dtype_name not in DTYPES:
             raise ValueError(f"{name} is of the unknown type {entry.dtype_name}")
         # Tensors are read one after the other, so each must begin where the one before it ends.
         if entry.begin != end:
             raise ValueError(f"{name} begins at byte {entry.begin} instead of {end}")
         end = entry.end
-        found[name] = (dtypes[entry.dtype_name], entry.shape)
+        found[name] = (DTYPES[entry.dtype_name], entry.shape)
     if end != left_bytes:
         raise ValueError(f"its tensors take {end} of {left_bytes} bytes")
     return found

@@ -44,7 +44,6 @@ class UncachedPass:
         self._passed_bytes = self._dropped_bytes = 0
 
     def close(self) -> None:
-        """End the hashing thread."""
         self._hashing.shutdown()
 
     def pieces(self, memory: memoryview) -> Iterator[memoryview]:
@@ -123,7 +122,8 @@ class DirectFile:
             # The file's position must be a whole block before a direct transfer: `gap_bytes` fill it up.
             gap_bytes = -self._held_bytes % self._block_bytes
             whole_bytes = (len(rest) - gap_bytes) // self._block_bytes * self._block_bytes
-            if whole_bytes >= self._direct_bytes and (_address(rest) + gap_bytes) % self._block_bytes == 0:
+            address = int(np.frombuffer(rest, np.uint8).ctypes.data)
+            if whole_bytes >= self._direct_bytes and (address + gap_bytes) % self._block_bytes == 0:
                 self._hold(rest[:gap_bytes])
                 self._put_held()
                 self._put(rest[gap_bytes : gap_bytes + whole_bytes])
@@ -194,7 +194,3 @@ def _warn_once() -> None:
         "the disk takes no direct transfers (O_DIRECT): checkpoints are written through the page cache, which takes "
         "more processor time"
     )
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)

@@ -39,7 +39,6 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """Write the card."""
     return "\n".join([*_head(facts), "", *_body(facts)]) + "\n"
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.tensor_file import DTYPE_NAMES
+from torchround.checkpoint.tensor_file import DTYPES, ITEM_BYTES
 from torchround.layer import FileTensor
 from torchround.untrusted.tensor_header import read_tensor_header
 from torchround.untrusted.terminal import terminal_safe
@@ -29,8 +29,6 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PIECE_BYTES = 8 * 2**20  # read and converted at once
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -61,7 +59,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return _DTYPES.get(self.dtype_name)
+        return DTYPES.get(self.dtype_name)
 
     @property
     def known_dtype(self) -> torch.dtype:
@@ -105,7 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with open(path, "rb") as file:
             is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
             file.seek(0)
-            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, _ITEM_BYTES)
+            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, ITEM_BYTES)
     except OSError as error:
         raise HFError(f"{path} cannot be read: {error.strerror or error}") from error
     except EOFError as error:

@@ -180,7 +180,6 @@ class MachineGroup:
         return self._channels[name]
 
     def link(self, peer: int, purpose: Purpose) -> Link:
-        """Return the link to a peer for a purpose."""
         return self._links[peer, purpose]
 
     def with_each_peer(self, *calls: Callable[[int], object]) -> None:
@@ -320,18 +319,18 @@ def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: f
     to take about `seconds`. Raises `MachineError`.
     """
     channel, what = group.channel("start"), "bytes that measure the network"
-    rate, num_bytes = 0.0, trial_bytes
-    for _ in range(2):
-        bytes_per_peer = max(num_bytes // len(group.peers), 1)
+
+    def rate_of(num_bytes: float) -> float:
+        bytes_per_peer = max(int(num_bytes) // len(group.peers), 1)
         length = min(bytes_per_peer, MESSAGE_BYTES)
         messages = -(-bytes_per_peer // length)
 
-        def send(peer: int, length: int = length, messages: int = messages) -> None:
+        def send(peer: int) -> None:
             data = torch.zeros(length, dtype=torch.uint8)
             for _ in range(messages):
                 group.link(peer, Purpose.TRIAL).send(data, what)
 
-        def receive(peer: int, length: int = length, messages: int = messages) -> None:
+        def receive(peer: int) -> None:
             for _ in range(messages):
                 for _ in group.link(peer, Purpose.TRIAL).chunks(length, torch.uint8, what):
                     pass
@@ -340,6 +339,6 @@ def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: f
         start_s = time.perf_counter()
         group.with_each_peer(send, receive)
         own_rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
-        rate = min(channel.gather(own_rate, "its measured rate of the network"))
-        num_bytes = int(min(max(rate * seconds, trial_bytes), MOST_BYTES))
-    return float(rate)
+        return float(min(channel.gather(own_rate, "its measured rate of the network")))
+
+    return rate_of(min(max(rate_of(trial_bytes) * seconds, trial_bytes), MOST_BYTES))

@@ -56,9 +56,7 @@ class Link:
         self._explain = explain
         self._timeout = timeout
         self._messages_sent = self._messages_received = 0
-        self._staging = torch.empty(
-            0, dtype=torch.uint8
-        )  # of `chunks`, allocated by the first one that needs it
+        self._staging = torch.empty(0, dtype=torch.uint8)  # `chunks` allocates it when it needs it
         # Here and not in the method: gloo may still write to chunks that an error has left under way.
         self._arriving: deque[tuple[Work, Tensor]] = deque()
 

@@ -8,7 +8,7 @@ A run reads any form into what its own store keeps. Split weights and fp32 weigh
 becomes compact, or was compact, is rounded to 8 bits. Older device weights are rounded to the run's dtype.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ class SavedForms:
         values = (v for bundle in store.trained for segment in bundle.segments for v in segment.rule.values)
         return cls(values, store.optimizer.format)
 
-    def conversions(self, stored: Layout, wanted: Layout) -> Sequence[Conversion]:
-        """Return the conversions of tensors whose values are stored whole, in another form than the wanted one."""
-        return list(self._conversions(stored, wanted))
-
     def rounding_text(self, converted: Iterable[str]) -> str | None:
         """Say what the conversion into `converted` tensors loses, None if they keep every bit."""
         names = [name for name in self._values if any(key.startswith(f"{name}/") for key in converted)]
@@ -53,7 +49,8 @@ class SavedForms:
             return f"{kept} continues in float32 from values that were rounded to 8 bits"
         return f'{kept} is rounded to 8 bits (optimizer.state = "{self._own.name}"), which cannot be undone'
 
-    def _conversions(self, stored: Layout, wanted: Layout) -> Iterator[Conversion]:
+    def conversions(self, stored: Layout, wanted: Layout) -> Iterator[Conversion]:
+        """Yield the conversions of tensors whose values are stored whole, in another form than the wanted one."""
         for name, (wanted_dtype, shape) in wanted.items():
             kind, _, parameter = name.partition("/")
             if kind == WEIGHTS:

@@ -86,18 +86,13 @@ class RunMachines:
 
     def __init__(self, group: MachineGroup | None = None) -> None:
         self.group = group
-        self.rank = 0 if group is None else group.rank
-        self.size = 1 if group is None else group.size
+        self._team = team = MachineTeam.of(group, channel="start")
+        self.rank, self.size, self.names = team.rank, team.size, team.names
 
     @property
     def is_first(self) -> bool:
         """Whether this machine reports for all."""
         return self.rank == 0
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all machines for messages, by rank."""
-        return ["this machine"] if self.group is None else [str(machine) for machine in self.group.machines]
 
     def agree(self, channel: str, value: Any, what: str) -> list[Any]:
         """Return each machine's `value`, by rank. Blocks until all have given theirs. Raises `MachineError`.
@@ -121,8 +116,7 @@ class RunMachines:
         machines. `what` names the calls in messages.
         """
         made: list[T] = []
-        team = MachineTeam.of(self.group, channel="start")
-        team.together(lambda: made.append(make()), what, mistakes)
+        self._team.together(lambda: made.append(make()), what, mistakes)
         return made[0]
 
     def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
