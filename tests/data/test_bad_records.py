@@ -12,9 +12,9 @@ from tests.support.vocabularies import FAMILIES, random_text
 from torchround.config import DataTable, SourceTable
 from torchround.data import DataError, build_loader
 from torchround.data.document_types import Conversation, Document
-from torchround.data.opening import open_sources
+from torchround.data.loader import open_sources
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.tokenising import tokenise
+from torchround.data.sequence_stream import tokenise
 
 pytestmark = pytest.mark.usefixtures("small_groups")
 

@@ -17,9 +17,9 @@ from torchround.config import TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
+from torchround.data.sequence_stream import tokenise
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TemplateSources
-from torchround.data.tokenising import tokenise
 
 VOCABULARIES = {"llama3": "llama3", "gpt_oss": "gpt_oss"} | dict.fromkeys(
     ("qwen3", "qwen3_thinking", "qwen3_5", "qwen3_8"), "qwen3"

@@ -25,9 +25,9 @@ from torchround.data import DataError, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.reading_order import DocumentPiece
+from torchround.data.sequence_stream import tokenise
 from torchround.data.text.chat import REASONING, ChatTemplate
 from torchround.data.text.template_files import TemplateSources
-from torchround.data.tokenising import tokenise
 
 LOOP = conversations.LOOP + conversations.PROMPT
 FAMILIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}

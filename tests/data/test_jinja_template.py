@@ -17,8 +17,8 @@ from tests.support.batch_contents import TEMPLATE, documents, loader_of, write_l
 from tests.support.processes import is_running
 from torchround.config import TokenizerTable
 from torchround.data import DataError, build_tokenizer
-from torchround.data.text import jinja_template
-from torchround.data.text.jinja_template import compile_template
+from torchround.data.text import turns
+from torchround.data.text.turns import TemplateProcess
 from torchround.untrusted.template_process import OUT_OF_MEMORY
 
 HARMLESS = [
@@ -68,7 +68,7 @@ MESSAGES = [{"a": 1, "b": 2}, {"a": 3}]
 @pytest.mark.parametrize("source", HARMLESS)
 def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source):
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    assert compile_template(source, "t")({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
+    assert TemplateProcess(source, "t").render({"messages": MESSAGES}) == plain.render(messages=MESSAGES)
 
 
 QUICK = ["a text", "a nested width", "doubling by ~", "loops", "macros", "groups", "a deep source"]
@@ -76,18 +76,18 @@ QUICK = ["a text", "a nested width", "doubling by ~", "loops", "macros", "groups
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in HOSTILE])
 def test_a_template_that_needs_too_much_is_one_message(monkeypatch, name):
-    monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
+    monkeypatch.setattr(turns, "CPU_S", 0.2)
     with pytest.raises(DataError, match=r"error in chat template t: (it takes more than|RecursionError)"):
-        compile_template(HOSTILE[name], "chat template t")({"messages": MESSAGES})
+        TemplateProcess(HOSTILE[name], "chat template t").render({"messages": MESSAGES})
 
 
 def test_the_limit_of_time_holds_if_the_run_blocks_its_signal(monkeypatch):
     """A process is born with the signals blocked that its parent has blocked."""
-    monkeypatch.setattr(jinja_template, "CPU_S", 0.2)
+    monkeypatch.setattr(turns, "CPU_S", 0.2)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
     try:
         with pytest.raises(DataError, match="it takes more than"):
-            compile_template(HOSTILE["loops"], "t")({"messages": MESSAGES})
+            TemplateProcess(HOSTILE["loops"], "t").render({"messages": MESSAGES})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -110,7 +110,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 def test_no_template_takes_500_mb():
     ended = subprocess.run(
         [sys.executable, "-c", MEASURED],
-        input=json.dumps((jinja_template.process_command(), list(HOSTILE.values()))),
+        input=json.dumps((turns.process_command(), list(HOSTILE.values()))),
         capture_output=True,
         check=True,
         text=True,
@@ -123,7 +123,7 @@ def test_no_template_takes_500_mb():
 
 
 def test_a_template_works_again_after_a_limit_has_ended_its_process():
-    render = compile_template("{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine", "t")
+    render = TemplateProcess("{% if messages %}{{ 'a' * 10**10 }}{% endif %}fine", "t").render
     for _ in range(2):
         assert render({"messages": []}) == "fine"
         with pytest.raises(DataError, match="450 MiB of memory"):
@@ -131,7 +131,7 @@ def test_a_template_works_again_after_a_limit_has_ended_its_process():
 
 
 def test_large_conversations_and_letters_of_several_bytes_are_written():
-    assert compile_template("{{ messages[0] }}", "t")({"messages": ["é" * 10**6]}) == "é" * 10**6
+    assert TemplateProcess("{{ messages[0] }}", "t").render({"messages": ["é" * 10**6]}) == "é" * 10**6
 
 
 def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_leaves_a_position(tmp_path):
@@ -153,7 +153,7 @@ def test_a_limit_met_in_the_middle_of_the_data_names_record_and_template_and_lea
 
 
 def test_threads_get_their_own_replies():
-    render = compile_template("{{ messages[0] * 1000 }}", "t")
+    render = TemplateProcess("{{ messages[0] * 1000 }}", "t").render
 
     def is_right(name):
         return all(render({"messages": [f"{name}{n}"]}) == f"{name}{n}" * 1000 for n in range(50))
@@ -165,7 +165,7 @@ def test_threads_get_their_own_replies():
 def render_and_end():
     """Send signals to the process of a template, use it, and die."""
     os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-    render = compile_template("{{ messages }}", "t")
+    render = TemplateProcess("{{ messages }}", "t").render
     [child] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(int(child), number)

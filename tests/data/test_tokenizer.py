@@ -11,7 +11,7 @@ from tests.support.batch_contents import reading_limits
 from tests.support.vocabularies import FAMILIES, random_text, real_text, train, write
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
-from torchround.data.opening import open_sources
+from torchround.data.loader import open_sources
 from torchround.data.text.tokenizer import encode_text, splits_at
 
 

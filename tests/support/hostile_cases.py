@@ -22,7 +22,7 @@ import xxhash
 from tests.support.scenarios import trains, warm_up
 from tests.support.small_run import SmallRuns
 from torchround.commands import export_hf
-from torchround.data.text import jinja_template
+from torchround.data.text import turns
 from torchround.untrusted import template_process
 
 __all__ = ["warm_up"]  # called before the first child
@@ -122,7 +122,7 @@ def contents(folder, writable):
 
 def ask_all(requests, writable):
     """Be the child: answer each request, (folder, arguments), with limits. Words go to `FOLDER.txt`, then the answer."""
-    jinja_template.CPU_S = 1  # instead of 4: what a loop without end takes here
+    turns.CPU_S = 1  # instead of 4: what a loop without end takes here
     main = trains if writable == "outputs" else export_hf.main
     watched = be_watched()
     for folder, *arguments in requests:

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torchround.config import Config, TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
-from torchround.data.opening import CONVERSATIONS
+from torchround.data.sequence_stream import CONVERSATIONS
 from torchround.data.text.chat import ChatTemplate
 from torchround.hf.tensor_folder import read_object
 from torchround.untrusted.regular_file import write_whole

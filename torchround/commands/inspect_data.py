@@ -20,10 +20,9 @@ from torchround.commands import POSITIVE_COUNT, new_parser
 from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Tokenizer, build_loader, num_tokens
-from torchround.data.loader import mix_settings
-from torchround.data.opening import open_sources, packs_whole_documents
+from torchround.data.loader import mix_settings, open_sources
 from torchround.data.reading_order import Reader
-from torchround.data.tokenising import tokenise
+from torchround.data.sequence_stream import packs_whole_documents, tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160

@@ -44,8 +44,7 @@ from torchround.commands.plan_run import (
 from torchround.commands.try_model import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
 from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader
-from torchround.data.loader import Loader
-from torchround.data.opening import reads_conversations
+from torchround.data.loader import Loader, reads_conversations
 from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch

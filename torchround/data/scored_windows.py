@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from torchround.config import DataTable, SourceTable
-from torchround.data.document_types import BoolArray, TokenIds
-from torchround.data.loader import mix_settings
-from torchround.data.opening import check_first_records, open_sources
+from torchround.data.document_types import TokenIds
+from torchround.data.loader import check_first_records, mix_settings, open_sources
 from torchround.data.packing import learnt_mask
 from torchround.data.reading_order import Reader
+from torchround.data.sequence_stream import tokenise
 from torchround.data.text.tokenizer import Tokenizer
-from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 
@@ -53,13 +52,10 @@ def scored_windows(
         # One token more than a window must be there, because it is the label of the window's last token.
         while len(tokens) > seq_len + 1 or (piece.last and len(tokens) > 0):
             ends = len(tokens) <= seq_len + 1
-            yield _window(tokens[: seq_len + 1], learnt[: seq_len + 1], ends)
+            labels = np.where(learnt[1 : seq_len + 1], tokens[1 : seq_len + 1], IGNORED_LABEL)
+            yield ScoredWindow(tokens[: len(labels)], labels, ends)
             kept = len(tokens) if ends else seq_len
             tokens, learnt = tokens[kept:], learnt[kept:]
-
-
-def _window(tokens: TokenIds, learnt: BoolArray, ends: bool) -> ScoredWindow:
-    return ScoredWindow(tokens[:-1], np.where(learnt[1:], tokens[1:], IGNORED_LABEL), ends)
 
 
 def scored_batch(windows: Sequence[ScoredWindow], pad_id: int) -> MicroBatch:

@@ -10,8 +10,7 @@ from pathlib import Path
 from torchround.accelerators import kind_of
 from torchround.checkpoint import checkpoint_name
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
-from torchround.data.loader import Loader, ValidationLoader
-from torchround.data.opening import reads_conversations
+from torchround.data.loader import Loader, ValidationLoader, reads_conversations
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine

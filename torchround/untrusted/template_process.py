@@ -1,4 +1,4 @@
-"""Renders a chat template, as a program of its own that `jinja_template.py` starts.
+"""Renders a chat template, as a program of its own that `turns.py` starts.
 
 A template is a program of a stranger. Jinja's sandbox keeps it from files and private attributes, and the system's limits
 on this process keep it from the memory and the time of the run. It imports Jinja and the standard library alone.

@@ -18,7 +18,10 @@ def terminal_safe(message: object, *lines: object) -> str:
     Control characters are escaped, so they cannot command the terminal. Each part longer than `MOST_CHARACTERS`
     loses its middle, so it cannot fill the terminal.
     """
-    return "\n  ".join(escape_unprintable(_shortened(str(part))) for part in (message, *lines))
+    half = MOST_CHARACTERS // 2
+    parts = [str(part) for part in (message, *lines)]
+    short = (text if len(text) <= MOST_CHARACTERS else f"{text[:half]} .. {text[-half:]}" for text in parts)
+    return "\n  ".join(map(escape_unprintable, short))
 
 
 def escape_unprintable(text: str) -> str:
@@ -26,12 +29,6 @@ def escape_unprintable(text: str) -> str:
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
     )
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    return f"{text[: MOST_CHARACTERS // 2]} .. {text[-MOST_CHARACTERS // 2 :]}"
 
 
 def say(line: str) -> None:
