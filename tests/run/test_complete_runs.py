@@ -79,3 +79,7 @@ def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(sm
     assert COMPLETE in capsys.readouterr().out and "training.steps 5 -> 3" in caplog.text
     assert small_runs("run", "--training.steps=6", "--optimizer.lr=5e-3") == 0
     assert small_runs.saved("run")[-1] == 6 and "optimizer.lr 0.01 -> 0.005" in caplog.text
+    assert "rate jumps" not in caplog.text  # the last of six steps has the lowest rate too
+    assert small_runs("run", "--training.steps=12", "--optimizer.lr=5e-3") == 0
+    first, second = (line["lr"] for line in small_runs.steps("run")[5:7])
+    assert f"rate jumps from {first:.2e} to {second:.2e}" in caplog.text

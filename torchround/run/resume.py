@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.config import Config
+from torchround.config import Config, LRScheduleTable
 from torchround.config.optimizer_tables import table_for
 from torchround.data import DataError, Loader
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.engine.store.host_store import HostStore
+from torchround.optim import LRSchedule
 from torchround.run.run_folder import RunError
 from torchround.run.saved_forms import SavedForms
 from torchround.untrusted.terminal import terminal_safe
@@ -77,6 +79,7 @@ BEFORE: Mapping[tuple[str, str], str] = {
     ("optimizer", "state"): "exact",
 }
 MOST_COUNTED = 2**62  # upper limit of any count in a state
+JUMP = 1.2  # a learning rate that rises by this factor at a resumption is reported
 
 
 def find_checkpoint(
@@ -271,9 +274,23 @@ def _refuse_another(
 
 
 def _warn_of_changes(loaded: Loaded, config: Config) -> None:
-    if changes := _changes(loaded.state, config, LOSS_KEYS):
-        message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s", terminal_safe(message))
+    """Warn of changed settings, and of a learning rate that jumps under another schedule."""
+    if not (changes := _changes(loaded.state, config, LOSS_KEYS)):
+        return
+    rates, before = "", loaded.state["config"]
+    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # of another release
+        table, lr = LRScheduleTable.model_validate(before["lr_schedule"]), float(before["optimizer"]["lr"])
+        reached = LRSchedule(table, lr, int(before["training"]["steps"]))(max(loaded.step - 1, 0))
+        follows = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.num_steps)(loaded.step)
+        if follows > JUMP * reached:
+            rates = (
+                f". The learning rate jumps from {reached:.2e} to {follows:.2e}: a decay ends at the last step. For runs "
+                'that are made longer, lr_schedule.decay = "wsd" decays over the last fifth alone and continues from a '
+                'checkpoint before it; "none" never decays'
+            )
+    message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+    logger.warning("%s%s", terminal_safe(message), rates)
+
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
