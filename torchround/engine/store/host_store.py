@@ -244,12 +244,15 @@ class HostStore:
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
     @contextmanager
-    def true_device_weights(self, observer: Observer, share: Callable[[], None]) -> Iterator[None]:
+    def true_device_weights(
+        self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
         Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
+        observer = observer or Observer()
         rewritten = [bundle for bundle in self.stale_or_predicted() if bundle.is_owned]
         set_aside = [(bundle.version(self.step), _spare(bundle)) for bundle in rewritten]
 
