@@ -292,7 +292,6 @@ def _warn_of_changes(loaded: Loaded, config: Config) -> None:
     logger.warning("%s%s", terminal_safe(message), rates)
 
 
-
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
     saved, now = state.get("config"), config.model_dump(mode="json")
