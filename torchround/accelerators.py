@@ -239,6 +239,9 @@ class XpuKind(AcceleratorKind):
         return missing_for_triton() is None
 
 
+# The variable by which a user chooses cards. AMD's library reads it too.
+VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
+
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
 

@@ -37,30 +37,30 @@ class _FusedGatedProduct(torch.autograd.Function):
         return *found, None if weights is None else grad_weights, None
 
 
+@operation(
+    "gated_product(Tensor gate, Tensor up, Tensor? weights, str activation) -> Tensor",
+    "gated_products_triton.launch_gated_product",
+)
+@operation(
+    "add_expert_bias(Tensor rows, Tensor bias, Tensor experts, Tensor weights) -> Tensor",
+    "gated_products_triton.launch_expert_bias",
+)
 def product_result(gate: Tensor, *_: Any) -> Tensor:
     """Make room for the product."""
     return torch.empty_like(gate)
 
 
+@operation(
+    "gated_product_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, str activation)"
+    " -> (Tensor, Tensor, Tensor)",
+    "gated_products_triton.launch_gated_product_backward",
+)
 def product_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make room for the gradients of gate and up, and of the weights in fp32 (of no elements if there are none)."""
     rows = 0 if weights is None else len(weights)
     return torch.empty_like(gate), torch.empty_like(up), gate.new_empty(rows, dtype=torch.float32)
-
-
-operation(
-    "gated_product(Tensor gate, Tensor up, Tensor? weights, str activation) -> Tensor",
-    product_result,
-    "gated_products_triton.launch_gated_product",
-)
-operation(
-    "gated_product_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, str activation)"
-    " -> (Tensor, Tensor, Tensor)",
-    product_gradients,
-    "gated_products_triton.launch_gated_product_backward",
-)
 
 
 def clamped_product(
@@ -110,30 +110,26 @@ class _FusedClampedProduct(torch.autograd.Function):
         return grad, grad_bias, None, None, grad_weights, None, None
 
 
+@operation(
+    "clamped_product(Tensor gate_up, Tensor bias, Tensor experts, Tensor weights, float limit, float alpha)"
+    " -> Tensor",
+    "gated_products_triton.launch_clamped_product",
+)
 def clamped_result(gate_up: Tensor, *_: Any) -> Tensor:
     """Make room for the product `[R, F]`."""
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
+@operation(
+    "clamped_product_backward(Tensor grad, Tensor gate_up, Tensor bias, Tensor experts, Tensor weights,"
+    " float limit, float alpha) -> (Tensor, Tensor)",
+    "gated_products_triton.launch_clamped_product_backward",
+)
 def clamped_gradients(
     grad: Tensor, gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     """Make room for the gradients of `gate_up [R, 2 F]` and of the weights `[R]`."""
     return torch.empty_like(gate_up), torch.empty_like(weights)
-
-
-operation(
-    "clamped_product(Tensor gate_up, Tensor bias, Tensor experts, Tensor weights, float limit, float alpha)"
-    " -> Tensor",
-    clamped_result,
-    "gated_products_triton.launch_clamped_product",
-)
-operation(
-    "clamped_product_backward(Tensor grad, Tensor gate_up, Tensor bias, Tensor experts, Tensor weights,"
-    " float limit, float alpha) -> (Tensor, Tensor)",
-    clamped_gradients,
-    "gated_products_triton.launch_clamped_product_backward",
-)
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor, experts: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
@@ -160,28 +156,19 @@ class _FusedExpertBias(torch.autograd.Function):
         return grad, grad_bias, None, None, torch.ops.torchround.dot_with_bias(grad, bias, experts)
 
 
+@operation(
+    "dot_with_bias(Tensor grad, Tensor bias, Tensor experts) -> Tensor",
+    "gated_products_triton.launch_dot_with_bias",
+)
 def dot_result(grad: Tensor, *_: Any) -> Tensor:
     """Make room for the products `[R]` fp32."""
     return grad.new_empty(len(grad), dtype=torch.float32)
 
 
+@operation(
+    "sum_by_expert(Tensor rows, Tensor ends, Tensor? weights) -> Tensor",
+    "gated_products_triton.launch_sum_by_expert",
+)
 def sum_result(rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     """Make room for each expert's sum of rows, `[E, Z]` fp32."""
     return rows.new_empty((len(ends), rows.shape[1]), dtype=torch.float32)
-
-
-operation(
-    "add_expert_bias(Tensor rows, Tensor bias, Tensor experts, Tensor weights) -> Tensor",
-    product_result,
-    "gated_products_triton.launch_expert_bias",
-)
-operation(
-    "dot_with_bias(Tensor grad, Tensor bias, Tensor experts) -> Tensor",
-    dot_result,
-    "gated_products_triton.launch_dot_with_bias",
-)
-operation(
-    "sum_by_expert(Tensor rows, Tensor ends, Tensor? weights) -> Tensor",
-    sum_result,
-    "gated_products_triton.launch_sum_by_expert",
-)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from torchround.accelerators import has_grouped_products
 from torchround.keeping import joined, passing
-from torchround.models.kernels.operation import no_result, operation, uses_fused, uses_triton
+from torchround.models.kernels.operation import operation, uses_fused, uses_triton
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,22 @@ def _multiply_matrices(rows: Tensor, grad: Tensor, bounds: list[int]) -> Tensor:
     return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in pairwise(bounds)])
 
 
+@operation(
+    "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+    "grouped_triton.launch_rows",
+)
 def rows_result(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Make room for the products `[R, Z]`."""
     return rows.new_empty((rows.shape[0], weights.shape[2]))
 
 
-operation(
-    "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
-    rows_result,
-    "grouped_triton.launch_rows",
-)
 # Adds each expert's `rows [., A].T @ grad [., Z]` to its matrix of `total [E, A, Z]`, rounded once.
-operation(
+@operation(
     "grouped_gradient_(Tensor rows, Tensor grad, Tensor ends, Tensor(a!) total) -> ()",
-    no_result,
     "grouped_triton.launch_gradient",
 )
+def _grouped_gradient_result(*_: object) -> None:
+    pass
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -162,7 +162,9 @@ def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply_rows(rows, weights, [0, *ends.tolist()])
 
 
-_loop_over_rows.register_fake(rows_result)
+@_loop_over_rows.register_fake
+def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows_result(rows, weights, ends)
 
 
 @torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())

@@ -70,6 +70,10 @@ class _NormedSum(torch.autograd.Function):
         return grad, grad if ctx.adds else None, partials.sum(dim=0) if trains else None, None
 
 
+@operation(
+    "add_rms_norm(Tensor stream, Tensor? update, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "norms_triton.launch_norm",
+)
 def norm_results(
     stream: Tensor, update: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,25 +82,17 @@ def norm_results(
     return total, torch.empty_like(stream), stream.new_empty(stream.shape[:-1], dtype=torch.float32)
 
 
+@operation(
+    "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor scales, bool trains)"
+    " -> (Tensor, Tensor)",
+    "norms_triton.launch_norm_backward",
+)
 def norm_gradients(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, scales: Tensor, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """Make room for the gradient of the sum `[..., D]`, and fp32 partial sums of the weight's, `[P, D]`."""
     programs = num_partials(scales.numel()) if trains else 0
     return torch.empty_like(total), scales.new_empty((programs, weight.numel()))
-
-
-operation(
-    "add_rms_norm(Tensor stream, Tensor? update, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    norm_results,
-    "norms_triton.launch_norm",
-)
-operation(
-    "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor scales, bool trains)"
-    " -> (Tensor, Tensor)",
-    norm_gradients,
-    "norms_triton.launch_norm_backward",
-)
 
 
 def rotate_heads(
@@ -147,6 +143,11 @@ class _RotatedHeads(torch.autograd.Function):
         return found, None, None, None, partials.sum(dim=0) if trains else None, None
 
 
+@operation(
+    "rotate(Tensor heads, Tensor positions, Tensor frequencies, float magnitude, Tensor? weight, float eps,"
+    " bool back) -> (Tensor, Tensor)",
+    "norms_triton.launch_rotation",
+)
 def rotation_results(
     heads: Tensor,
     positions: Tensor,
@@ -161,6 +162,11 @@ def rotation_results(
     return torch.empty_like(heads), heads.new_empty(shape, dtype=torch.float32)
 
 
+@operation(
+    "norm_rotate_backward(Tensor grad, Tensor positions, Tensor frequencies, float magnitude, Tensor heads,"
+    " Tensor weight, Tensor scales, bool trains) -> (Tensor, Tensor)",
+    "norms_triton.launch_rotation_backward",
+)
 def rotation_gradients(
     grad: Tensor,
     positions: Tensor,
@@ -174,17 +180,3 @@ def rotation_gradients(
     """Make room for the gradient of the heads `[B, T, H, C]`, and fp32 partial sums of the weight's, `[P, C]`."""
     programs = num_partials(positions.numel()) if trains else 0
     return torch.empty_like(heads), scales.new_empty((programs, weight.numel()))
-
-
-operation(
-    "rotate(Tensor heads, Tensor positions, Tensor frequencies, float magnitude, Tensor? weight, float eps,"
-    " bool back) -> (Tensor, Tensor)",
-    rotation_results,
-    "norms_triton.launch_rotation",
-)
-operation(
-    "norm_rotate_backward(Tensor grad, Tensor positions, Tensor frequencies, float magnitude, Tensor heads,"
-    " Tensor weight, Tensor scales, bool trains) -> (Tensor, Tensor)",
-    rotation_gradients,
-    "norms_triton.launch_rotation_backward",
-)

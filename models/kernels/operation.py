@@ -9,7 +9,7 @@ under a compiler, which fuses by itself.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from torchround.accelerators import has_triton, is_accelerator
 
 LIBRARY = torch.library.Library("torchround", "FRAGMENT")
 
+Shapes = TypeVar("Shapes", bound=Callable[..., Any])
 
-def operation(schema: str, shapes: Callable[..., Any], launcher: str) -> None:
+
+def operation(schema: str, launcher: str) -> Callable[[Shapes], Shapes]:
     """Define `torch.ops.torchround.NAME`, which runs `launcher`: a module of this folder and its function.
 
-    `schema` is PyTorch's text for name, arguments and results. `shapes` makes the results on `meta`.
+    `schema` is PyTorch's text for name, arguments and results. The decorated function makes the results on `meta`.
     `torch.library.custom_op` would check each call in Python; that costs more than the launch of a kernel.
     """
     module, _, function = launcher.partition(".")
@@ -30,10 +32,14 @@ def operation(schema: str, shapes: Callable[..., Any], launcher: str) -> None:
     def launch(*arguments: Any) -> Any:
         return getattr(import_module(f"torchround.models.kernels.{module}"), function)(*arguments)
 
-    LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, shapes, "Meta")
+    def define(shapes: Shapes) -> Shapes:
+        LIBRARY.define(schema)
+        name = schema.partition("(")[0]
+        LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, shapes, "Meta")
+        return shapes
+
+    return define
 
 
 def uses_fused(tensor: Tensor) -> bool:
@@ -44,7 +50,3 @@ def uses_fused(tensor: Tensor) -> bool:
 def uses_triton(tensor: Tensor) -> bool:
     """Return whether a layer runs Triton kernels for this tensor. It does not under a compiler."""
     return not torch.compiler.is_dynamo_compiling() and has_triton(tensor.device.type)
-
-
-def no_result(*_: object) -> None:
-    """Change nothing, as the shapes of an operation that only writes into its arguments."""

@@ -22,23 +22,19 @@ def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor
     return torch.ops.torchround.join_sinks_backward(grad, output, log_sums, sinks).sum(dim=0)
 
 
+@operation(
+    "join_sinks(Tensor output, Tensor log_sums, Tensor sinks) -> (Tensor, Tensor)",
+    "sink_scores_triton.launch_join_sinks",
+)
 def joined_results(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Make room for the output and the log-sum-exp."""
     return torch.empty_like(output), torch.empty_like(log_sums)
 
 
+@operation(
+    "join_sinks_backward(Tensor grad, Tensor output, Tensor log_sums, Tensor sinks) -> Tensor",
+    "sink_scores_triton.launch_join_sinks_backward",
+)
 def partial_gradients(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Make room for partial sums of the sinks' gradient, `[P, H]` fp32."""
     return log_sums.new_empty((num_partials(len(grad)), len(sinks)))
-
-
-operation(
-    "join_sinks(Tensor output, Tensor log_sums, Tensor sinks) -> (Tensor, Tensor)",
-    joined_results,
-    "sink_scores_triton.launch_join_sinks",
-)
-operation(
-    "join_sinks_backward(Tensor grad, Tensor output, Tensor log_sums, Tensor sinks) -> Tensor",
-    partial_gradients,
-    "sink_scores_triton.launch_join_sinks_backward",
-)

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from torchround.layer import IGNORED_LABEL
-from torchround.models.kernels.operation import no_result, operation, uses_triton
+from torchround.models.kernels.operation import operation, uses_triton
 
 # fp32 scratch without Triton.
 BLOCK_BYTES = 1 << 26
 
-operation(
+
+@operation(
     "softmax_loss_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float factor, bool differentiate) -> ()",
-    no_result,
     "softmax_loss_triton.launch_softmax_loss",
 )
+def _softmax_loss_result(*_: object) -> None:
+    pass
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from torchround.accelerators import (
     PLANNED_KIND,
+    VISIBLE_CARDS,
     AcceleratorKind,
     kind_of,
     known_kinds,
@@ -39,7 +40,6 @@ MOST_VIRTUAL_DEVICES = 8
 # A container's control group: its memory limit, what is in use, and what of that the kernel gives back when memory runs
 # short.
 CGROUP = Path("/sys/fs/cgroup")
-VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"  # AMD's library reads it too
 
 
 @dataclass(frozen=True)
