@@ -235,7 +235,8 @@ class LayerGate:
         """Run layers in the block, forward or backward. Raises `Stopped` if the engine stops before."""
         thread = threading.get_ident()
         with self._changed:
-            self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
+            if self._compiles:
+                self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
             self._inside.add(thread)
         try:
             yield

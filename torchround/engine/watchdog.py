@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from torchround.engine.board import LAYER_GATE, Board, Flag
-from torchround.engine.device import Device, DeviceWatcher, Event, PastEvent, Stream
+from torchround.engine.device import Device, Event, Stream
 from torchround.engine.errors import FaultLocation, HangError, PipelineError, Stopped
 from torchround.engine.tasks import Access
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
@@ -27,14 +27,14 @@ EVENTS_AT_ONCE = 64  # recorded events between two questions which of them are p
 LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an event
 
 
-class QueueWatch(DeviceWatcher):
+class QueueWatch:
     """The events that the queues of one device have not passed.
 
     `state` returns where in the pipeline the device's thread is; the watch keeps that with each event.
     """
 
     def __init__(self, device: Device, state: Callable[[], WorkerState]) -> None:
-        device.watchers.append(self)
+        device.note_event = self._note
         self._device = device
         self._state = state
         self._passed = 0
@@ -60,14 +60,12 @@ class QueueWatch(DeviceWatcher):
                 _, what, state = events[0]
                 yield stream, f"has not passed {len(events)} event(s), the first one ({what}) of", state
 
-    def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
-        if not isinstance(event, PastEvent):
-            events = self._events[stream]
-            events.append((event, what, self._state()))
-            # Each question is a call of the driver, in the thread that launches kernels.
-            if len(events) % EVENTS_AT_ONCE == 0:
-                self._forget_passed(events)
-        return event
+    def _note(self, stream: Stream, event: Event, what: str) -> None:
+        events = self._events[stream]
+        events.append((event, what, self._state()))
+        # Each question is a call of the driver, in the thread that launches kernels.
+        if len(events) % EVENTS_AT_ONCE == 0:
+            self._forget_passed(events)
 
     def _forget_passed(self, events: deque[tuple[Event, str, WorkerState]]) -> None:
         # A failed device raises where a thread waits for it. Here it only makes no progress.
