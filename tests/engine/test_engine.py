@@ -30,6 +30,16 @@ def engine():
         yield engine
 
 
+def test_an_update_cannot_be_asked_for_before_its_step(engine):
+    """It would wait for what nothing makes, until the watchdog ends the engine."""
+    result = engine.forward_backward(BATCHES[0])
+    for asked in (result.update, result.collect):
+        with pytest.raises(EngineUsageError, match=r"update\(\) needs the step\(\)"):
+            asked()
+    engine.step(1e-2)
+    assert result.update().grad_norm > 0
+
+
 def test_a_step_with_no_label_at_all_changes_no_moment(engine):
     blank = [
         MicroBatch(m.tokens, torch.full_like(m.labels, IGNORED_LABEL), m.positions, m.document_ids) for m in BATCHES[0]

@@ -335,9 +335,9 @@ class Row:
             share_weights(store, group)
         with self.engine(model, store, optimizer, machines=group, **options) as engine:
             if torch_state is not None:
-                optimizer.load_state_dict(torch_state)
+                optimizer.optimizer.load_state_dict(torch_state)
             outcome = self.train(engine, group)
-            outcome.torch_state = None if self.table else optimizer.state_dict()
+            outcome.torch_state = None if self.table else optimizer.optimizer.state_dict()
         outcome.state = {name: view.clone() for name, view in store.named_views().items()}
         outcome.resume = store.resume_state()
         outcome.device_weights = [[weights.clone() for weights in bundle.device_weights] for bundle in store.bundles]

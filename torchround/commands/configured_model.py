@@ -6,6 +6,7 @@ Every command builds them here.
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions("training.seq_len", options.config.training.seq_len, config)
+        if family.name == BORROWED:
+            _advise_on_borrowed(options, config.content)  # type: ignore[attr-defined]
     try:
         model = family.build(config)
     except ModelConfigError as error:
@@ -238,6 +241,23 @@ def _refuse_another_family(options: Options, given: ModelFamily, path: Path, mod
         f"{path} has {named}, which no family of torchround reads; legal: {supported}; most decoders of other types "
         f"that transformers defines, with model.family = {show(BORROWED)}",
     )
+
+
+def _advise_on_borrowed(options: Options, content: Mapping[str, Any]) -> None:
+    """Warn of what makes a borrowed model slower than it needs to be, or than was asked for."""
+    if options.config.engine.compile is True:
+        logger.warning(
+            "engine.compile = true compiles the update alone: layers of model.family = %s stay as they are",
+            show(BORROWED),
+        )
+    for family in OWN_FAMILIES.values():
+        with suppress(ModelConfigError):
+            if content.get("model_type") in family.hf_model_types:
+                family.config_from_hf(content)
+                logger.warning(
+                    "model.family = %s runs the modules of transformers; model.family = %s has faster kernels of its own",
+                    *(show(BORROWED), show(family.name)),
+                )
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.

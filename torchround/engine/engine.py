@@ -304,11 +304,11 @@ class Engine:
         """
         with self._call(is_known=flag.happened):
             if not flag.happened:
+                updated = flag.numbers[0] if isinstance(flag, Value) and flag.kind == UPDATED else -1
+                if updated >= self._program.next_step:
+                    raise EngineUsageError("update() needs the step() that makes it")
                 self._program.release_sums()
-                late = (
-                    isinstance(flag, Value) and flag.kind == UPDATED and self._program.is_late(*flag.numbers)
-                )
-                self._program.hand_out(late)
+                self._program.hand_out(late=self._program.is_late(updated))
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
                 self._watchdog.synchronize(flag.content.landed)

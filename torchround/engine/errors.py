@@ -75,7 +75,9 @@ class PipelineError(EngineError):
 
     def add(self, note: str) -> None:
         """Let the text grow in place, because callers may hold this very object already."""
-        self.args = (f"{self} ({note})",)
+        # The last line of a hang report is about one thread.
+        between = "\n" if "\n" in str(self) else " "
+        self.args = (f"{self}{between}({note})",)
 
 
 class HangError(PipelineError):
@@ -84,9 +86,10 @@ class HangError(PipelineError):
     def __init__(self, timeout_s: float, report: Sequence[str]) -> None:
         problem = (
             f"nothing moved for {timeout_s:g} s. Raise engine.hang_timeout_s if a stage takes that long for one "
-            "micro-batch, or the optimizer for one layer. What each thread waits for:"
+            "micro-batch, or the optimizer for one layer."
         )
-        super().__init__(FaultLocation("controller"), "\n  ".join([problem, *report]))
+        lines = [problem, "What each thread waits for:", *report]
+        super().__init__(FaultLocation("controller"), "\n  ".join(lines))
         self.report = tuple(report)
 
 

@@ -27,7 +27,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import PART, Buffer, Worker
+from torchround.engine.tasks import PART, Buffer, Task, Worker
 from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
 from torchround.machines.links import Purpose
@@ -65,7 +65,10 @@ class StepExchange:
         self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
-            return Worker(f"torchround {name}", "exchange", board, lambda task, error: self.failed(error))
+            def fail(task: Task | None, error: BaseException) -> None:
+                self.failed(error, FaultLocation(name) if task is None else task.location)
+
+            return Worker(f"torchround {name}", name, board, fail)
 
         self.peers: Sequence[int] = () if group is None else group.peers
         # A peer that owns nothing gets no gradients and sends no weights.
@@ -236,9 +239,11 @@ class StepExchange:
 
     # Faults, and one end for all.
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, location: FaultLocation | None = None) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
-        self._board.fail(self.located(error) or PipelineError.of(error, FaultLocation("exchange")))
+        self._board.fail(
+            self.located(error) or PipelineError.of(error, location or FaultLocation("exchange"))
+        )
 
     def located(self, error: BaseException) -> PipelineError | None:
         """Return the fault of another machine as the engine's, None for any other error."""
