@@ -16,6 +16,8 @@ other, for example query, key and value cut from one product. Such memory is kep
 
 import copy
 import logging
+import shutil
+import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,11 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from torchround import keeping
+from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
-from torchround.optim.kernel import keep_inductor_private
+from torchround.optim.kernel import cxx_compiler, keep_inductor_private
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class LayerCompiler:
         self.is_required = is_required
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
+        self._looking = threading.Lock()
+        self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it shares no code with the others.
             code = index == len(model.layers) - 1, _structure(layer)
@@ -70,9 +75,10 @@ class LayerCompiler:
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
-        # Compiled code takes parameters, which differ from layer to layer, and no buffers.
-        if (device is not None and runs_fused(layer, device)) or next(layer.buffers(), None) is not None:
+        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device)):
             return layer
+        if next(layer.buffers(), None) is not None:
+            return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
             # A training or scoring call of a model of ours.
@@ -93,6 +99,20 @@ class LayerCompiler:
                 return layer(hidden, micro_batch)
 
         return call
+
+    def _compiles_for(self, device: str) -> bool:
+        """Look for a compiler for this type of device. Warns once if there is none."""
+        with self._looking:
+            if device not in self._compiles:
+                missing = None
+                if self.backend == "inductor" and device != "cpu":
+                    missing = kind_of(device).missing_compiler()
+                elif self.backend == "inductor" and shutil.which(cxx_compiler()) is None:
+                    missing = f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
+                if missing is not None:
+                    logger.warning("%s: no layer can be compiled (%s); they %s", self.setting, missing, COST)
+                self._compiles[device] = missing is None
+        return self._compiles[device]
 
 
 class LayerKind:
