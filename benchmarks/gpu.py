@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import costs_from_reports, one_layer_a_stage
+from torchround.engine.reports import StageReport, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
@@ -47,10 +47,14 @@ OPTIMIZER = AdamWTable(lr=LR)
 WARM_UP_STEPS = 2  # later steps allocate nothing more
 COMPILE: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 # Seconds and bytes of each step, added up over its reports.
-SUMMED = (
-    *("busy_s", "input_wait_s", "weights_wait_s", "optimizer_wait_s"),
-    *("uploaded_bytes", "downloaded_bytes"),
-)
+SUMMED: dict[str, Callable[[StageReport], float]] = {
+    "busy_s": lambda report: report.busy_s,
+    "input_wait_s": lambda report: report.idle_s.input,
+    "weights_wait_s": lambda report: report.idle_s.weights,
+    "optimizer_wait_s": lambda report: report.idle_s.optimizer,
+    "uploaded_bytes": lambda report: report.uploaded_bytes,
+    "downloaded_bytes": lambda report: report.downloaded_bytes,
+}
 
 
 class Bench:
@@ -198,7 +202,7 @@ class Bench:
         step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
         measured = results[WARM_UP_STEPS:]
         sums = [
-            {name: sum(getattr(report, name) for report in result.reports()) for name in SUMMED}
+            {name: sum(map(figure, result.reports())) for name, figure in SUMMED.items()}
             for result in measured
         ]
         return {

@@ -61,12 +61,12 @@ def records(monkeypatch, small_card):
     def statistics(name):
         return [small_card.memory_statistics(device)[name] for device in devices]
 
-    def building(model, store, on, plan, *arguments):
+    def building(model, store, on, plan, *arguments, **keywords):
         assert statistics("allocated_bytes") == [0, 0], "the engine before has given everything back"
         for device in devices:
             torch.accelerator.reset_peak_memory_stats(device)
         made.append(Record(plan.device_bytes))
-        return build(model, store, on, plan, *arguments)
+        return build(model, store, on, plan, *arguments, **keywords)
 
     def allocations(engine):
         own = [device.num_allocations for device in engine.devices]

@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
-
 from torchround.config import Config, TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
@@ -133,6 +130,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def byte_tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     """Return the content of `tokenizer.json` and `tokenizer_config.json` that give the tokens of the tokenizer `bytes`."""
+    import tokenizers  # here: a run on a bare machine exports nothing
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     # The names of bytes in files of the package tokenizers: printable Latin-1 as itself, the others from U+0100 on.

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
 from torchround.data.document_types import (
@@ -28,6 +27,9 @@ from torchround.data.document_types import (
     TokenizerError,
 )
 from torchround.data.text.template_files import SETTINGS_FILE, TemplateSources, find_templates, read_settings
+
+if TYPE_CHECKING:
+    import tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class Tokenizer:
     pad_id: int
     special: dict[str, int]
     in_text: dict[str, int] = field(default_factory=dict)
-    bpe: tokenizers.Tokenizer | None = None
+    bpe: "tokenizers.Tokenizer | None" = None
     templates: TemplateSources = field(default_factory=TemplateSources)
     template_tokens: dict[str, str] = field(default_factory=dict)
 
@@ -184,6 +186,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         data = path.read_bytes()
     except OSError as error:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
+    import tokenizers  # here: the benchmark of a bare machine reads no text
+
     try:
         _check_byte_level(json.loads(data))
         bpe = tokenizers.Tokenizer.from_buffer(data)
