@@ -43,6 +43,8 @@ def test_a_module_that_only_a_run_s_folder_names_is_not_imported(runs, capsys, m
     assert try_model.main([*trying, "--model.module=my_family"]) == 0
 
 
-def test_a_module_without_families_is_one_message(runs, capsys):
+def test_a_module_without_families_or_without_a_writer_is_one_message(runs, capsys):
     assert runs("run", "--model.module=json", "--model.family=mine") == 2
     assert "model.module: json gives no FAMILIES" in capsys.readouterr().err
+    assert runs("run", *MINE, "--metrics.module=json") == 2
+    assert "metrics.module: json gives no make_writer" in capsys.readouterr().err
